@@ -1,0 +1,1 @@
+"""Ground floor: errors, units, logging, progress. Imports nothing of ours."""

@@ -1,0 +1,39 @@
+"""Errors that people see: one line that names the value, the limit and the mend.
+
+`UserError` and its subclasses are the caller's to fix; commands print them without a traceback and exit 2 or 1.
+Everything else that escapes is a bug and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """A mistake in what was asked for. The message names the value, the limit and what to do about it."""
+
+    exit_code = 2
+
+
+class CheckpointError(UserError):
+    """A checkpoint folder is missing something, is damaged, or does not fit its own `config.json`."""
+
+    exit_code = 1
+
+
+class ResourceError(UserError):
+    """The machine or the stated budget is too small for what was asked; the message says by how much."""
+
+    exit_code = 1
+
+
+class PeerLost(RuntimeError):
+    """A process we exchange data with is gone. `peer` names it, for example ``experts[1]``."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"lost {peer}: {reason}")
+        self.peer = peer
+
+
+class PeerTimeout(TimeoutError):
+    """A wait passed its deadline. `peers` lists whom we were still waiting for."""
+
+    def __init__(self, what: str, peers: list[str], timeout_s: float) -> None:
+        super().__init__(f"{what}: nothing from {', '.join(peers)} within {timeout_s:.1f} s")
+        self.peers = peers

@@ -1,0 +1,163 @@
+"""The seam between model maths and machine: one signature per operation, several back-ends.
+
+A back-end (`reference`: plain PyTorch on any device; `cpu`: native packed kernels) owns the layout of the weights it
+packed and of the KV cache it created; nobody else looks inside. All operations are ordered on the current stream of
+`device` and return tensors of the same device. Shapes use these letters:
+
+T rows (tokens) of the micro-batch   S sequences in it   H hidden   N query heads   G KV heads   D head width
+E experts held here   K experts per token   I expert width   B blocks   P tokens per block   V output width
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.specs.model import RouterSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What one attention worker caches. Latent attention: one head, values are the first `value_dim` of the key."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    values_in_keys: bool = False
+
+    def block_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one block over all layers: the unit in which KV memory is admitted."""
+        width = self.key_dim if self.values_in_keys else self.key_dim + self.value_dim
+        return self.num_layers * self.block_size * self.num_kv_heads * width * bytes_per_element
+
+
+class KVCache(Protocol):
+    """Paged keys and values of every layer, in the back-end's own layout."""
+
+    spec: KVCacheSpec
+
+
+class PackedLinear(Protocol):
+    """Weight [out, in] and optional bias [out], laid out once at load for the back-end's matrix units."""
+
+    in_features: int
+    out_features: int
+    num_bytes: int
+
+
+class PackedExperts(Protocol):
+    """Weights of E experts of one layer. Filled one expert at a time, so that loading never holds a second copy."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    num_bytes: int
+
+    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
+        """Copy one expert's three matrices in (any float dtype; converted to the back-end's)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """Where the T rows of a micro-batch stand. Rows of a sequence are consecutive; sequences keep their order.
+
+    All tensors are int32 on the compute device; the tuples repeat what the host needs to know without a copy back.
+    `block_tables_SB` is padded with 0 beyond a sequence's last block. `slots_T` = block * block_size + offset in block.
+    """
+
+    positions_T: Tensor
+    slots_T: Tensor
+    query_starts: Tensor  # [S + 1], first row of each sequence, then T
+    context_lens_S: Tensor  # keys visible to the sequence's last row, its own included
+    block_tables_SB: Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.positions_T.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryTable:
+    """cos and sin for every position, float32 [positions, rotated width / 2], attention factor included."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+class KernelBackend(Protocol):
+    """Everything the decoder asks of a machine. One object per worker; not thread-safe."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Lay out weight [out, in]; the source tensor may be dropped afterwards."""
+
+    def linear(
+        self,
+        x_TI: Tensor,
+        weight: PackedLinear,
+        *,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x @ weight.T + bias (+ residual), summed in float32, returned as `out_dtype` (default: the back-end's dtype)."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last axis: x / sqrt(mean(x²) + eps) * weight, statistics in float32."""
+
+    def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + delta rounded to dtype, its RMS norm): the residual step at the head of each half-layer."""
+
+    def new_kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        """Reserve (not touch) memory for `spec.num_blocks` blocks; `ResourceError` if it cannot be had."""
+
+    def rotate_and_store(
+        self,
+        qkv_TX: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        rotary: RotaryTable,
+        *,
+        num_heads: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """From fused rows [q | k | v] of one projection: optional per-head RMS norm of q and k, rotary embedding, keys
+        and values written to the cache at `batch.slots_T`. Returns q [T, N, D]. The first 2*rotary-width/2 dims rotate."""
+
+    def paged_attention(
+        self,
+        q_TND: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Causal attention of every row over its sequence's cached keys. Returns [T, N, value_dim].
+
+        A row's result must not depend on which other rows share the call, nor on how its prompt was cut into chunks."""
+
+    def gate(self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec) -> tuple[Tensor, Tensor]:
+        """Router scores and choice: (expert ids int32 [T, K], weights float32 [T, K]), best first."""
+
+    def new_experts(self, num_experts: int, hidden: int, intermediate: int, activation: str) -> PackedExperts:
+        """Room for the weights of `num_experts` gated feed-forwards."""
+
+    def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
+        """y[t] = sum over j of weights[t, j] * FFN_{ids[t, j]}(x[t]); ids are local indices, -1 means "not held here".
+
+        FFN(x) = down(act(gate(x)) * up(x)). Each touched expert's weights are read once. Sums in float32 in ascending
+        local index, rounded once to dtype, so a row's bits do not depend on its neighbours."""

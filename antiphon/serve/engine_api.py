@@ -1,0 +1,107 @@
+"""What the HTTP server may ask of an engine: submit, abort, look. No torch, no transport.
+
+The engine runs in its own thread (see `serve/engine.py`); these methods are called from the event loop's thread.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from antiphon.base.errors import UserError
+from antiphon.specs.sampling import SamplingParams, TokenLogprob
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class QueueFull(UserError):
+    """The waiting queue is at its limit. HTTP 429 with `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(UserError):
+    """The engine is draining and takes no new requests. HTTP 503."""
+
+
+class RequestTooLong(UserError):
+    """Prompt plus requested tokens do not fit the model's context or the KV budget. HTTP 400."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOutput:
+    """Progress of one request: the tokens since the last output. The last one has `finish_reason` set.
+
+    `stop_token_id` is the end-of-sequence or stop token that ended it (it is the last of `token_ids`).
+    `prompt_logprobs` comes once, with the first output; its first entry is None (nothing precedes the first token).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """Fixed facts about the running engine, for /v1/models, /version and limits."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    layout: str
+    num_attention: int
+    num_experts_workers: int
+    num_micro_batches: int
+    max_waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A reading of the engine's counters; cumulative unless the name says otherwise. Feeds /metrics."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    prefix_cache_hit_tokens: int
+    prefix_cache_query_tokens: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_steps: int
+    num_worker_restarts: int
+    attention_idle_ratio: float
+    expert_idle_ratio: float
+    exposed_communication_s: float
+    dispatch_bytes: int
+    balancedness_per_layer: dict[int, float] = field(default_factory=dict)
+    placement_changes: int = 0
+    queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
+    healthy: bool = True
+    status: str = "ok"
+
+
+class AsyncEngine(Protocol):
+    """The engine as the server sees it."""
+
+    info: EngineInfo
+
+    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> AsyncIterator[EngineOutput]:
+        """Queue a request and return its outputs. Raises `QueueFull`, `ShuttingDown`, `RequestTooLong` or `UserError`
+        at once, before anything is queued. Closing the iterator early (client gone) aborts the request."""
+
+    def abort(self, request_id: str) -> None:
+        """Forget the request and free its KV blocks at the end of the running step. Unknown ids are ignored."""
+
+    def stats(self) -> EngineStats:
+        """A reading of the counters. Never blocks on a step."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests (`ShuttingDown`), let the running ones finish, abort what is left at the timeout."""

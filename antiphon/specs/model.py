@@ -1,0 +1,128 @@
+"""What a Mixture-of-Experts decoder is, as frozen data: one description for models, planner and engine.
+
+A `ModelSpec` says what is computed (sizes, attention kind, router, rotary scaling), never how weights are named in a
+checkpoint (`models/families`) and never where they run (`specs/placement`). It is built from a Hugging Face
+`config.json` by the family that knows that config's keys.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding of `dim` dimensions per head, with the long-context scaling the model was trained with.
+
+    `interleaved` pairs neighbours (x0,x1),(x2,x3) as DeepSeek does; otherwise the halves are paired (x0,x_{d/2}).
+    `scaling` selects the formula; `parameters` holds its numbers under the names that `config.json` uses.
+    """
+
+    dim: int
+    theta: float
+    interleaved: bool = False
+    scaling: Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"] = "none"
+    parameters: dict[str, float | list[float]] = field(default_factory=dict)
+    max_position: int = 4096
+    original_max_position: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): what is cached is one latent vector per token."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention, or latent attention when `latent` is given.
+
+    `head_dim` is the width of one query head; for latent attention qk_nope + qk_rope. `scale` multiplies the scores.
+    `qk_norm` "head" normalises each head (Qwen3), "full" the whole projection (OLMoE).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+    latent: LatentSpec | None = None
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    clip_qkv: float | None = None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How the gate turns a hidden row into `top_k` experts and their weights.
+
+    `scoring` "sparsemixer" is Phi-3.5-MoE's two-pass top-2. With `num_groups` > 1 only the best `top_k_groups` groups
+    of experts may be chosen; a group's score is its maximum ("max", DeepSeek-V2) or the sum of its two best biased
+    scores ("top2", DeepSeek-V3). `has_score_bias`: a per-expert bias steers the choice but not the weights.
+    `normalize` divides the chosen weights by their sum; `scaling` multiplies them at the end.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalize: bool = True
+    softmax_after_top_k: bool = False
+    has_score_bias: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    scaling: float = 1.0
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardSpec:
+    """Gated feed-forward widths: `intermediate` per routed expert, `shared_intermediate` (0: none) for the shared
+    expert all tokens pass, `shared_gate` if a sigmoid gate scales it, `dense_intermediate` for layers without experts."""
+
+    activation: Literal["silu", "gelu"] = "silu"
+    intermediate: int
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    dense_intermediate: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One MoE decoder. `moe_layers[l]` says whether layer l routes to experts or has a dense feed-forward."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    moe_layers: tuple[bool, ...]
+    attention: AttentionSpec
+    router: RouterSpec
+    feed_forward: FeedForwardSpec
+    norm: Literal["rms", "layer", "layer_no_bias"] = "rms"
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    lm_head_bias: bool = False
+    max_position: int = 4096
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.moe_layers)
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of KV cache one token occupies over all layers (MegaScale-Infer eq. 8 counts the same, in BF16)."""
+        attention = self.attention
+        if attention.latent is not None:
+            width = attention.latent.kv_lora_rank + attention.latent.qk_rope_head_dim
+        else:
+            width = 2 * attention.num_kv_heads * attention.head_dim
+        return self.num_layers * width * bytes_per_element
