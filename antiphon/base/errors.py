@@ -29,6 +29,7 @@ class PeerLost(RuntimeError):
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(f"lost {peer}: {reason}")
         self.peer = peer
+        self.reason = reason
 
 
 class PeerTimeout(TimeoutError):

@@ -66,7 +66,7 @@ class AttentionBatch:
     """Where the T rows of a micro-batch stand. Rows of a sequence are consecutive; sequences keep their order.
 
     All tensors are int32 on the compute device; the tuples repeat what the host needs to know without a copy back.
-    `block_tables_SB` is padded with 0 beyond a sequence's last block. `slots_T` = block * block_size + offset in block.
+    Beyond its last block a row of `block_tables_SB` holds any valid block id. `slots_T` = block * block_size + offset in block.
     """
 
     positions_T: Tensor

@@ -93,7 +93,9 @@ class AsyncEngine(Protocol):
 
     info: EngineInfo
 
-    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> AsyncIterator[EngineOutput]:
+    def submit(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncIterator[EngineOutput]:
         """Queue a request and return its outputs. Raises `QueueFull`, `ShuttingDown`, `RequestTooLong` or `UserError`
         at once, before anything is queued. Closing the iterator early (client gone) aborts the request."""
 

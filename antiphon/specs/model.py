@@ -28,13 +28,22 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): what is cached is one latent vector per token."""
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): what is cached is one latent vector per token.
+
+    `norm_eps` belongs to the norms of the two latent vectors; DeepSeek fixes it, whatever the layers' norms use.
+    """
 
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    norm_eps: float = 1e-6
+
+    @property
+    def key_dim(self) -> int:
+        """Width of one cached row: the latent vector, then the rotated key all heads share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +93,7 @@ class RouterSpec:
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
     """Gated feed-forward widths: `intermediate` per routed expert, `shared_intermediate` (0: none) for the shared
-    expert all tokens pass, `shared_gate` if a sigmoid gate scales it, `dense_intermediate` for layers without experts."""
+    expert all tokens pass, `shared_gate` if a sigmoid gate scales it, `dense_intermediate` without experts."""
 
     activation: Literal["silu", "gelu"] = "silu"
     intermediate: int
@@ -122,7 +131,7 @@ class ModelSpec:
         """Bytes of KV cache one token occupies over all layers (MegaScale-Infer eq. 8 counts the same, in BF16)."""
         attention = self.attention
         if attention.latent is not None:
-            width = attention.latent.kv_lora_rank + attention.latent.qk_rope_head_dim
+            width = attention.latent.key_dim
         else:
             width = 2 * attention.num_kv_heads * attention.head_dim
         return self.num_layers * width * bytes_per_element

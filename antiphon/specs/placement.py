@@ -18,9 +18,13 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         for expert, workers in enumerate(self.owners):
             if not workers:
-                raise UserError(f"expert {expert} is placed on no worker: give it at least one of 0..{self.num_workers - 1}")
+                raise UserError(
+                    f"expert {expert} is placed on no worker: give it at least one of 0..{self.num_workers - 1}"
+                )
             if len(set(workers)) != len(workers) or not all(0 <= w < self.num_workers for w in workers):
-                raise UserError(f"expert {expert} is placed on {workers}: use distinct workers from 0 to {self.num_workers - 1}")
+                raise UserError(
+                    f"expert {expert} is placed on {workers}: use distinct workers from 0 to {self.num_workers - 1}"
+                )
         if idle := set(range(self.num_workers)) - {w for workers in self.owners for w in workers}:
             raise UserError(f"expert workers {sorted(idle)} hold no expert: use at most {len(self.owners)} workers")
 

@@ -42,7 +42,12 @@ class SamplingParams:
             (0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1"),
             (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "between -2 and 2"),
             (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "between -2 and 2"),
-            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", self.repetition_penalty, "above 0, at most 100"),
+            (
+                0.0 < self.repetition_penalty <= 100.0,
+                "repetition_penalty",
+                self.repetition_penalty,
+                "above 0, at most 100",
+            ),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20"),
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,

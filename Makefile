@@ -1,0 +1,113 @@
+# One environment in .venv, everything else through it. `make help` lists what there is.
+#
+# PYTHON       the Python to build the environment from (3.11 or newer; default: the first such on the PATH)
+# TORCH        the torch to install; 2.11 to 2.13 are supported, for example TORCH=torch==2.12.1
+# TORCH_FLAGS  extra flags for pip when it installs torch. The default index serves a CUDA build of some gigabytes;
+#              for the small CPU build add the index that pytorch.org names for it: TORCH_FLAGS="--extra-index-url ADDRESS"
+# PYTEST_FLAGS extra flags for pytest, for example PYTEST_FLAGS="-x -k router"
+
+PYTHON ?=
+TORCH ?= torch==2.13.0
+TORCH_FLAGS ?=
+PYTEST_FLAGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+SOURCES := antiphon tests benchmarks examples scripts
+NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+YARDSTICK := out/yardstick-tiny
+
+# Stamps live inside the environment, so that removing it removes what is known about it.
+PYTHON_STAMP := $(VENV)/.python.stamp
+TORCH_STAMP := $(VENV)/.$(subst =,-,$(TORCH)).stamp
+PACKAGES_STAMP := $(VENV)/.packages.stamp
+NATIVE_STAMP := $(VENV)/.native.stamp
+
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo serve test lint format bench gpu-check peers yardstick lock clean distclean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(NATIVE_STAMP)  ## build the environment in .venv (packages and native code); a second time does nothing
+
+demo: setup  ## serve the shipped model with attention and experts apart, ask it something, stop
+	$(PY) examples/demo.py
+
+serve: setup  ## the same server, left running
+	$(VENV)/bin/antiphon serve examples/demo-moe --layout disaggregated
+
+test: lint  ## lint, then every test
+	@echo "== tests"
+	$(PY) -m pytest --durations=10 $(PYTEST_FLAGS)
+
+lint: setup  ## style, types, import order, file sizes
+	@echo "== style"
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/ruff format --check $(SOURCES)
+	@echo "== types"
+	$(VENV)/bin/mypy --strict -p antiphon
+	@echo "== import order"
+	$(PY) -m pytest tests/test_imports.py
+	@echo "== file sizes"
+	$(PY) scripts/line_counts.py
+
+format: setup  ## rewrite the sources in the project's style
+	$(VENV)/bin/ruff check --fix $(SOURCES)
+	$(VENV)/bin/ruff format $(SOURCES)
+
+bench: setup $(YARDSTICK)/config.json  ## time serving on a tiny random model
+	$(VENV)/bin/antiphon bench serve $(YARDSTICK)
+
+gpu-check: setup  ## check and time what needs a GPU; says so and stops where there is none
+	$(PY) benchmarks/gpu_check.py
+
+peers: setup  ## install the engines we compare with, each in its own environment under .peers
+	bash benchmarks/peers.sh
+
+yardstick: $(YARDSTICK)/config.json  ## write the tiny random model that bench uses
+
+lock: $(PACKAGES_STAMP)  ## resolve requirements.lock anew
+	$(PIP) install --quiet uv
+	bash scripts/lock.sh $(VENV)/bin/uv
+
+clean:  ## remove build output and caches, keep .venv
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis $(NATIVE_STAMP) antiphon/_native*.so
+	find antiphon tests benchmarks examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove .venv too
+	rm -rf $(VENV)
+
+# --- what the commands above need ---
+
+$(PYTHON_STAMP): scripts/create_venv.sh
+	@echo "== environment in $(VENV)"
+	@bash scripts/create_venv.sh "$(PYTHON)" $(VENV)
+	@touch $@
+
+# torch first and alone: which build of it (CPU or CUDA) is the machine's choice, its dependencies follow the lock.
+$(TORCH_STAMP): $(PYTHON_STAMP)
+	@echo "== $(TORCH)"
+	@grep -v '^torch==' requirements.lock > $(VENV)/requirements-without-torch.txt
+	$(PIP) install $(TORCH_FLAGS) --constraint $(VENV)/requirements-without-torch.txt "$(TORCH)"
+	@rm -f $(VENV)/.torch-*.stamp
+	@touch $@
+
+$(PACKAGES_STAMP): $(TORCH_STAMP) requirements.lock
+	@echo "== packages"
+	@grep -v '^torch==' requirements.lock > $(VENV)/requirements-without-torch.txt
+	$(PIP) install --no-deps --requirement $(VENV)/requirements-without-torch.txt
+	@touch $@
+
+$(NATIVE_STAMP): $(PACKAGES_STAMP) CMakeLists.txt pyproject.toml $(NATIVE_SOURCES)
+	@echo "== native code"
+	@bash scripts/build_native.sh $(PY)
+	@touch $@
+
+$(YARDSTICK)/config.json: benchmarks/make_model.py | $(NATIVE_STAMP)
+	$(PY) benchmarks/make_model.py tiny $(YARDSTICK)
+	@touch $@

@@ -1,0 +1,162 @@
+"""Native CPU kernels and process-shared wait words. Every `*_address` is a raw memory address, 0 for "none".
+
+Strides count elements from row to row; consecutive elements of a row are adjacent. Calls that compute release the GIL.
+"""
+
+def load_u32(address: int) -> int: ...
+def wait_u32(address: int, old_value: int, timeout_ns: int, spin_ns: int) -> bool: ...
+def store_wake_u32(address: int, value: int) -> None: ...
+def fetch_add_wake_u32(address: int, amount: int) -> int: ...
+def isa() -> str: ...
+def available_isas() -> list[str]: ...
+def set_isa(name: str) -> None: ...
+def num_threads() -> int: ...
+def set_num_threads(num_threads: int) -> None: ...
+def set_spin_ns(spin_ns: int) -> None: ...
+def pin_threads(cores: list[int]) -> None: ...
+
+class PackedLinear:
+    def __init__(
+        self,
+        is_bf16: bool,
+        outputs: int,
+        inner: int,
+        weight_address: int,
+        weight_stride: int,
+        bias_address: int,
+    ) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def linear(
+        self,
+        x_address: int,
+        num_rows: int,
+        x_stride: int,
+        residual_address: int,
+        residual_stride: int,
+        out_address: int,
+        out_fp32: bool,
+    ) -> None: ...
+
+class GateOptions:
+    sigmoid: bool
+    top_k: int
+    num_groups: int
+    top_k_groups: int
+    group_score_top2: bool
+    normalize: bool
+    softmax_after_top_k: bool
+    scaling: float
+
+    def __init__(self) -> None: ...
+
+def gate(
+    weight: PackedLinear,
+    options: GateOptions,
+    x_address: int,
+    num_rows: int,
+    x_stride: int,
+    score_bias_address: int,
+    ids_address: int,
+    weights_address: int,
+) -> None: ...
+
+class PackedExperts:
+    def __init__(self, is_bf16: bool, num_experts: int, hidden: int, intermediate: int, gelu: bool) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def set_expert(
+        self,
+        index: int,
+        gate_address: int,
+        gate_stride: int,
+        up_address: int,
+        up_stride: int,
+        down_address: int,
+        down_stride: int,
+    ) -> None: ...
+    def grouped_ffn(
+        self,
+        x_address: int,
+        num_rows: int,
+        x_stride: int,
+        ids_address: int,
+        weights_address: int,
+        top_k: int,
+        out_address: int,
+    ) -> None: ...
+
+class BatchAddresses:
+    def __init__(
+        self,
+        positions_address: int,
+        slots_address: int,
+        query_starts_address: int,
+        context_lens_address: int,
+        block_tables_address: int,
+        table_stride: int,
+        num_sequences: int,
+        num_rows: int,
+    ) -> None: ...
+
+class RotaryAddresses:
+    def __init__(self, cos_address: int, sin_address: int, half: int, interleaved: bool) -> None: ...
+
+class KVCache:
+    def __init__(
+        self,
+        is_bf16: bool,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+    ) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def rotate_and_store(
+        self,
+        layer: int,
+        batch: BatchAddresses,
+        rotary: RotaryAddresses,
+        qkv_address: int,
+        num_heads: int,
+        q_norm_address: int,
+        k_norm_address: int,
+        eps: float,
+        q_address: int,
+    ) -> None: ...
+    def paged_attention(
+        self,
+        layer: int,
+        batch: BatchAddresses,
+        q_address: int,
+        num_heads: int,
+        scale: float,
+        sliding_window: int,
+        out_address: int,
+    ) -> None: ...
+
+def rms_norm(
+    is_bf16: bool,
+    x_address: int,
+    num_rows: int,
+    stride: int,
+    width: int,
+    weight_address: int,
+    eps: float,
+    out_address: int,
+) -> None: ...
+def add_rms_norm(
+    is_bf16: bool,
+    x_address: int,
+    delta_address: int,
+    num_rows: int,
+    width: int,
+    weight_address: int,
+    eps: float,
+    sum_address: int,
+    out_address: int,
+) -> None: ...
+def argmax_rows(logits_address: int, num_rows: int, width: int, stride: int, ids_address: int) -> None: ...

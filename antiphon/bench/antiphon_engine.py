@@ -1,0 +1,154 @@
+"""Antiphon itself as a contestant of the serving benchmark: the same engine that serves, without HTTP.
+
+A contestant is written `colocated`, `colocated*2` (two replicas) or `1+1/m2` (one attention worker, one expert worker,
+two micro-batches). Prefix caching must not help the second pass of a run, so the first token of every prompt differs
+between the passes.
+"""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from antiphon.base.errors import UserError
+from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result
+from antiphon.models.config import load_model_spec
+from antiphon.serve.config import Layout, ServeConfig, kv_cache_block_bytes
+from antiphon.serve.engine import Engine
+from antiphon.serve.launch import start_engine
+from antiphon.serve.streams import ThreadSink
+from antiphon.specs.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+
+
+def parse_contestant(text: str) -> tuple[Layout, int, int, int]:
+    """(layout, attention workers, expert workers, micro-batches) of a contestant's name."""
+    if match := re.fullmatch(r"colocated(?:\*(\d+))?", text):
+        return "colocated", int(match.group(1) or 1), 0, 1
+    if match := re.fullmatch(r"(\d+)\+(\d+)/m(\d+)", text):
+        return "disaggregated", int(match.group(1)), int(match.group(2)), int(match.group(3))
+    raise UserError(f"{text!r} is no contestant: write colocated, colocated*2 or 1+1/m2")
+
+
+class AntiphonEngine:
+    """Implements `Peer` with worker processes of this benchmark's own."""
+
+    def __init__(
+        self, contestant: str, model: Path, *, max_concurrency: int, max_tokens: int, threads: int = 0
+    ) -> None:
+        self.layout, self.num_attention, self.num_experts, self.num_micro_batches = parse_contestant(contestant)
+        self._name = f"antiphon {contestant}"
+        self._model = model
+        self._max_concurrency = max_concurrency
+        self._max_tokens = max_tokens
+        self._threads = threads
+        self._engine: Engine | None = None
+        self._runs = 0
+        self._peak_rss_bytes = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def pid(self) -> int | None:
+        return os.getpid()
+
+    def _config(self) -> ServeConfig:
+        spec = load_model_spec(self._model)
+        per_worker = -(-self._max_concurrency // self.num_attention)
+        blocks = per_worker * (-(-self._max_tokens // BLOCK_SIZE) + 1) + 16
+        bytes_per_element = 4 if spec.dtype == "float32" else 2
+        block_bytes = kv_cache_block_bytes(spec, BLOCK_SIZE, bytes_per_element)
+        return ServeConfig(
+            model=self._model,
+            layout=self.layout,
+            num_attention=self.num_attention,
+            num_experts=max(1, self.num_experts),
+            num_micro_batches=self.num_micro_batches,
+            max_model_len=self._max_tokens,
+            kv_bytes=blocks * block_bytes * self.num_attention,
+            block_size=BLOCK_SIZE,
+            max_running=per_worker,
+            max_batch_tokens=max(2048, per_worker),
+            max_waiting=2 * self._max_concurrency,
+            num_threads=self._threads,
+            timeout_s=120.0,
+        )
+
+    def sizes(self) -> dict[str, int | str | None]:
+        """What a report's row says of this contestant."""
+        return {
+            "layout": self.layout,
+            "attention": self.num_attention,
+            "experts": self.num_experts,
+            "micro_batches": self.num_micro_batches,
+        }
+
+    def start(self) -> Mapping[str, str]:
+        self._engine = start_engine(self._config())
+        return {"layout": self.layout, "kernels": ", ".join(sorted(self._engine.kernels()))}
+
+    def run(self, workload: Workload) -> RunResult:
+        prefill_s, _, _, _ = self._pass(workload.prompts, 1)
+        if workload.output_tokens == 1:
+            raw = RawRun(prefill_s=prefill_s, total_s=prefill_s, ttft_s=[prefill_s], itl_s=[], token_ids=None)
+        else:
+            total_s, ttft_s, itl_s, token_ids = self._pass(workload.prompts, workload.output_tokens)
+            raw = RawRun(prefill_s=prefill_s, total_s=total_s, ttft_s=ttft_s, itl_s=itl_s, token_ids=token_ids)
+        self._peak_rss_bytes = max(self._peak_rss_bytes, self._rss_bytes())
+        return run_result(workload, raw, self._peak_rss_bytes)
+
+    def _pass(
+        self, prompts: list[list[int]], output_tokens: int
+    ) -> tuple[float, list[float], list[float], list[list[int]]]:
+        """(duration, times to first token, times between tokens, token ids)."""
+        assert self._engine is not None, "start() comes first"
+        self._runs += 1
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        vocab_size = self._engine.info.vocab_size
+        sink = ThreadSink()
+        started = time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            fresh = [(prompt[0] + self._runs) % vocab_size, *prompt[1:]]
+            self._engine.submit_to(sink, str(index), fresh, params)
+        last: dict[str, float] = {}
+        ttft_s, itl_s = [], []
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        for output in sink.outputs(len(prompts)):
+            now = time.perf_counter()
+            if output.error is not None:
+                raise UserError(f"{self._name}: {output.error}")
+            if (before := last.get(output.request_id)) is None:
+                ttft_s.append(now - started)
+            else:
+                itl_s.append(now - before)
+            last[output.request_id] = now
+            token_ids[int(output.request_id)].extend(output.token_ids)
+        return time.perf_counter() - started, ttft_s, itl_s, token_ids
+
+    def _worker_processes(self) -> list[psutil.Process]:
+        assert self._engine is not None, "start() comes first"
+        return [psutil.Process(pid) for pid in self._engine.worker_pids()]
+
+    def _rss_bytes(self) -> int:
+        return sum(process.memory_info().rss for process in self._worker_processes())
+
+    def pause(self) -> None:
+        for process in self._worker_processes():
+            process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for process in self._worker_processes():
+            process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self.resume()
+            self._engine.stop()
+            self._engine = None

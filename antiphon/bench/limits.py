@@ -1,0 +1,219 @@
+"""What this machine could do at best: measured bandwidth and arithmetic, and the bounds they set on a decoder.
+
+Method
+1. Read bandwidth: sum a buffer of 1 GiB (far beyond any last-level cache) as 64-bit integers, best of several
+   passes. On the machines tried, this reaches what a hand-written AVX-512 loop reaches; sums of float32 are
+   slower by a few percent, a bf16 matrix-vector product by a factor of four.
+2. Arithmetic: one bf16 product 4096 x 4096 x 4096, best of several.
+3. Both are taken for 1, 2, 4, ... and all threads, in the run that uses them: shared machines change from
+   hour to hour.
+4. A decode step must read every weight that any of its tokens needs once, and the KV cache of every sequence;
+   a step takes at least the larger of bytes / bandwidth and operations / arithmetic.
+
+Rejected: data-sheet numbers (a virtual machine seldom gets them), and the planner's cost model (a bound that
+shares code with the prediction cannot catch its mistakes).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+READ_BUFFER_BYTES = 1 << 30
+GEMM_SIZE = 4096
+BYTES_PER_ELEMENT = 2  # bf16 weights and KV cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadLimits:
+    """What `num_threads` threads together reached."""
+
+    num_threads: int
+    read_bytes_per_s: float
+    gemm_flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineLimits:
+    """Measured limits, one entry per number of threads, ascending."""
+
+    per_threads: tuple[ThreadLimits, ...]
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """The best read bandwidth at any number of threads."""
+        return max(limits.read_bytes_per_s for limits in self.per_threads)
+
+    @property
+    def gemm_flops_per_s(self) -> float:
+        """The best bf16 matrix product at any number of threads (a multiply-add counts as two operations)."""
+        return max(limits.gemm_flops_per_s for limits in self.per_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes:
+    """The sizes of a Mixture-of-Experts decoder that decide its traffic and arithmetic."""
+
+    num_layers: int
+    num_dense_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int
+    dense_size: int
+    vocab_size: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DecoderSizes:
+        """Read a Hugging Face `config.json` of the Qwen-MoE or Mixtral kind."""
+        if config.get("shared_expert_intermediate_size") or config.get("n_shared_experts"):
+            raise ValueError("shared experts are not priced here; use a model without them as the yardstick")
+        num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        return cls(
+            num_layers=num_layers,
+            num_dense_layers=len(config.get("mlp_only_layers") or ()),
+            hidden_size=int(config["hidden_size"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
+            num_experts=int(config.get("num_experts") or config["num_local_experts"]),
+            num_experts_per_token=int(config["num_experts_per_tok"]),
+            expert_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+            dense_size=int(config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+        )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of the query, key, value and output projections of one layer."""
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one SwiGLU expert: gate, up and down."""
+        return 3 * self.hidden_size * self.expert_size
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token leaves in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT
+
+    def decoder_parameters(self, num_experts_counted: float) -> float:
+        """Weights of all layers when `num_experts_counted` experts of each MoE layer count."""
+        moe = self.hidden_size * self.num_experts + num_experts_counted * self.expert_parameters
+        dense = 3 * self.hidden_size * self.dense_size
+        num_moe_layers = self.num_layers - self.num_dense_layers
+        return self.num_layers * self.attention_parameters + num_moe_layers * moe + self.num_dense_layers * dense
+
+
+def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) -> MachineLimits:
+    """Measure with 1, 2, 4, ... and `num_threads` threads (default: torch's present number).
+
+    Blocks for some seconds and holds 1 GiB meanwhile. Restores torch's number of threads.
+    """
+    before = torch.get_num_threads()
+    highest = num_threads or before
+    counts = sorted({1 << power for power in range(highest.bit_length()) if 1 << power <= highest} | {highest})
+    words = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64)
+    left, right = torch.randn(2, GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16)
+    try:
+        return MachineLimits(per_threads=tuple(_measure(words, left, right, count, num_passes) for count in counts))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(
+    words: torch.Tensor, left: torch.Tensor, right: torch.Tensor, num_threads: int, num_passes: int
+) -> ThreadLimits:
+    torch.set_num_threads(num_threads)
+    return ThreadLimits(
+        num_threads=num_threads,
+        read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(words.sum, num_passes),
+        gemm_flops_per_s=2 * GEMM_SIZE**3 / _best_time_s(lambda: left @ right, num_passes),
+    )
+
+
+def _best_time_s(action: Callable[[], object], num_passes: int) -> float:
+    action()
+    times_s = []
+    for _ in range(num_passes):
+        start_s = time.perf_counter()
+        action()
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s)
+
+
+def expected_distinct_experts(num_experts: int, num_experts_per_token: int, num_tokens: int) -> float:
+    """Experts of a layer that n tokens touch, expected, when each picks k of E at random: E(1 - (1 - k/E)^n)."""
+    return num_experts * (1.0 - (1.0 - num_experts_per_token / num_experts) ** num_tokens)
+
+
+def decode_step_bytes(sizes: DecoderSizes, concurrency: int, context: int) -> float:
+    """Bytes that one decode step must read: the weights touched, once, and each sequence's `context` cached tokens."""
+    touched = expected_distinct_experts(sizes.num_experts, sizes.num_experts_per_token, concurrency)
+    weights = sizes.decoder_parameters(touched) + sizes.head_parameters + concurrency * sizes.hidden_size
+    return weights * BYTES_PER_ELEMENT + concurrency * context * sizes.kv_bytes_per_token
+
+
+def decode_step_flops(sizes: DecoderSizes, concurrency: int, context: int) -> float:
+    """Operations of one decode step: 2 per active weight and token, and scores and values over `context` tokens."""
+    active = sizes.decoder_parameters(sizes.num_experts_per_token) + sizes.head_parameters
+    return concurrency * (2.0 * active + _attention_flops(sizes, context))
+
+
+def prefill_flops(sizes: DecoderSizes, prompt_tokens: int) -> float:
+    """Operations to prefill one prompt; attention sees half the prompt on average, the LM head only its last token."""
+    layers = 2.0 * sizes.decoder_parameters(sizes.num_experts_per_token)
+    attention = _attention_flops(sizes, (prompt_tokens + 1) / 2)
+    return prompt_tokens * (layers + attention) + 2.0 * sizes.head_parameters
+
+
+def _attention_flops(sizes: DecoderSizes, context: float) -> float:
+    return 4.0 * sizes.num_layers * sizes.num_heads * sizes.head_dim * context
+
+
+def memory_bound_tokens_per_s(sizes: DecoderSizes, limits: MachineLimits, concurrency: int, context: int) -> float:
+    """Decode rate if only reading memory took time."""
+    return concurrency * limits.read_bytes_per_s / decode_step_bytes(sizes, concurrency, context)
+
+
+def compute_bound_tokens_per_s(sizes: DecoderSizes, limits: MachineLimits, concurrency: int, context: int) -> float:
+    """Decode rate if only arithmetic took time."""
+    return concurrency * limits.gemm_flops_per_s / decode_step_flops(sizes, concurrency, context)
+
+
+def decode_bound_tokens_per_s(sizes: DecoderSizes, limits: MachineLimits, concurrency: int, context: int) -> float:
+    """Decode rate if a step took the longer of its memory and its arithmetic time: perfect overlap of the two."""
+    return min(
+        memory_bound_tokens_per_s(sizes, limits, concurrency, context),
+        compute_bound_tokens_per_s(sizes, limits, concurrency, context),
+    )
+
+
+def compute_bound_prefill_tokens_per_s(sizes: DecoderSizes, limits: MachineLimits, prompt_tokens: int) -> float:
+    """Prefill rate if only arithmetic took time; it does not depend on the number of prompts."""
+    return prompt_tokens * limits.gemm_flops_per_s / prefill_flops(sizes, prompt_tokens)
+
+
+def prefill_bound_tokens_per_s(
+    sizes: DecoderSizes, limits: MachineLimits, num_prompts: int, prompt_tokens: int
+) -> float:
+    """Prefill rate if the whole batch took the longer of its arithmetic and reading each touched weight once."""
+    num_tokens = num_prompts * prompt_tokens
+    touched = expected_distinct_experts(sizes.num_experts, sizes.num_experts_per_token, num_tokens)
+    weights_bytes = (sizes.decoder_parameters(touched) + sizes.head_parameters) * BYTES_PER_ELEMENT
+    return min(
+        num_tokens * limits.read_bytes_per_s / weights_bytes,
+        compute_bound_prefill_tokens_per_s(sizes, limits, prompt_tokens),
+    )

@@ -1,0 +1,161 @@
+"""`antiphon bench serve`: throughput and latency of Antiphon's layouts beside other engines, on one machine."""
+
+import json as jsonlib
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.bench.antiphon_engine import AntiphonEngine
+from antiphon.bench.limits import MachineLimits
+from antiphon.bench.peers.api import Peer
+from antiphon.bench.peers.openai_peer import OpenAIPeer
+from antiphon.bench.peers.transformers_peer import transformers_peer
+from antiphon.bench.peers.vllm_peer import vllm_peer
+from antiphon.bench.serve import WorkloadSize, bench_serve
+from antiphon.cli import options
+from antiphon.cli.output import emit_json, show, table
+
+app = typer.Typer(help="Measure Antiphon beside its peers.", no_args_is_help=True)
+_COLUMNS = (
+    "engine",
+    "conc.",
+    "in",
+    "out",
+    "out tok/s",
+    "decode tok/s",
+    "of bound",
+    "prefill tok/s",
+    "of bound",
+    "foreign",
+)
+
+
+@app.callback()
+def root() -> None:
+    """Measure Antiphon beside its peers."""
+
+
+@app.command()
+def serve(
+    model: options.ModelFolder,
+    concurrency: Annotated[str, typer.Option(help="Requests at once, a list.")] = "1,8,32,64",
+    input_tokens: Annotated[int, typer.Option(help="Prompt length.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
+    prefill: Annotated[str, typer.Option(help="Prompts only: requests x tokens, a list; empty: none.")] = "1x512,8x512",
+    layouts: Annotated[str, typer.Option(help="Ours: colocated, colocated*2, 1+1/m2, a list.")] = "colocated",
+    peers: Annotated[str, typer.Option(help="transformers, vllm, a list; empty: none.")] = "transformers,vllm",
+    against_url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server.")] = None,
+    threads: options.ThreadsOption = 0,
+    rounds: Annotated[int, typer.Option(help="At most this many repetitions.")] = 6,
+    json: options.JsonOption = None,
+) -> None:
+    """Time MODEL at several concurrencies; ours and peers take turns in one run."""
+    sizes = [WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
+    sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
+    if not sizes:
+        raise UserError("nothing to measure: give --concurrency or --prefill")
+    contestants: list[Peer] = [
+        AntiphonEngine(
+            name,
+            model,
+            max_concurrency=max(size.concurrency for size in sizes),
+            max_tokens=max(size.input_tokens + size.output_tokens for size in sizes),
+            threads=threads,
+        )
+        for name in layouts.split(",")
+        if name
+    ]
+    contestants += [make_peer(name, model) for name in peers.split(",") if name]
+    if against_url is not None:
+        contestants.append(OpenAIPeer(against_url))
+    rows, limits = bench_serve(
+        model, contestants, sizes, max_rounds=rounds, say=lambda text: print(text, file=sys.stderr)
+    )
+    show(result_table(rows), json=json)
+    emit_json(json, {"bench": "serve", **provenance(limits), "rows": rows})
+
+
+def make_peer(name: str, model: Path) -> Peer:
+    """A peer by its name on the command line."""
+    if name == "transformers":
+        return transformers_peer(model)
+    if name == "vllm":
+        return vllm_peer(model)
+    raise UserError(f"peer {name!r} is not known: use transformers or vllm, or --against-url")
+
+
+def parse_counts(text: str) -> list[int]:
+    """``"1,8"`` -> ``[1, 8]``."""
+    try:
+        counts = [int(part) for part in text.split(",") if part]
+    except ValueError as error:
+        raise UserError(f"--concurrency {text!r} is not a list of numbers: write for example 1,8,32") from error
+    if any(count < 1 for count in counts):
+        raise UserError(f"--concurrency {text!r}: every number must be at least 1")
+    return counts
+
+
+def parse_prefill(text: str) -> list[tuple[int, int]]:
+    """``"8x512"`` -> ``[(8, 512)]``."""
+    try:
+        pairs = [tuple(int(number) for number in part.split("x")) for part in text.split(",") if part]
+        return [(count, tokens) for count, tokens in pairs]
+    except ValueError as error:
+        raise UserError(f"--prefill {text!r} is not a list like 1x512,8x512") from error
+
+
+def provenance(limits: MachineLimits) -> dict[str, Any]:
+    """Where figures come from: commit, command, machine."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "command": " ".join(["antiphon", *sys.argv[1:]]),
+        "machine": {
+            "cpus": psutil.cpu_count(),
+            "device": "cpu",
+            "cpu": cpu_name(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "torch": torch.__version__,
+            "limits": jsonlib.loads(jsonlib.dumps(asdict(limits))),
+        },
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def result_table(rows: list[dict[str, Any]]) -> Any:
+    """What people read; the JSON has more."""
+
+    def share(value: float | None) -> str | None:
+        return None if value is None else f"{value:.0%}"
+
+    cells = [
+        (
+            row["engine"],
+            row["concurrency"],
+            row["input_tokens"],
+            row["output_tokens"],
+            row["output_tokens_per_s"],
+            row["decode_tokens_per_s"],
+            share(row.get("decode_fraction_of_bound")),
+            row["prefill_tokens_per_s"],
+            share(row["prefill_fraction_of_bound"]),
+            share(row["foreign_cpu_share"]),
+        )
+        for row in rows
+    ]
+    return table(_COLUMNS, cells)

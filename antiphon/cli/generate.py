@@ -1,0 +1,139 @@
+"""`antiphon generate`: complete prompts offline, with the same engine that serves."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.cli import options
+from antiphon.cli.output import emit_json, show, table
+from antiphon.cli.serve import report_timeline, start_with_progress
+from antiphon.serve.engine import Engine
+from antiphon.serve.engine_api import EngineOutput
+from antiphon.serve.streams import ThreadSink
+from antiphon.serve.text.tokenizer import TextTokenizer, load_tokenizer
+from antiphon.specs.sampling import SamplingParams, TokenLogprob
+
+
+def generate(
+    model: options.ModelFolder,
+    prompt: Annotated[str | None, typer.Option(help="Text to complete.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Token ids to complete, e.g. 1,2,3.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="For temperature above 0.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Alternatives to report per token.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-sequence token.")] = False,
+    layout: options.LayoutOption = "auto",
+    attention: options.AttentionOption = 1,
+    experts: options.ExpertsOption = 0,
+    micro_batches: options.MicroBatchesOption = 0,
+    device: options.DeviceOption = "cpu",
+    dtype: options.DtypeOption = "auto",
+    kernels: options.KernelsOption = "auto",
+    max_model_len: options.MaxModelLenOption = 0,
+    kv_bytes: options.KvBytesOption = "0",
+    threads: options.ThreadsOption = 0,
+    timeout: options.TimeoutOption = 30.0,
+    timeline: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    json: options.JsonOption = None,
+) -> None:
+    """Complete a prompt with MODEL, without a server."""
+    if (prompt is None) == (token_ids is None):
+        raise UserError("give one of --prompt TEXT and --token-ids 1,2,3")
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos
+    )
+    config = options.serve_config(
+        model,
+        layout=layout,
+        attention=attention,
+        experts=experts,
+        micro_batches=micro_batches,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        max_model_len=max_model_len,
+        kv_bytes=kv_bytes,
+        max_running=32,
+        max_batch_tokens=2048,
+        threads=threads,
+        timeout=timeout,
+        trace=timeline is not None,
+    )
+    tokenizer = load_tokenizer(model) if token_ids is None else None
+    if tokenizer is not None:
+        ids = tokenizer.encode(str(prompt), add_special_tokens=True)
+    else:
+        ids = parse_token_ids(str(token_ids))
+    engine = start_with_progress(config)
+    try:
+        result = complete(engine, ids, params, tokenizer, stream=json != "-")
+        if logprobs is not None:
+            show_logprobs(result, tokenizer, json)
+        emit_json(json, result)
+        if timeline is not None:
+            report_timeline(engine, timeline)
+    finally:
+        engine.stop()
+
+
+def parse_token_ids(text: str) -> list[int]:
+    """``"1,2,3"`` -> ``[1, 2, 3]``."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--token-ids {text!r} is not a list of numbers: write for example 1,2,3") from error
+
+
+def complete(
+    engine: Engine, ids: list[int], params: SamplingParams, tokenizer: TextTokenizer | None, *, stream: bool
+) -> dict[str, Any]:
+    """Run one request; text (or token ids) appear on standard output as they come."""
+    sink = ThreadSink()
+    engine.submit_to(sink, "generate", ids, params)
+    detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    text = ""
+    last: EngineOutput | None = None
+    for output in sink.outputs(1):
+        last = output
+        tokens.extend(output.token_ids)
+        logprobs.extend(output.logprobs or [])
+        if detokenizer is not None:
+            piece = "".join(detokenizer.feed(token) for token in output.token_ids)
+            if output.finish_reason is not None:
+                piece += detokenizer.flush()
+            text += piece
+        else:
+            piece = "".join(f"{token} " for token in output.token_ids)
+        if stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    assert last is not None, "every request ends with an output"
+    if last.error is not None:
+        raise UserError(f"the request failed: {last.error}")
+    if stream:
+        sys.stdout.write("\n")
+    return {
+        "token_ids": tokens,
+        "text": text if tokenizer is not None else None,
+        "finish_reason": last.finish_reason,
+        "logprobs": [{"token_id": t.token_id, "logprob": t.logprob, "top": t.top} for t in logprobs],
+    }
+
+
+def show_logprobs(result: dict[str, Any], tokenizer: TextTokenizer | None, json: str | None) -> None:
+    """Each token with its alternatives, as a table."""
+
+    def name(token_id: int) -> str:
+        return repr(tokenizer.token_string(token_id)) if tokenizer is not None else str(token_id)
+
+    rows = [
+        (name(entry["token_id"]), entry["logprob"], "  ".join(f"{name(i)} {p:.3f}" for i, p in entry["top"]))
+        for entry in result["logprobs"]
+    ]
+    show(table(("token", "logprob", "alternatives"), rows), json=json)

@@ -1,0 +1,127 @@
+"""What every command does the same way: tables for people, JSON for machines, one-line errors, exit codes.
+
+Exit codes: 0 done, 1 could not do it, 2 asked wrongly, 130 interrupted. Results go to standard output, everything else
+(progress, logs, errors) to standard error, so that `--json -` can be piped.
+"""
+
+import json as jsonlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+PIPE_WIDTH = 160  # columns of a table that no terminal limits
+
+
+def emit_json(destination: str | None, payload: object) -> None:
+    """Write `payload` as JSON to a file, to standard output for ``"-"``, nowhere for None.
+
+    A file appears whole or not at all. Paths are written as text; anything else that JSON does not know is a
+    `TypeError`, NaN and infinity a `ValueError`.
+    """
+    if destination is None:
+        return
+    text = jsonlib.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
+    if destination == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path = Path(destination)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write --json {destination}: {error.strerror}; name a file in a folder you can write to"
+        ) from error
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+    """A plain table: numbers to the right, text to the left, None as an empty cell. Print it with `show`."""
+    cells = [tuple(row) for row in rows]
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        numeric = bool(cells) and all(isinstance(row[index], (int, float, type(None))) for row in cells)
+        result.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        result.add_row(*(_cell(value) for value in row))
+    return result
+
+
+def _cell(value: object) -> Text:
+    if value is None:
+        return Text("")
+    if isinstance(value, Text):
+        return value
+    if isinstance(value, float):
+        return Text(f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}")
+    return Text(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+
+
+def show(renderable: RenderableType, *, json: str | None = None) -> None:
+    """Print for people, on standard output; silent when `json` is ``"-"``: standard output is then the machine's."""
+    if json == "-":
+        return
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    console = Console(highlight=False, width=width, soft_wrap=isinstance(renderable, str))
+    console.print(renderable, markup=False)
+
+
+def run_command(command: Callable[[], object], *, debug: bool = False) -> int:
+    """Call `command` and return the exit code: its own if it returns or exits with a number, else 0.
+
+    What goes wrong becomes one line on standard error; `debug` adds the traceback.
+    """
+    try:
+        result = command()
+        sys.stdout.flush()
+    except SystemExit as exit_request:
+        return _exit_code(exit_request.code)
+    except KeyboardInterrupt:
+        _print_error("interrupted", debug)
+        return EXIT_INTERRUPTED
+    except (UserError, PeerLost, PeerTimeout) as error:
+        _print_error(_one_line(error), debug)
+        return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
+    except BrokenPipeError:  # the reader of our output is gone, for example `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        hint = "" if debug else "; --debug shows where"
+        _print_error(f"{type(error).__name__}: {_one_line(error)}{hint}", debug)
+        return EXIT_FAILED
+    return result if type(result) is int else 0
+
+
+def _exit_code(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return int(code or 0)
+    print(code, file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or "no further message"
+
+
+def _print_error(message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr, flush=True)

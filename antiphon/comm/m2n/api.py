@@ -1,0 +1,93 @@
+"""The exchange between attention workers and expert workers, as the engine sees it.
+
+Per layer and micro-batch an attention worker makes one `dispatch` (its rows to every expert worker that owns a chosen
+expert, each row once per worker) and one `combine` (the weighted partial sums back). `dispatch` returns at once;
+only `combine` and `receive` wait, and every wait has a deadline and names whom it waits for.
+
+Nothing above this seam knows how the bytes travel. Rejected: collectives. They need every rank at every call, so one
+dead or idle worker stops all others, and they pad to the largest count (MegaScale-Infer, section 5).
+
+Shapes: T rows sent by one attention worker, H hidden, K experts per token, R rows received by an expert worker.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeShape:
+    """Sizes both ends agree on before the first message. `max_rows` bounds one micro-batch of one attention worker."""
+
+    num_attention: int
+    num_experts: int
+    num_micro_batches: int
+    max_rows: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBatch:
+    """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`.
+
+    `ids_RK` are global expert ids, -1 where the expert lives on another worker. The tensors may be views of receive
+    buffers: they are valid until `reply`.
+    """
+
+    step: int
+    layer: int
+    micro_batch: int
+    sources: tuple[int, ...]
+    rows_per_source: tuple[int, ...]
+    rows_RH: Tensor
+    ids_RK: Tensor
+    weights_RK: Tensor
+
+
+class StepAborted(Exception):
+    """The engine declared the running step void (a worker died). Drop it and wait for orders."""
+
+
+class AttentionExchange(Protocol):
+    """The attention worker's end. `exposed_s`: the part of `wait_s` in which the experts waited for did not compute."""
+
+    bytes_sent: int
+    wait_s: float
+    exposed_s: float
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+        """Announce a step: `participants[i]` lists the attention workers that have rows in micro-batch i."""
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """Send each row once to every worker owning one of its experts. The arguments may be reused on return."""
+
+    def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
+        """Wait for all expert workers' partial sums of the last `dispatch` of this micro-batch and add them: [T, H].
+
+        Raises `PeerTimeout` with the missing workers' names, `StepAborted` if the engine gave the step up."""
+
+    def reset(self, epoch: int) -> None:
+        """Start a new epoch: whatever was in flight is forgotten. All ends reset before any sends again."""
+
+
+class ExpertExchange(Protocol):
+    """The expert worker's end."""
+
+    bytes_sent: int
+    wait_s: float
+
+    def receive(self, idle_s: float, timeout_s: float) -> ExpertBatch | None:
+        """The next complete batch, or None if nothing at all came within `idle_s` (an idle server is no error).
+
+        Raises `PeerTimeout` when some participants of a batch arrived and others stayed away for `timeout_s`,
+        `StepAborted` when the engine started a new epoch."""
+
+    def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
+        """Return each source its rows' weighted partial sums, and when they were computed (start, end)."""
+
+    def reset(self, epoch: int) -> None:
+        """Start a new epoch; see `AttentionExchange.reset`."""

@@ -1,0 +1,254 @@
+"""The cpu back-end: thin launchers that check shapes and hand addresses to `antiphon._native`.
+
+A decode step of a small model is a few hundred of these calls, so a launcher does a handful of Python operations and
+nothing per layer that can be kept between layers. Latent attention and the sparsemixer router are rare on CPUs: they
+run in the reference back-end's code. Rejected: torch custom operators (dispatch costs more than a small kernel).
+"""
+
+import torch
+from torch import Tensor
+
+from antiphon import _native
+from antiphon.kernels.api import AttentionBatch, KVCache, KVCacheSpec, PackedExperts, PackedLinear, RotaryTable
+from antiphon.kernels.cpu.kv_cache import BatchAddresses, CpuKVCache
+from antiphon.kernels.cpu.weights import CpuExperts, CpuLinear
+from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference.gate import choose_experts
+from antiphon.specs.model import RouterSpec
+
+
+class CpuBackend:
+    """`KernelBackend` on packed weights, for bfloat16 and float32."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        if dtype not in {torch.bfloat16, torch.float32}:
+            raise ValueError(f"dtype {dtype} is not known to the cpu back-end: use bfloat16 or float32")
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self._is_bf16 = dtype == torch.bfloat16
+        self._reference = ReferenceBackend(self.device, dtype)
+        self._addresses = BatchAddresses()
+        self._router: RouterSpec | None = None
+        self._gate_options = _native.GateOptions()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+        return CpuLinear(weight, bias, self.dtype)
+
+    def linear(
+        self,
+        x_TI: Tensor,
+        weight: PackedLinear,
+        *,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert isinstance(weight, CpuLinear)
+        x_TI = self._rows(x_TI, weight.in_features)
+        num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
+        out = torch.empty(
+            (num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype
+        )
+        residual, residual_stride = 0, 0
+        if residual_TO is not None:
+            residual_TO = self._rows(residual_TO, weight.out_features)
+            if residual_TO.shape[0] != num_rows:
+                raise ValueError(f"residual has {residual_TO.shape[0]} rows, x has {num_rows}")
+            residual, residual_stride = residual_TO.data_ptr(), residual_TO.stride(0)
+        weight.native.linear(
+            x_TI.data_ptr(), num_rows, x_TI.stride(0), residual, residual_stride, out.data_ptr(), out_fp32
+        )
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        x = x if x.is_contiguous() else x.contiguous()
+        self._check(x, weight, width)
+        out = torch.empty_like(x)
+        _native.rms_norm(
+            self._is_bf16, x.data_ptr(), x.numel() // max(1, width), width, width, weight.data_ptr(), eps, out.data_ptr()
+        )
+        return out
+
+    def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        num_rows, width = x_TH.shape
+        x_TH, delta_TH = x_TH.contiguous(), delta_TH.contiguous()
+        self._check(x_TH, weight, width)
+        if delta_TH.shape != x_TH.shape or delta_TH.dtype != self.dtype:
+            raise ValueError(f"delta is {delta_TH.dtype} {tuple(delta_TH.shape)}, x is {tuple(x_TH.shape)}")
+        total, out = torch.empty_like(x_TH), torch.empty_like(x_TH)
+        _native.add_rms_norm(
+            self._is_bf16,
+            x_TH.data_ptr(),
+            delta_TH.data_ptr(),
+            num_rows,
+            width,
+            weight.data_ptr(),
+            eps,
+            total.data_ptr(),
+            out.data_ptr(),
+        )
+        return total, out
+
+    def new_kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        return self._reference.new_kv_cache(spec) if spec.values_in_keys else CpuKVCache(spec, self.dtype)
+
+    def rotate_and_store(
+        self,
+        qkv_TX: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        rotary: RotaryTable,
+        *,
+        num_heads: int,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        if not isinstance(cache, CpuKVCache):
+            return self._reference.rotate_and_store(
+                qkv_TX,
+                cache,
+                layer,
+                batch,
+                rotary,
+                num_heads=num_heads,
+                q_norm_D=q_norm_D,
+                k_norm_D=k_norm_D,
+                eps=eps,
+            )
+        spec = cache.spec
+        width = num_heads * spec.key_dim + spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+        qkv_TX = self._rows(qkv_TX, width).contiguous()
+        for norm in (q_norm_D, k_norm_D):
+            if norm is not None:
+                self._check(qkv_TX, norm, spec.key_dim)
+        q_TND = torch.empty((qkv_TX.shape[0], num_heads, spec.key_dim), dtype=self.dtype)
+        cache.native.rotate_and_store(
+            layer,
+            self._addresses.of_batch(batch),
+            self._addresses.of_rotary(rotary),
+            qkv_TX.data_ptr(),
+            num_heads,
+            0 if q_norm_D is None else q_norm_D.data_ptr(),
+            0 if k_norm_D is None else k_norm_D.data_ptr(),
+            eps,
+            q_TND.data_ptr(),
+        )
+        return q_TND
+
+    def paged_attention(
+        self,
+        q_TND: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        if not isinstance(cache, CpuKVCache):
+            return self._reference.paged_attention(
+                q_TND, cache, layer, batch, scale=scale, sliding_window=sliding_window
+            )
+        num_rows, num_heads, dim = q_TND.shape
+        spec = cache.spec
+        if q_TND.dtype != self.dtype or dim != spec.key_dim or num_heads % spec.num_kv_heads != 0:
+            raise ValueError(f"queries {q_TND.dtype} {tuple(q_TND.shape)} do not fit the cache {spec}")
+        q_TND = q_TND.contiguous()
+        out_TNV = torch.empty((num_rows, num_heads, spec.value_dim), dtype=self.dtype)
+        cache.native.paged_attention(
+            layer,
+            self._addresses.of_batch(batch),
+            q_TND.data_ptr(),
+            num_heads,
+            scale,
+            sliding_window or 0,
+            out_TNV.data_ptr(),
+        )
+        return out_TNV
+
+    def gate(
+        self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(weight, CpuLinear)
+        if router.scoring == "sparsemixer":
+            return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
+        if router is not self._router:
+            self._gate_options, self._router = _gate_options(router), router
+        x_TH = self._rows(x_TH, weight.in_features)
+        num_rows = x_TH.shape[0]
+        ids = torch.empty((num_rows, router.top_k), dtype=torch.int32)
+        weights = torch.empty((num_rows, router.top_k), dtype=torch.float32)
+        if bias_E is not None:
+            bias_E = bias_E.float().contiguous()
+        _native.gate(
+            weight.native,
+            self._gate_options,
+            x_TH.data_ptr(),
+            num_rows,
+            x_TH.stride(0),
+            0 if bias_E is None else bias_E.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
+        return ids, weights
+
+    def new_experts(self, num_experts: int, hidden: int, intermediate: int, activation: str) -> CpuExperts:
+        return CpuExperts(num_experts, hidden, intermediate, activation, self.dtype)
+
+    def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
+        assert isinstance(experts, CpuExperts)
+        x_TH = self._rows(x_TH, experts.hidden)
+        num_rows, top_k = ids_TK.shape
+        if num_rows != x_TH.shape[0] or weights_TK.shape != ids_TK.shape:
+            raise ValueError(f"{x_TH.shape[0]} rows, ids {tuple(ids_TK.shape)}, weights {tuple(weights_TK.shape)}")
+        ids_TK, weights_TK = ids_TK.int().contiguous(), weights_TK.float().contiguous()
+        out_TH = torch.empty((num_rows, experts.hidden), dtype=self.dtype)
+        experts.native.grouped_ffn(
+            x_TH.data_ptr(),
+            num_rows,
+            x_TH.stride(0),
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            top_k,
+            out_TH.data_ptr(),
+        )
+        return out_TH
+
+    def argmax_rows(self, logits_TV: Tensor) -> Tensor:
+        """Index of each row's first largest float32 logit, int64 [T]."""
+        if logits_TV.dtype != torch.float32 or logits_TV.stride(-1) != 1:
+            raise ValueError(f"logits must be float32 with consecutive columns, got {logits_TV.dtype}")
+        ids = torch.empty(logits_TV.shape[0], dtype=torch.int64)
+        num_rows, width = logits_TV.shape
+        _native.argmax_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), ids.data_ptr())
+        return ids
+
+    def _rows(self, x: Tensor, width: int) -> Tensor:
+        """x as rows of consecutive elements, after checking that the kernel may read them."""
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != width:
+            raise ValueError(f"expected {self.dtype} rows of width {width}, got {x.dtype} {tuple(x.shape)}")
+        return x if x.stride(1) == 1 or width <= 1 else x.contiguous()
+
+    def _check(self, x: Tensor, weight: Tensor, width: int) -> None:
+        if x.dtype != self.dtype or weight.dtype != self.dtype or weight.numel() != width:
+            raise ValueError(
+                f"expected {self.dtype} rows and a norm weight of width {width}, got {x.dtype} rows and "
+                f"{weight.dtype} {tuple(weight.shape)}"
+            )
+
+
+def _gate_options(router: RouterSpec) -> _native.GateOptions:
+    options = _native.GateOptions()
+    options.sigmoid = router.scoring == "sigmoid"
+    options.top_k = router.top_k
+    options.num_groups = router.num_groups
+    options.top_k_groups = router.top_k_groups
+    options.group_score_top2 = router.group_score == "top2"
+    options.normalize = router.normalize
+    options.softmax_after_top_k = router.softmax_after_top_k
+    options.scaling = router.scaling
+    return options

@@ -1,0 +1,161 @@
+"""Attention over the paged cache in plain PyTorch: decode in batches, prefill one sequence at a time.
+
+Decode rows are grouped by the power of two their context rounds up to: each group is two batched matrix products, no
+sequence is padded to more than twice its length, and the shapes a row meets depend on its own length only. Where keys
+lie and which are visible is worked out once per batch and kept for all layers (`AttentionPlans`).
+Rejected: padding all sequences to the longest (wasteful, and bits would depend on the neighbours).
+
+Letters as in `antiphon.kernels.api`; C padded context, Q query rows of one sequence, M query heads per KV head.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from antiphon.kernels.api import AttentionBatch, KVCacheSpec
+from antiphon.kernels.reference.cache import ReferenceCache
+
+SMALLEST_CONTEXT = 32
+DECODE_GATHER_ELEMENTS = 1 << 26
+BATCHES_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows [S'] of one-row sequences of similar context, the cache slots they read, and which of those are too late,
+    too early, or not theirs."""
+
+    rows_S: Tensor
+    slots_SC: Tensor
+    hidden_SC: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillSequence:
+    """Rows [first, last) of one sequence, its cache slots, and its mask; no mask for a plain causal prompt."""
+
+    first: int
+    last: int
+    slots_1C: Tensor
+    mask_QC: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    batch: AttentionBatch
+    spec: KVCacheSpec
+    window: int | None
+    groups: list[DecodeGroup]
+    prefills: list[PrefillSequence]
+
+
+class AttentionPlans:
+    """Plans of the last few batches, known by identity (a batch is never changed): every layer asks for the same one,
+    micro-batches take turns."""
+
+    def __init__(self) -> None:
+        self._recent: deque[AttentionPlan] = deque(maxlen=BATCHES_IN_FLIGHT)
+
+    def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+        for plan in self._recent:
+            if plan.batch is batch and plan.spec is spec and plan.window == window:
+                return plan
+        plan = make_plan(batch, spec, window)
+        self._recent.append(plan)
+        return plan
+
+
+def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+    members: dict[int, list[tuple[int, int]]] = {}
+    prefills, start = [], 0
+    for sequence, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        if queries == 1:
+            padded = max(SMALLEST_CONTEXT, 1 << (context - 1).bit_length())
+            members.setdefault(padded, []).append((sequence, start))
+        elif queries > 1:
+            prefills.append(_prefill_sequence(batch, spec, window, sequence, start))
+        start += queries
+    groups: list[DecodeGroup] = []
+    for padded, chosen in members.items():
+        step = max(1, DECODE_GATHER_ELEMENTS // (padded * spec.num_kv_heads * spec.key_dim))
+        groups.extend(
+            _decode_group(batch, spec, window, padded, chosen[first : first + step])
+            for first in range(0, len(chosen), step)
+        )
+    return AttentionPlan(batch, spec, window, groups, prefills)
+
+
+def _decode_group(
+    batch: AttentionBatch, spec: KVCacheSpec, window: int | None, padded: int, members: list[tuple[int, int]]
+) -> DecodeGroup:
+    device = batch.slots_T.device
+    sequences, rows_S = torch.tensor(members).to(device, non_blocking=True).unbind(1)
+    lengths_S1 = batch.context_lens_S.index_select(0, sequences).unsqueeze(1)
+    positions_C = torch.arange(padded, device=device)
+    hidden_SC = positions_C >= lengths_S1
+    if window is not None:
+        hidden_SC |= positions_C < lengths_S1 - window
+    return DecodeGroup(rows_S, _context_slots(batch, sequences, padded, spec.block_size), hidden_SC)
+
+
+def _prefill_sequence(
+    batch: AttentionBatch, spec: KVCacheSpec, window: int | None, sequence: int, first: int
+) -> PrefillSequence:
+    queries, context, device = batch.query_lens[sequence], batch.context_lens[sequence], batch.slots_T.device
+    chosen = torch.full((1,), sequence, device=device)
+    mask: Tensor | None = None
+    if window is not None or queries != context:
+        rows_Q1 = torch.arange(context - queries, context, device=device).unsqueeze(1)
+        columns_C = torch.arange(context, device=device)
+        mask = columns_C <= rows_Q1
+        if window is not None:
+            mask &= columns_C > rows_Q1 - window
+    return PrefillSequence(first, first + queries, _context_slots(batch, chosen, context, spec.block_size), mask)
+
+
+def _context_slots(batch: AttentionBatch, sequences: Tensor, length: int, block_size: int) -> Tensor:
+    """Cache slots [S', length] of the first `length` positions of the chosen sequences."""
+    positions = torch.arange(length, device=batch.slots_T.device)
+    blocks = (positions // block_size).clamp_(max=batch.block_tables_SB.shape[1] - 1)
+    tables = batch.block_tables_SB.index_select(0, sequences).long()
+    return tables[:, blocks] * block_size + positions % block_size
+
+
+def paged_attention(q_TND: Tensor, cache: ReferenceCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+    out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
+    for sequence in plan.prefills:
+        rows = slice(sequence.first, sequence.last)
+        out_TNV[rows] = _prefill(q_TND[rows], cache, layer, sequence, scale)
+    for group in plan.groups:
+        out_TNV.index_copy_(0, group.rows_S, _decode(q_TND.index_select(0, group.rows_S), cache, layer, group, scale))
+    return out_TNV
+
+
+def _decode(q_SND: Tensor, cache: ReferenceCache, layer: int, group: DecodeGroup, scale: float) -> Tensor:
+    """One row of each sequence over its whole context."""
+    num_sequences, num_heads, dim = q_SND.shape
+    num_kv_heads = cache.spec.num_kv_heads
+    keys_SCGD, values_SCGV = cache.gather(layer, group.slots_SC)
+    q_SGMD = q_SND.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, dim)
+    scores_SGMC = torch.matmul(q_SGMD, keys_SCGD.permute(0, 2, 3, 1)).float().mul_(scale)
+    scores_SGMC.masked_fill_(group.hidden_SC[:, None, None, :], float("-inf"))
+    weights_SGMC = scores_SGMC.softmax(-1).to(q_SND.dtype)
+    return torch.matmul(weights_SGMC, values_SCGV.transpose(1, 2)).reshape(num_sequences, num_heads, -1)
+
+
+def _prefill(q_QND: Tensor, cache: ReferenceCache, layer: int, sequence: PrefillSequence, scale: float) -> Tensor:
+    """The last Q rows of one sequence, each over the keys up to its own position."""
+    keys_1CGD, values_1CGV = cache.gather(layer, sequence.slots_1C)
+    out_1NQV = F.scaled_dot_product_attention(
+        q_QND.transpose(0, 1).unsqueeze(0),
+        keys_1CGD.transpose(1, 2),
+        values_1CGV.transpose(1, 2),
+        attn_mask=sequence.mask_QC,
+        is_causal=sequence.mask_QC is None,
+        scale=scale,
+        enable_gqa=q_QND.shape[1] != cache.spec.num_kv_heads,
+    )
+    return out_1NQV[0].transpose(0, 1)

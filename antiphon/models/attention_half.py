@@ -1,0 +1,124 @@
+"""The attention half of a model: all but the routed experts. It holds requests' state only in the KV cache.
+
+A micro-batch travels through the layers as (x_TH, delta_TH): the residual stream, and what the previous layer's experts
+and local feed-forward add to it. The addition happens at the head of the next `attend`, fused with its norm. So a
+worker can leave a micro-batch between any two calls and take up another:
+
+    x, delta = half.embed(ids), None
+    for layer in range(spec.num_layers):
+        x, y = half.attend(layer, x, delta, cache, batch)
+        delta = half.local_feed_forward(layer, y)        # None where there is neither shared expert nor dense layer
+        if half.routes(layer):
+            ids, weights = half.gate(layer, y)           # the experts' output is added to delta
+    logits = half.head(x[rows], delta[rows])
+
+Letters as in `antiphon.kernels.api`; W vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedLinear
+from antiphon.models.attention import Attention
+from antiphon.models.feed_forward import LocalFeedForward
+from antiphon.models.norm import Norm
+from antiphon.specs.model import ModelSpec
+
+
+@dataclass(kw_only=True)
+class AttentionLayer:
+    """One layer without its routed experts; `router` is None in a dense layer."""
+
+    input_norm: Norm
+    attention: Attention
+    post_norm: Norm
+    router: PackedLinear | None
+    score_bias_E: Tensor | None
+    local: LocalFeedForward | None
+
+
+class AttentionHalf:
+    """Embedding, attention layers, routers, shared experts, dense layers, head.
+
+    `weight_bytes` were read from the checkpoint. Positions reach to `max_positions` - 1: a longer sequence is a bug of
+    the caller's, which back-ends need not notice.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        backend: KernelBackend,
+        *,
+        embedding_WH: Tensor,
+        layers: list[AttentionLayer],
+        final_norm: Norm,
+        head: PackedLinear,
+        weight_bytes: int,
+        max_positions: int,
+    ) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.layers = layers
+        self.weight_bytes = weight_bytes
+        self.max_positions = max_positions
+        self._embedding_WH = embedding_WH
+        self._final_norm = final_norm
+        self._head = head
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return self._embedding_WH.index_select(0, token_ids_T)
+
+    def attend(
+        self, layer: int, x_TH: Tensor, delta_TH: Tensor | None, cache: KVCache, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(residual stream after attention, its norm: what router, experts and local feed-forward read)."""
+        weights = self.layers[layer]
+        if delta_TH is None:
+            y_TH = weights.input_norm(x_TH)
+        else:
+            x_TH, y_TH = weights.input_norm.after_adding(x_TH, delta_TH)
+        x_TH = weights.attention(layer, y_TH, x_TH, cache, batch)
+        return x_TH, weights.post_norm(x_TH)
+
+    def routes(self, layer: int) -> bool:
+        """Whether this layer has routed experts."""
+        return self.spec.moe_layers[layer]
+
+    def gate(self, layer: int, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(global expert ids int32 [T, K], weights float32 [T, K])."""
+        weights = self.layers[layer]
+        assert weights.router is not None, f"layer {layer} is dense"
+        return self.backend.gate(y_TH, weights.router, weights.score_bias_E, self.spec.router)
+
+    def local_feed_forward(self, layer: int, y_TH: Tensor) -> Tensor | None:
+        """The dense layer's feed-forward or the shared expert; None where the layer has neither."""
+        local = self.layers[layer].local
+        return None if local is None else local(y_TH)
+
+    def head(self, x_TH: Tensor, delta_TH: Tensor | None = None) -> Tensor:
+        """Float32 logits [T, W] of the rows given, which the caller selected; `delta_TH` is the last layer's."""
+        y_TH = self._final_norm(x_TH) if delta_TH is None else self._final_norm.after_adding(x_TH, delta_TH)[1]
+        return self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
+
+    def cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
+        attention = self.spec.attention
+        latent = attention.latent
+        return KVCacheSpec(
+            num_layers=self.spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=attention.num_kv_heads if latent is None else 1,
+            key_dim=attention.head_dim if latent is None else latent.key_dim,
+            value_dim=attention.head_dim if latent is None else latent.kv_lora_rank,
+            values_in_keys=latent is not None,
+        )
+
+    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """`ResourceError` if the memory cannot be had."""
+        return self.backend.new_kv_cache(self.cache_spec(num_blocks, block_size))
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        return self.cache_spec(1, block_size).block_bytes(self.backend.dtype.itemsize)

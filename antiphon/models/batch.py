@@ -1,0 +1,83 @@
+"""Building an `AttentionBatch` from the scheduler's plain integers: a handful of numpy calls, one copy to the device.
+
+Letters as in `antiphon.kernels.api`.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from antiphon.kernels.api import AttentionBatch
+
+Ints = npt.NDArray[np.int32]
+
+
+def make_attention_batch(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device | str,
+) -> AttentionBatch:
+    """Rows of sequence s are its last `query_lens[s]` of `context_lens[s]` tokens; its blocks must cover them all."""
+    num_sequences = len(query_lens)
+    queries = np.fromiter(query_lens, np.int32, num_sequences)
+    contexts = np.fromiter(context_lens, np.int32, num_sequences)
+    tables = _padded_tables(block_tables)
+    starts = np.zeros(num_sequences + 1, np.int32)
+    np.cumsum(queries, out=starts[1:])
+    owners = np.repeat(np.arange(num_sequences, dtype=np.int32), queries)
+    positions = np.arange(starts[-1], dtype=np.int32) + (contexts - queries - starts[:-1])[owners]
+    slots = tables[owners, positions // block_size] * np.int32(block_size) + positions % block_size
+    flat = _to_device([positions, slots, starts, contexts, tables.reshape(-1)], torch.device(device))
+    return AttentionBatch(
+        positions_T=flat[0],
+        slots_T=flat[1],
+        query_starts=flat[2],
+        context_lens_S=flat[3],
+        block_tables_SB=flat[4].view(num_sequences, tables.shape[1]),
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+    )
+
+
+def select_sequences(batch: AttentionBatch, sequences: Sequence[int]) -> tuple[Tensor, AttentionBatch]:
+    """The rows [T'] of the chosen sequences, and the batch they make on their own."""
+    device = batch.slots_T.device
+    query_lens = [batch.query_lens[s] for s in sequences]
+    starts = np.zeros(len(batch.query_lens) + 1, np.int32)
+    np.cumsum(np.asarray(batch.query_lens, np.int32), out=starts[1:])
+    rows = np.concatenate([np.arange(starts[s], starts[s + 1], dtype=np.int32) for s in sequences])
+    own_starts = np.zeros(len(sequences) + 1, np.int32)
+    np.cumsum(np.asarray(query_lens, np.int32), out=own_starts[1:])
+    rows_T, chosen_S, starts_S = _to_device([rows, np.asarray(sequences, np.int32), own_starts], device)
+    return rows_T, AttentionBatch(
+        positions_T=batch.positions_T.index_select(0, rows_T),
+        slots_T=batch.slots_T.index_select(0, rows_T),
+        query_starts=starts_S,
+        context_lens_S=batch.context_lens_S.index_select(0, chosen_S),
+        block_tables_SB=batch.block_tables_SB.index_select(0, chosen_S),
+        query_lens=tuple(query_lens),
+        context_lens=tuple(batch.context_lens[s] for s in sequences),
+    )
+
+
+def _padded_tables(block_tables: Sequence[Sequence[int]]) -> Ints:
+    """[S, B], zero beyond each sequence's last block."""
+    lengths = np.fromiter(map(len, block_tables), np.int64, len(block_tables))
+    tables = np.zeros((len(block_tables), max(1, int(lengths.max(initial=1)))), np.int32)
+    filled = np.arange(tables.shape[1]) < lengths[:, None]
+    tables[filled] = np.fromiter(chain.from_iterable(block_tables), np.int32, int(lengths.sum()))
+    return tables
+
+
+def _to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
+    """All arrays in one transfer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    together = torch.from_numpy(np.concatenate(arrays)).pin_memory().to(device, non_blocking=True)
+    return list(torch.split(together, [array.size for array in arrays]))

@@ -1,0 +1,162 @@
+"""Reading `config.json`: the spellings shared by families, with errors that name key, value and what is supported."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, cast
+
+from antiphon.base.errors import CheckpointError
+from antiphon.specs.model import RopeSpec
+
+Config = Mapping[str, Any]
+Value = TypeVar("Value", bound=str)
+
+ROPE_TYPES: dict[str, Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"]] = {
+    "default": "none",
+    "none": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+    "llama3": "llama3",
+}
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def required_int(config: Config, *keys: str) -> int:
+    """The first of `keys` that is present, a positive whole number."""
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"config.json: {key} = {value!r}: a whole number of at least 1 is needed")
+        return value
+    raise CheckpointError(f"config.json: {' or '.join(keys)} is missing: copy it from the model's publisher")
+
+
+def optional_int(config: Config, key: str, default: int) -> int:
+    return default if config.get(key) is None else required_int(config, key)
+
+
+def optional_float(config: Config, key: str) -> float | None:
+    value = config.get(key)
+    return None if value is None else float(value)
+
+
+def one_of(config: Config, key: str, supported: Sequence[Value], default: Value) -> Value:
+    """The value of `key` if it is supported; `default` if it is absent."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if value not in supported:
+        raise unsupported(key, value, ", ".join(map(repr, supported)))
+    return cast(Value, value)
+
+
+def unsupported(key: str, value: object, supported: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {key} = {value!r} is not supported: use a model with {supported}")
+
+
+def require_absent(config: Config, key: str, *harmless: object) -> None:
+    """Refuse a feature the decoder lacks, unless its value switches it off."""
+    value = config.get(key)
+    if value is not None and value is not False and value not in harmless:
+        raise CheckpointError(f"config.json: {key} = {value!r} is not supported: use a model without it")
+
+
+def activation(config: Config, key: str = "hidden_act") -> Literal["silu", "gelu"]:
+    return one_of(config, key, ("silu", "gelu"), "silu")
+
+
+def sliding_window(config: Config) -> int | None:
+    return config.get("sliding_window") or None
+
+
+def sparse_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
+    """Qwen's rule: every `decoder_sparse_step`-th layer routes, but for those named in `mlp_only_layers`."""
+    step = optional_int(config, "decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+def rope(
+    config: Config, head_dim: int, *, theta: float, interleaved: bool = False, max_position: int | None = None
+) -> RopeSpec:
+    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (published)."""
+    numbers = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    kind = str(numbers.pop("rope_type", None) or numbers.pop("type", None) or "default")
+    numbers.pop("type", None)
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(
+            f"config.json: rope_type = {kind!r} is not supported: use one of {', '.join(sorted(ROPE_TYPES))}"
+        )
+    scaling = ROPE_TYPES[kind]
+    if missing := [key for key in ROPE_NUMBERS[scaling] if numbers.get(key) is None]:
+        raise CheckpointError(
+            f"config.json: rope_type = {kind!r} needs {', '.join(missing)}: add it to rope_parameters"
+        )
+    if max_position is None:
+        max_position = required_int(config, "max_position_embeddings")
+    theta = float(numbers.pop("rope_theta", None) or config.get("rope_theta") or theta)
+    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    original = config.get("original_max_position_embeddings") or numbers.pop("original_max_position_embeddings", None)
+    numbers.pop("original_max_position_embeddings", None)
+    return RopeSpec(
+        dim=int(head_dim * float(partial)),
+        theta=theta,
+        interleaved=interleaved,
+        scaling=scaling,
+        parameters={key: value for key, value in numbers.items() if _is_number(value)},
+        max_position=max_position,
+        original_max_position=int(original or max_position),
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, list)) and value is not None
+
+
+class SharedFields(TypedDict):
+    """The fields of `ModelSpec` that most families read from the same keys."""
+
+    norm_eps: float
+    tie_embeddings: bool
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+
+def shared_fields(
+    config: Config, *, norm_eps: float = 1e-6, max_position_key: str = "max_position_embeddings"
+) -> SharedFields:
+    """`norm_eps` is the family's default, for configs that do not state it."""
+    return SharedFields(
+        norm_eps=float(config.get("rms_norm_eps") or norm_eps),
+        tie_embeddings=bool(config.get("tie_word_embeddings")),
+        max_position=required_int(config, max_position_key),
+        eos_token_ids=tokens(config, "eos_token_id"),
+        bos_token_id=next(iter(tokens(config, "bos_token_id")), None),
+        dtype=dtype(config),
+    )
+
+
+def tokens(config: Config, key: str) -> tuple[int, ...]:
+    """A token id, a list of them, or nothing."""
+    value = config.get(key)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def dtype(config: Config) -> Literal["float32", "bfloat16", "float16"]:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return one_of({"dtype": name}, "dtype", cast("tuple[Any, ...]", DTYPES), "bfloat16")

@@ -1,0 +1,127 @@
+"""DeepSeekMoE (`deepseek`: multi-head attention) and DeepSeek-V2, -V3 and -R1 (multi-head latent attention).
+
+All have shared experts, which a checkpoint stores as one feed-forward of their summed width, and dense first layers.
+- V2: softmax scores, optionally limited to groups by their best expert. Like transformers we ignore `norm_topk_prob`.
+- V3: sigmoid scores plus a bias for the choice only, limited to groups by the sum of their two best.
+- YaRN's `mscale_all_dim` enters the scale of the scores, squared.
+Multi-token-prediction layers (beyond `num_hidden_layers`) are not loaded.
+"""
+
+from antiphon.models.families import config_keys as keys
+from antiphon.models.names import GatedNames, TensorNames
+from antiphon.models.rotary import yarn_magnitude
+from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec
+
+NAMES = TensorNames(shared=GatedNames(prefix="mlp.shared_experts."))
+
+
+def v1_spec_from_config(config: keys.Config) -> ModelSpec:
+    hidden = keys.required_int(config, "hidden_size")
+    num_heads = keys.required_int(config, "num_attention_heads")
+    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    bias = bool(config.get("attention_bias"))
+    keys.one_of(config, "scoring_func", ("softmax",), "softmax")
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=keys.rope(config, head_dim, theta=10_000.0),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    router = RouterSpec(
+        num_experts=keys.required_int(config, "n_routed_experts"),
+        top_k=keys.required_int(config, "num_experts_per_tok"),
+        normalize=bool(config.get("norm_topk_prob")),
+    )
+    return _spec("deepseek", config, attention, router)
+
+
+def v2_spec_from_config(config: keys.Config) -> ModelSpec:
+    keys.one_of(config, "scoring_func", ("softmax",), "softmax")
+    method = keys.one_of(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    grouped = method == "group_limited_greedy"
+    router = RouterSpec(
+        num_experts=keys.required_int(config, "n_routed_experts", "num_experts"),
+        top_k=keys.required_int(config, "num_experts_per_tok"),
+        normalize=False,
+        num_groups=keys.required_int(config, "n_group") if grouped else 1,
+        top_k_groups=keys.required_int(config, "topk_group") if grouped else 1,
+        group_score="max",
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    return _spec("deepseek_v2", config, _latent_attention(config, interleaved=True), router)
+
+
+def v3_spec_from_config(config: keys.Config) -> ModelSpec:
+    keys.one_of(config, "scoring_func", ("sigmoid",), "sigmoid")
+    keys.one_of(config, "topk_method", ("noaux_tc",), "noaux_tc")
+    router = RouterSpec(
+        num_experts=keys.required_int(config, "n_routed_experts", "num_local_experts"),
+        top_k=keys.required_int(config, "num_experts_per_tok"),
+        scoring="sigmoid",
+        normalize=bool(config.get("norm_topk_prob", True)),
+        has_score_bias=True,
+        num_groups=keys.optional_int(config, "n_group", 1),
+        top_k_groups=keys.optional_int(config, "topk_group", 1),
+        group_score="top2",
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    interleaved = bool(config.get("rope_interleave", True))
+    return _spec("deepseek_v3", config, _latent_attention(config, interleaved=interleaved), router)
+
+
+def _spec(family: str, config: keys.Config, attention: AttentionSpec, router: RouterSpec) -> ModelSpec:
+    keys.require_absent(config, "mlp_bias")
+    num_layers = keys.required_int(config, "num_hidden_layers")
+    num_dense, every = int(config.get("first_k_dense_replace") or 0), keys.optional_int(config, "moe_layer_freq", 1)
+    width = keys.required_int(config, "moe_intermediate_size")
+    return ModelSpec(
+        family=family,
+        vocab_size=keys.required_int(config, "vocab_size"),
+        hidden_size=keys.required_int(config, "hidden_size"),
+        num_layers=num_layers,
+        moe_layers=tuple(layer >= num_dense and layer % every == 0 for layer in range(num_layers)),
+        attention=attention,
+        router=router,
+        feed_forward=FeedForwardSpec(
+            activation=keys.activation(config),
+            intermediate=width,
+            shared_intermediate=width * int(config.get("n_shared_experts") or 0),
+            dense_intermediate=keys.required_int(config, "intermediate_size"),
+        ),
+        **keys.shared_fields(config),
+    )
+
+
+def _latent_attention(config: keys.Config, *, interleaved: bool) -> AttentionSpec:
+    num_heads = keys.required_int(config, "num_attention_heads")
+    rope_dim = keys.required_int(config, "qk_rope_head_dim")
+    latent = LatentSpec(
+        q_lora_rank=None if config.get("q_lora_rank") is None else keys.required_int(config, "q_lora_rank"),
+        kv_lora_rank=keys.required_int(config, "kv_lora_rank"),
+        qk_nope_head_dim=keys.required_int(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=keys.required_int(config, "v_head_dim"),
+    )
+    head_dim = latent.qk_nope_head_dim + rope_dim
+    rope = keys.rope(config, rope_dim, theta=10_000.0, interleaved=interleaved)
+    bias = bool(config.get("attention_bias"))
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 * _score_magnitude(rope) ** 2,
+        rope=rope,
+        latent=latent,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def _score_magnitude(rope: RopeSpec) -> float:
+    all_dim, factor = rope.parameters.get("mscale_all_dim"), rope.parameters.get("factor")
+    if not isinstance(all_dim, (int, float)) or not isinstance(factor, (int, float)) or not all_dim:
+        return 1.0
+    return yarn_magnitude(factor, all_dim)

@@ -1,0 +1,60 @@
+"""Phi-3.5-MoE: LayerNorm with bias, biases everywhere in attention and head, SparseMixer's two-pass top-2, LongRoPE.
+
+transformers 5 applies the short LongRoPE factors at every length (only the magnitude changes past the trained length);
+the published remote code switches to the long factors. We follow transformers, so that logits agree with it.
+"""
+
+from dataclasses import replace
+
+from antiphon.models.families import config_keys as keys
+from antiphon.models.families.mixtral import PUBLISHED_EXPERTS
+from antiphon.models.names import STACKED, TensorNames
+from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
+
+NAMES = TensorNames(router=("block_sparse_moe.gate.weight", "mlp.router.weight"), experts=(PUBLISHED_EXPERTS, STACKED))
+
+
+def spec_from_config(config: keys.Config) -> ModelSpec:
+    hidden = keys.required_int(config, "hidden_size")
+    num_heads = keys.required_int(config, "num_attention_heads")
+    num_layers = keys.required_int(config, "num_hidden_layers")
+    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    bias = bool(config.get("attention_bias"))
+    if config.get("num_experts_per_tok", 2) != 2:
+        raise keys.unsupported("num_experts_per_tok", config["num_experts_per_tok"], "2, as SparseMixer chooses two")
+    return ModelSpec(
+        family="phimoe",
+        vocab_size=keys.required_int(config, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=num_layers,
+        moe_layers=(True,) * num_layers,
+        attention=AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            rope=_short_factors_only(keys.rope(config, head_dim, theta=1_000_000.0)),
+            qkv_bias=bias,
+            out_bias=bias,
+            sliding_window=keys.sliding_window(config),
+        ),
+        router=RouterSpec(
+            num_experts=keys.required_int(config, "num_local_experts", "num_experts"),
+            top_k=2,
+            scoring="sparsemixer",
+            normalize=False,
+            jitter=float(config.get("router_jitter_noise", 0.01)),
+        ),
+        feed_forward=FeedForwardSpec(
+            activation=keys.activation(config), intermediate=keys.required_int(config, "intermediate_size")
+        ),
+        norm="layer",
+        lm_head_bias=bool(config.get("lm_head_bias")),
+        **keys.shared_fields(config, norm_eps=1e-5),
+    )
+
+
+def _short_factors_only(rope: RopeSpec) -> RopeSpec:
+    if rope.scaling != "longrope":
+        return rope
+    return replace(rope, parameters=rope.parameters | {"long_factor": rope.parameters["short_factor"]})

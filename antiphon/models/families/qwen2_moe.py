@@ -1,0 +1,43 @@
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): biased q, k and v; a shared expert behind a sigmoid gate."""
+
+from antiphon.models.families import config_keys as keys
+from antiphon.models.names import TensorNames
+from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RouterSpec
+
+NAMES = TensorNames()
+
+
+def spec_from_config(config: keys.Config) -> ModelSpec:
+    keys.require_absent(config, "use_sliding_window")  # alternates by layer, which no published model uses
+    hidden = keys.required_int(config, "hidden_size")
+    num_heads = keys.required_int(config, "num_attention_heads")
+    num_layers = keys.required_int(config, "num_hidden_layers")
+    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    return ModelSpec(
+        family="qwen2_moe",
+        vocab_size=keys.required_int(config, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=num_layers,
+        moe_layers=keys.sparse_layers(config, num_layers),
+        attention=AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            rope=keys.rope(config, head_dim, theta=10_000.0),
+            qkv_bias=bool(config.get("qkv_bias", True)),
+        ),
+        router=RouterSpec(
+            num_experts=keys.required_int(config, "num_experts", "num_local_experts"),
+            top_k=keys.required_int(config, "num_experts_per_tok"),
+            normalize=bool(config.get("norm_topk_prob")),
+        ),
+        feed_forward=FeedForwardSpec(
+            activation=keys.activation(config),
+            intermediate=keys.required_int(config, "moe_intermediate_size"),
+            shared_intermediate=keys.required_int(config, "shared_expert_intermediate_size"),
+            shared_gate=True,
+            dense_intermediate=keys.required_int(config, "intermediate_size"),
+        ),
+        **keys.shared_fields(config),
+    )

@@ -1,0 +1,164 @@
+"""Building either half of a model from a checkpoint: only the bytes of that half are read.
+
+1. Plan: every tensor's name and shape, from the family's names and `config.json`; checked before anything is copied.
+2. Copy: tensor by tensor into the back-end's packed weights (`models/weights`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from antiphon.base.errors import UserError
+from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear, RotaryTable
+from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights
+from antiphon.models.attention_half import AttentionHalf, AttentionLayer
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.config import tensor_names
+from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.feed_forward import LocalFeedForward
+from antiphon.models.latent_attention import LatentAttention, LatentWeights
+from antiphon.models.norm import LayerNorm, Norm, RMSNorm
+from antiphon.models.rotary import rotary_table
+from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, expert_refs, outer_plan
+from antiphon.models.weights import Progress, WeightReader
+from antiphon.specs.model import ModelSpec
+
+ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
+
+
+def load_attention_half(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    backend: KernelBackend,
+    progress: Progress | None = None,
+    *,
+    max_positions: int | None = None,
+) -> AttentionHalf:
+    """Read all but the routed experts. `max_positions` bounds the rotary table (default: what the model was made for).
+
+    Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
+    """
+    names = tensor_names(spec)
+    outer = outer_plan(spec, names)
+    plans = [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
+    refs = [ref for plan in (outer, *plans) for part in plan.values() for ref in part]
+    reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
+
+    embedding_WH = reader.tensor(outer["embedding"])
+    head = _head(spec, outer, reader, embedding_WH)
+    final_norm = _norm(spec, outer, "final_norm", reader)
+    rotary = rotary_table(spec.attention.rope, max_positions or spec.max_position, backend.device)
+    layers = [_attention_layer(spec, plan, reader, rotary) for plan in plans]
+    return AttentionHalf(
+        spec,
+        backend,
+        embedding_WH=embedding_WH,
+        layers=layers,
+        final_norm=final_norm,
+        head=head,
+        weight_bytes=reader.done_bytes,
+        max_positions=rotary.cos.shape[0],
+    )
+
+
+def load_expert_half(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    backend: KernelBackend,
+    expert_ids: ExpertIds | None = None,
+    progress: Progress | None = None,
+) -> ExpertHalf:
+    """Read the routed experts with these global ids: the same for every layer, or layer by layer; all by default.
+
+    Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
+    """
+    ids_of = _ids_of_each_layer(spec, range(spec.router.num_experts) if expert_ids is None else expert_ids)
+    names = tensor_names(spec)
+    plans = {
+        layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in ids] for layer, ids in ids_of.items()
+    }
+    refs = [ref for plan in plans.values() for expert in plan for ref in expert.refs]
+    reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
+    experts = {layer: _experts(spec, plan, reader) for layer, plan in plans.items()}
+    return ExpertHalf(spec, backend, experts=experts, expert_ids=ids_of)
+
+
+def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
+    moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+    per_layer = expert_ids if isinstance(expert_ids, Mapping) else dict.fromkeys(moe_layers, expert_ids)
+    if set(per_layer) != set(moe_layers):
+        raise UserError(f"expert ids are given for layers {sorted(per_layer)}: give them for {moe_layers}")
+    for layer, ids in per_layer.items():
+        if len(set(ids)) != len(ids) or not ids or not all(0 <= e < spec.router.num_experts for e in ids):
+            raise UserError(
+                f"layer {layer}: expert ids {list(ids)}: give distinct ids from 0 to {spec.router.num_experts - 1}"
+            )
+    return {layer: tuple(ids) for layer, ids in per_layer.items()}
+
+
+def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader) -> PackedExperts:
+    widths = spec.feed_forward
+    packed = reader.backend.new_experts(len(plan), spec.hidden_size, widths.intermediate, widths.activation)
+    for index, refs in enumerate(plan):
+        reader.expert(packed, index, refs)
+    return packed
+
+
+def _head(spec: ModelSpec, outer: Plan, reader: WeightReader, embedding_WH: Tensor) -> PackedLinear:
+    if not spec.tie_embeddings:
+        return reader.linear(outer, "head")
+    return reader.backend.pack_linear(embedding_WH, reader.optional(outer, "head_bias"))
+
+
+def _attention_layer(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: RotaryTable) -> AttentionLayer:
+    return AttentionLayer(
+        input_norm=_norm(spec, plan, "input_norm", reader),
+        attention=_attention(spec, plan, reader, rotary),
+        post_norm=_norm(spec, plan, "post_norm", reader),
+        router=reader.linear(plan, "router") if "router" in plan else None,
+        score_bias_E=reader.optional(plan, "score_bias", torch.float32),
+        local=_local_feed_forward(spec, plan, reader),
+    )
+
+
+def _norm(spec: ModelSpec, plan: Plan, purpose: str, reader: WeightReader) -> Norm:
+    weight = reader.tensor(plan[purpose])
+    if spec.norm == "rms":
+        return RMSNorm(reader.backend, weight, spec.norm_eps)
+    return LayerNorm(weight, reader.optional(plan, purpose + "_bias"), spec.norm_eps)
+
+
+def _attention(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: RotaryTable) -> Attention:
+    attention, backend = spec.attention, reader.backend
+    if attention.latent is None:
+        grouped = GroupedQueryWeights(
+            qkv=reader.linear(plan, "qkv"),
+            out=reader.linear(plan, "out"),
+            q_norm=reader.optional(plan, "q_norm"),
+            k_norm=reader.optional(plan, "k_norm"),
+        )
+        return GroupedQueryAttention(attention, spec.norm_eps, backend, grouped, rotary)
+    up = reader.tensor(plan["kv_up"])
+    latent = LatentWeights(
+        down=reader.linear(plan, "down"),
+        q_down_norm=reader.optional(plan, "q_down_norm"),
+        q_up=reader.linear(plan, "q_up") if "q_up" in plan else None,
+        kv_down_norm=reader.tensor(plan["kv_down_norm"]),
+        up_NUL=up.view(attention.num_heads, -1, attention.latent.kv_lora_rank),
+        out=reader.linear(plan, "out"),
+    )
+    return LatentAttention(attention, attention.latent, backend, latent, rotary)
+
+
+def _local_feed_forward(spec: ModelSpec, plan: Plan, reader: WeightReader) -> LocalFeedForward | None:
+    widths, backend = spec.feed_forward, reader.backend
+    purpose = next((kind for kind in ("dense", "shared") if f"{kind}.gate" in plan), None)
+    if purpose is None:
+        return None
+    width = widths.dense_intermediate if purpose == "dense" else widths.shared_intermediate
+    expert = backend.new_experts(1, spec.hidden_size, width, widths.activation)
+    refs = ExpertRefs(plan[f"{purpose}.gate"] + plan[f"{purpose}.up"], plan[f"{purpose}.down"][0])
+    reader.expert(expert, 0, refs)
+    shared_gate = reader.linear(plan, "shared_gate") if "shared_gate" in plan else None
+    return LocalFeedForward(backend, expert, shared_gate)

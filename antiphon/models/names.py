@@ -1,0 +1,82 @@
+"""How a family names its tensors in a checkpoint: plain data, one `TensorNames` per family.
+
+Names are given without the layer's prefix. A tuple of names means "one of these": published checkpoints and the ones
+transformers 5 writes differ. Defaults are the names most families share; a family file states only its own.
+Rejected: rewriting names with regular expressions, which cannot say what is missing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedNames:
+    """One gated feed-forward: three matrices under a common prefix."""
+
+    prefix: str
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerExpertLayout:
+    """Three tensors an expert; `{expert}` in the prefix stands for its number."""
+
+    names: GatedNames
+
+    def marker(self) -> str:
+        """The tensor whose presence in the first layer shows that a checkpoint uses this layout."""
+        return self.names.prefix.format(expert=0) + self.names.gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedLayout:
+    """All experts of a layer in few tensors.
+
+    "fused": gate_up [E, 2I, H] and down [E, H, I], as transformers 5 holds them.
+    "rows": w1, v1, w2 [E * I, H] with the down projection transposed, as DBRX publishes them.
+    """
+
+    kind: Literal["fused", "rows"]
+    gate_up: tuple[str, ...]
+    down: str
+
+    def marker(self) -> str:
+        return self.gate_up[0]
+
+
+ExpertLayout = PerExpertLayout | StackedLayout
+
+STACKED = StackedLayout(kind="fused", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
+PER_EXPERT = PerExpertLayout(names=GatedNames(prefix="mlp.experts.{expert}."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """Every tensor of a decoder, by what it is for. Biases are named like the weight they belong to."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layer: str = "model.layers.{layer}."
+    input_norm: str = "input_layernorm.weight"
+    post_norm: str = "post_attention_layernorm.weight"
+    qkv: tuple[str, ...] = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+    out: str = "self_attn.o_proj.weight"
+    q_norm: str = "self_attn.q_norm.weight"
+    k_norm: str = "self_attn.k_norm.weight"
+    router: tuple[str, ...] = ("mlp.gate.weight",)
+    score_bias: str = "mlp.gate.e_score_correction_bias"
+    shared: GatedNames = GatedNames(prefix="mlp.shared_expert.")
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    dense: GatedNames = GatedNames(prefix="mlp.")
+    experts: tuple[ExpertLayout, ...] = (PER_EXPERT, STACKED)
+    # latent attention
+    q_direct: str = "self_attn.q_proj.weight"
+    q_down: str = "self_attn.q_a_proj.weight"
+    q_down_norm: str = "self_attn.q_a_layernorm.weight"
+    q_up: str = "self_attn.q_b_proj.weight"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa.weight"
+    kv_down_norm: str = "self_attn.kv_a_layernorm.weight"
+    kv_up: str = "self_attn.kv_b_proj.weight"

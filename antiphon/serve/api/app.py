@@ -1,0 +1,86 @@
+"""Puts the server together: one engine, one tokenizer, the routes, the key check, the OpenAPI description."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from antiphon import __version__
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+from antiphon.serve.api import chat, completions, status, tokens
+from antiphon.serve.api.auth import OPEN_PATHS, ApiKeyMiddleware
+from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.errors import install_error_handlers
+from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.engine_api import AsyncEngine
+from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.tokenizer import TextTokenizer
+
+_log = get_logger("serve.api")
+
+_REQUEST_MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def create_app(
+    engine: AsyncEngine,
+    tokenizer: TextTokenizer,
+    settings: ServerSettings,
+    grammars: GrammarCompiler | None = None,
+) -> FastAPI:
+    """The ASGI application. It starts nothing and owns nothing: engine and tokenizer live and end with the caller.
+
+    `grammars`: the compiler the engine takes its matchers from; None builds one (about a second for a large
+    vocabulary).
+    """
+    app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None)
+    app.state.context = ApiContext(
+        engine=engine,
+        tokenizer=tokenizer,
+        settings=settings,
+        metrics=ServerMetrics(engine, settings.predicted_tpot_s),
+        grammars=grammars or _build_grammars(engine, tokenizer),
+    )
+    install_error_handlers(app)
+    for routes in (chat.router, completions.router, tokens.router, status.router):
+        app.include_router(routes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
+    description = _describe(app, with_keys=bool(settings.api_keys))
+    app.openapi = lambda: description  # type: ignore[method-assign]
+    return app
+
+
+def _build_grammars(engine: AsyncEngine, tokenizer: TextTokenizer) -> GrammarCompiler | None:
+    """None when this model cannot follow grammars; requests for structured output are then refused."""
+    info = engine.info
+    try:
+        return GrammarCompiler(tokenizer.backend, info.vocab_size, info.eos_token_ids)
+    except UserError as error:
+        _log.warning("no structured output: %s", error)
+        return None
+
+
+def _describe(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
+    """FastAPI's description plus what it cannot see: bodies are read by hand, keys are checked by middleware."""
+    description = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in _REQUEST_MODELS], ref_template="#/components/schemas/{model}"
+    )
+    components = description.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    if with_keys:
+        components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
+        for path, operations in description["paths"].items():
+            if path not in OPEN_PATHS:
+                for operation in operations.values():
+                    operation["security"] = [{"apiKey": []}]
+    return description

@@ -1,0 +1,96 @@
+"""`POST /v1/chat/completions`: a conversation in, the assistant's turn out."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from antiphon.serve.api.choice import ChoiceDelta
+from antiphon.serve.api.context import context_of
+from antiphon.serve.api.endpoint import (
+    GENERATION_ERRORS,
+    described_answer,
+    described_body,
+    described_errors,
+    receive_body,
+)
+from antiphon.serve.api.generation import Generation, new_request_id
+from antiphon.serve.api.logprobs import chat_logprobs
+from antiphon.serve.api.prompts import chat_prompt
+from antiphon.serve.api.requests import ChatCompletionRequest
+from antiphon.serve.api.respond import respond
+from antiphon.serve.api.responses import ChatCompletionResponse
+from antiphon.serve.api.sampling import chat_sampling, check_request, compile_grammar
+from antiphon.serve.text.tokenizer import TextTokenizer
+
+router = APIRouter(tags=["generation"])
+
+
+class ChatShape:
+    """Answers spelled as chat messages."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: TextTokenizer, *, with_logprobs: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
+        return self._choice(delta, "delta", {"content": delta.text} if delta.text else {})
+
+    def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
+        return self._choice(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
+
+    def _choice(self, delta: ChoiceDelta, key: str, content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            key: content,
+            "logprobs": chat_logprobs(delta.entries, self._tokenizer) if self._with_logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a conversation",
+    responses={**described_answer(ChatCompletionResponse), **described_errors(*GENERATION_ERRORS)},
+    openapi_extra=described_body(ChatCompletionRequest),
+)
+async def create_chat_completion(request: Request) -> Response:
+    context = context_of(request)
+    body = await receive_body(request, ChatCompletionRequest)
+    generation = Generation(context, new_request_id("chatcmpl"))
+    generation.begin(body.user)
+    try:
+        check_request(context, body, 1)
+        prompt = await chat_prompt(context, body)
+        grammar = await compile_grammar(context, body)
+        generation.submit(
+            [prompt],
+            [chat_sampling(context, body, len(prompt.token_ids), grammar)],
+            num_answers=body.n or 1,
+            seed=body.seed,
+            stop_strings=tuple(body.stop or ()),
+            echo=False,
+        )
+        return await respond(
+            request,
+            generation,
+            ChatShape(context.tokenizer, with_logprobs=bool(body.logprobs)),
+            model_name=context.model_name,
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+    except BaseException:
+        await generation.close()
+        raise

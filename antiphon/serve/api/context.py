@@ -1,0 +1,73 @@
+"""What every endpoint needs, in one object hung on the application; there are no globals.
+
+It also keeps count: how many requests generate right now, and whether the server is on its way out.
+"""
+
+import asyncio
+import time
+
+from fastapi import Request
+
+from antiphon.serve.api.errors import shutting_down, too_busy
+from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.engine_api import AsyncEngine
+from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.tokenizer import TextTokenizer
+
+
+class ApiContext:
+    """Engine, tokenizer, settings and the requests in flight. Used from the event loop's thread only."""
+
+    def __init__(
+        self,
+        *,
+        engine: AsyncEngine,
+        tokenizer: TextTokenizer,
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        grammars: GrammarCompiler | None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = metrics
+        self.grammars = grammars
+        self.model_name = settings.served_model_name or engine.info.model_name
+        self.started_at_s = int(time.time())
+        self.draining = False
+        self.num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        """Count one more generating request, or refuse it: 503 when draining, 429 at the limit."""
+        if self.draining:
+            raise shutting_down()
+        limit = self.settings.max_concurrent_streams
+        if self.num_active >= limit:
+            raise too_busy(f"{self.num_active} requests are running, the limit is {limit}: try again later", 1.0)
+        self.num_active += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """The counterpart of `enter`, once the response is out or the client is gone."""
+        self.num_active -= 1
+        if self.num_active == 0:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request generates; False when some still do at the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def context_of(request: Request) -> ApiContext:
+    """The context of the application that serves `request`."""
+    context = request.app.state.context
+    assert isinstance(context, ApiContext)
+    return context

@@ -1,0 +1,111 @@
+"""Every error leaves the server in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+The official clients turn the status into an exception class and read `code`; people read `message`, which names the
+value, the limit and the mend. Nothing a client sends may end as a 5xx.
+"""
+
+import http
+import math
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
+
+_log = get_logger("serve.api")
+
+
+class ApiError(Exception):
+    """A refusal with everything the client is told."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON body, also sent as an event when a stream has already begun."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _error_type(self.status),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def _error_type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error"
+    )
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_busy(message: str, retry_after_s: float) -> ApiError:
+    """429; `Retry-After` is whole seconds, at least one."""
+    seconds = max(1, math.ceil(retry_after_s))
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(seconds)})
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down and takes no new requests", code="shutting_down")
+
+
+def from_user_error(error: UserError) -> ApiError:
+    """What an engine or tokenizer refusal means over HTTP."""
+    if isinstance(error, QueueFull):
+        return too_busy(str(error), error.retry_after_s)
+    if isinstance(error, ShuttingDown):
+        return shutting_down()
+    code = "context_length_exceeded" if isinstance(error, RequestTooLong) else None
+    return bad_request(str(error), code=code)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every way out of the application, foreseen or not, speak the shape above."""
+
+    async def api_error(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def user_error(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, UserError)
+        return from_user_error(error).response()
+
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        phrase = http.HTTPStatus(error.status_code).phrase.lower()
+        message = f"{request.method} {request.url.path}: {phrase}; this server's paths are listed in /openapi.json"
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        _log.error("%s %s failed: %r", request.method, request.url.path, error)
+        return ApiError(500, "internal error: the server's log has the details", code="internal_error").response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(UserError, user_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, bug)

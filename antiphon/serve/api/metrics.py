@@ -1,0 +1,152 @@
+"""`/metrics`: what the server times itself, and the engine's counters read at every scrape.
+
+The engine's reading hands over the queue times since the last one, so there is one place that reads: `read_stats`, for
+scrapes and health checks alike. `antiphon:prediction_error_ratio` (measured / predicted time per output token) is there
+only when a plan predicted something and tokens have been measured: a sample without a meaning would be averaged by
+somebody. Per-expert series are left out on purpose: layers x experts makes thousands.
+"""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from antiphon import __version__
+from antiphon.serve.engine_api import AsyncEngine, EngineStats
+
+_LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_TPOT_SMOOTHING = 0.02
+
+
+class ServerMetrics(Collector):
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, engine: AsyncEngine, predicted_tpot_s: float | None) -> None:
+        self.registry = CollectorRegistry()
+        self._engine = engine
+        self._predicted_tpot_s = predicted_tpot_s
+        self._measured_tpot_s: float | None = None
+        self._latest: EngineStats | None = None
+        self.time_to_first_token = self._histogram("time_to_first_token", "until the first token", _LATENCY_BUCKETS_S)
+        self.inter_token = self._histogram("inter_token_latency", "between tokens", _INTER_TOKEN_BUCKETS_S)
+        self.end_to_end = self._histogram("e2e_request_latency", "from arrival to end", _LATENCY_BUCKETS_S)
+        self.queue_time = self._histogram("request_queue_time", "until first scheduled", _LATENCY_BUCKETS_S)
+        self.finished = Counter(
+            "antiphon:requests_finished", "Answers ended, by reason", ["reason"], registry=self.registry
+        )
+        self.registry.register(self)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"antiphon:{name}_seconds", f"Seconds {what}", buckets=buckets, registry=self.registry)
+
+    def observe_tpot(self, seconds_per_token: float) -> None:
+        measured = self._measured_tpot_s
+        self._measured_tpot_s = (
+            seconds_per_token if measured is None else measured + _TPOT_SMOOTHING * (seconds_per_token - measured)
+        )
+
+    def read_stats(self) -> EngineStats:
+        """The engine's counters; its queue times are taken into the histogram on the way."""
+        stats = self._engine.stats()
+        for queue_time_s in stats.queue_times_s:
+            self.queue_time.observe(queue_time_s)
+        return stats
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        self._latest = self.read_stats()
+        return generate_latest(self.registry)
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry while it is scraped."""
+        stats = self._latest
+        if stats is None:
+            return
+        yield from _gauges(stats)
+        yield from _counters(stats)
+        yield _balancedness(stats)
+        yield self._prediction_error()
+        info = self._engine.info
+        build = GaugeMetricFamily("antiphon:build_info", "What runs here", labels=["version", "model", "layout"])
+        build.add_metric([__version__, info.model_name, info.layout], 1)
+        yield build
+
+    def _prediction_error(self) -> Metric:
+        family = GaugeMetricFamily(
+            "antiphon:prediction_error_ratio", "Measured / predicted time per output token; absent without a plan"
+        )
+        if self._predicted_tpot_s and self._measured_tpot_s is not None:
+            family.add_metric([], self._measured_tpot_s / self._predicted_tpot_s)
+        return family
+
+
+def _gauges(stats: EngineStats) -> Iterable[Metric]:
+    used_ratio = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+    for name, text, value in (
+        ("num_requests_running", "Requests being computed", stats.num_running),
+        ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
+        ("kv_cache_usage_ratio", "Share of KV blocks in use", used_ratio),
+        ("attention_idle_ratio", "Share of time attention workers wait", stats.attention_idle_ratio),
+        ("expert_idle_ratio", "Share of time expert workers wait", stats.expert_idle_ratio),
+        ("engine_healthy", "1 when the engine answers", float(stats.healthy)),
+    ):
+        yield GaugeMetricFamily(f"antiphon:{name}", text, value=value)
+
+
+def _counters(stats: EngineStats) -> Iterable[Metric]:
+    for name, text, value in (
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_cache_hit_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_cache_query_tokens),
+        ("preemptions", "Requests set back to make room", stats.num_preemptions),
+        ("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens),
+        ("generation_tokens", "Tokens generated", stats.generation_tokens),
+        ("engine_steps", "Engine steps", stats.num_steps),
+        ("worker_restarts", "Workers started again after a loss", stats.num_worker_restarts),
+        ("exposed_communication_seconds", "Communication not hidden by compute", stats.exposed_communication_s),
+        ("dispatch_bytes", "Bytes sent from attention to experts", stats.dispatch_bytes),
+        ("placement_changes", "Times experts were placed anew", stats.placement_changes),
+    ):
+        yield CounterMetricFamily(f"antiphon:{name}", text, value=value)
+
+
+def _balancedness(stats: EngineStats) -> Metric:
+    family = GaugeMetricFamily(
+        "antiphon:expert_balancedness_ratio", "Mean / max tokens per expert worker", labels=["layer"]
+    )
+    for layer, ratio in sorted(stats.balancedness_per_layer.items()):
+        family.add_metric([str(layer)], ratio)
+    return family
+
+
+class RequestClock:
+    """Times one answer, from the moment its HTTP request arrived (`arrived_s` on the `perf_counter` clock)."""
+
+    def __init__(self, metrics: ServerMetrics, arrived_s: float) -> None:
+        self._metrics = metrics
+        self._started_s = arrived_s
+        self._last_token_s: float | None = None
+
+    def tokens_arrived(self, num_tokens: int) -> None:
+        """Tokens that arrive together count with an equal share of the time since the last ones."""
+        if num_tokens == 0:
+            return
+        now_s = time.perf_counter()
+        if self._last_token_s is None:
+            self._metrics.time_to_first_token.observe(now_s - self._started_s)
+        else:
+            share_s = (now_s - self._last_token_s) / num_tokens
+            self._metrics.observe_tpot(share_s)
+            for _ in range(num_tokens):
+                self._metrics.inter_token.observe(share_s)
+        self._last_token_s = now_s
+
+    def finished(self, reason: str) -> None:
+        self._metrics.end_to_end.observe(time.perf_counter() - self._started_s)
+        self._metrics.finished.labels(reason).inc()

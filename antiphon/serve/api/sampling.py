@@ -1,0 +1,153 @@
+"""From a request's parameters to `SamplingParams`: defaults, cross-checks, limits of model and operator.
+
+Defaults are OpenAI's; a chat answer without a limit may fill the rest of the context. n answers with a seed use
+seed, seed + 1, ...: each is reproducible alone.
+"""
+
+import asyncio
+import dataclasses
+
+from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.errors import bad_request
+from antiphon.serve.api.prompts import check_token_ids, too_long
+from antiphon.serve.api.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+)
+from antiphon.specs.sampling import SamplingParams
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+def check_request(context: ApiContext, request: GenerationRequest, num_prompts: int) -> None:
+    """Everything that can be refused before anything is tokenized or compiled further."""
+    settings = context.settings
+    num_answers = request.n or 1
+    if num_answers > settings.max_n:
+        raise bad_request(f"n is {num_answers}: at most {settings.max_n}", param="n")
+    limit = settings.max_prompts_per_request
+    if num_prompts > limit:
+        raise bad_request(f"prompt holds {num_prompts} prompts: at most {limit} a request", param="prompt")
+    if num_answers * num_prompts > settings.max_choices_per_request:
+        raise bad_request(
+            f"n is {num_answers} for {num_prompts} prompts: at most {settings.max_choices_per_request} answers a"
+            " request; send several requests",
+            param="n",
+        )
+    if request.stop is not None and len(request.stop) > settings.max_stop_strings:
+        raise bad_request(f"stop has {len(request.stop)} texts: at most {settings.max_stop_strings}", param="stop")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream to be true", param="stream_options")
+    check_token_ids(context, request.stop_token_ids or [], "stop_token_ids")
+    bias = request.logit_bias or {}
+    if len(bias) > settings.max_logit_bias:
+        raise bad_request(f"logit_bias has {len(bias)} entries: at most {settings.max_logit_bias}", param="logit_bias")
+    check_token_ids(context, list(bias), "logit_bias")
+
+
+async def compile_grammar(context: ApiContext, request: GenerationRequest) -> str | None:
+    """The grammar `response_format` asks for, None for free text; `UserError` when the schema cannot be followed."""
+    wanted = request.response_format
+    if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+        return None
+    if context.grammars is None:
+        raise bad_request("this model cannot follow a grammar (the server's log says why)", param="response_format")
+    if isinstance(wanted, JsonObjectFormat):
+        return context.grammars.json_object()
+    return await asyncio.to_thread(context.grammars.json_schema, wanted.json_schema.schema_)
+
+
+def completion_sampling(
+    context: ApiContext, request: CompletionRequest, num_prompt_tokens: int, grammar: str | None
+) -> SamplingParams:
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = min(_DEFAULT_COMPLETION_TOKENS, _room(context, num_prompt_tokens))
+    return _sampling(
+        context,
+        request,
+        num_prompt_tokens,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+        grammar=grammar,
+    )
+
+
+def chat_sampling(
+    context: ApiContext, request: ChatCompletionRequest, num_prompt_tokens: int, grammar: str | None
+) -> SamplingParams:
+    if None not in (request.max_tokens, request.max_completion_tokens):
+        raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if request.max_tokens == 0:
+        raise bad_request("max_tokens is 0: a chat answer has at least 1 token", param="max_tokens")
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    if max_tokens is None:
+        max_tokens = _room(context, num_prompt_tokens)
+    return _sampling(
+        context,
+        request,
+        num_prompt_tokens,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=None,
+        grammar=grammar,
+    )
+
+
+def _room(context: ApiContext, num_prompt_tokens: int) -> int:
+    """Tokens that still fit the context after the prompt; at least one, so that a full context is an error."""
+    return max(1, context.engine.info.max_model_len - num_prompt_tokens)
+
+
+def _sampling(
+    context: ApiContext,
+    request: GenerationRequest,
+    num_prompt_tokens: int,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: str | None,
+) -> SamplingParams:
+    limit = context.engine.info.max_model_len
+    if num_prompt_tokens + max_tokens > limit:
+        raise too_long(
+            f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_prompt_tokens + max_tokens}:"
+            f" the model's context is {limit}; shorten the prompt or lower max_tokens",
+            "max_tokens",
+        )
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise bad_request(f"min_tokens is {min_tokens}: at most max_tokens ({max_tokens})", param="min_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_or_default(request.temperature, 1.0),
+        top_p=_or_default(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=_or_default(request.min_p, 0.0),
+        presence_penalty=_or_default(request.presence_penalty, 0.0),
+        frequency_penalty=_or_default(request.frequency_penalty, 0.0),
+        repetition_penalty=_or_default(request.repetition_penalty, 1.0),
+        logit_bias=request.logit_bias or {},
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def with_seed(params: SamplingParams, seed: int | None, answer: int) -> SamplingParams:
+    """The parameters of answer number `answer`; seeds reach the engine as 0 to 2**63 - 1, whatever sign was sent."""
+    return params if seed is None else dataclasses.replace(params, seed=(seed + answer) % 2**63)

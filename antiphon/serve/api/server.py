@@ -1,0 +1,149 @@
+"""Runs the application on a socket, and ends it without cutting anybody off.
+
+On SIGTERM or SIGINT (a second one ends at once):
+
+1. new requests are refused with 503 and `/health` says 503, so that load balancers look elsewhere;
+2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
+3. the socket closes and `run_server` returns, so that the caller can stop the engine.
+
+Rejected: uvicorn's own order, which closes the socket first (a health check then sees a refused connection, as after a
+crash) and waits without an end for idle connections.
+"""
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.settings import ServerSettings
+
+_log = get_logger("serve.api")
+
+_LAST_BYTES_TIMEOUT_S = 5.0
+_BACKLOG = 2048
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, ended in the order the module's docstring gives."""
+
+    def __init__(self, config: uvicorn.Config, context: ApiContext) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+        self._context = context
+        self._on_ready: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    def call_when_ready(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self._on_ready is not None:
+            self._on_ready()
+        self.ready.set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.request_stop()
+
+    def request_stop(self) -> None:
+        """Begin to drain; the second call ends at once. From any thread and from signal handlers."""
+        if self._context.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._context.draining = True
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        timeout_s = self._context.settings.drain_timeout_s
+        _log.info("shutting down: %d requests may run for %.0f s more", self._context.num_active, timeout_s)
+        try:
+            await self._context.engine.drain(timeout_s)
+            if not await self._context.wait_idle(_LAST_BYTES_TIMEOUT_S):
+                _log.warning("%d requests did not end and are cut off", self._context.num_active)
+        finally:
+            self.should_exit = True
+
+
+def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
+    """A server for `app` that is not running yet: `run(sockets=[bind(...)])` blocks, `request_stop()` ends it."""
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(_LAST_BYTES_TIMEOUT_S),
+    )
+    return DrainingServer(config, app.state.context)
+
+
+def run_server(app: FastAPI, settings: ServerSettings, on_listening: Callable[[str], None] | None = None) -> None:
+    """Serve `app` until a signal ends it (from the main thread only are signals seen). `on_listening` is called once
+    with the server's URL when it accepts connections. `UserError` when the address cannot be used."""
+    listener = bind(settings.host, settings.port)
+    url = url_of(listener)
+    server = make_server(app, settings)
+
+    def report() -> None:
+        _log.info("listening on %s", url)
+        if on_listening is not None:
+            on_listening(url)
+
+    server.call_when_ready(report)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on `host:port` (port 0: any free one), or `UserError` with the reason."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"--host {host} is not an address of this machine: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(_bind_problem(error, host, port)) from error
+    return listener
+
+
+def _bind_problem(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use: choose another with --port (0 takes any free one)"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be used by this user: choose one above 1023 with --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host} is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for all of its addresses"
+    return f"cannot listen on {host} port {port}: {error.strerror}"
+
+
+def url_of(listener: socket.socket) -> str:
+    """``http://127.0.0.1:8000`` for a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

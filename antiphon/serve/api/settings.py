@@ -1,0 +1,62 @@
+"""What the operator of the server decides: where it listens, who may use it, and how much one request may ask."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from antiphon.base.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
+
+    `api_keys` empty: no key is asked for. `max_concurrent_streams` counts HTTP requests that generate, streaming or
+    not. `max_prompt_tokens` None: only the model's context limits prompts. `predicted_tpot_s`: the time per output
+    token that the loaded plan promised, None without a plan.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    max_body_bytes: int = 8 * 1024 * 1024
+    body_timeout_s: float = 60.0
+    max_prompt_tokens: int | None = None
+    max_concurrent_streams: int = 1024
+    max_n: int = 16
+    max_prompts_per_request: int = 128
+    max_choices_per_request: int = 256
+    max_stop_strings: int = 16
+    max_logit_bias: int = 1024
+    drain_timeout_s: float = 30.0
+    predicted_tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"port is {self.port}: use 1 to 65535, or 0 for any free port")
+        for name in ("max_body_bytes", "max_concurrent_streams", "max_n", "max_prompts_per_request"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.drain_timeout_s < 0:
+            raise UserError(f"drain_timeout_s is {self.drain_timeout_s}: it must be at least 0")
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; empty lines and lines that begin with ``#`` do not count.
+
+    `UserError` when the file cannot be read or holds no key: a server that was told to ask for keys must not run
+    open.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the API key file {path} cannot be read: {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if not keys:
+        raise UserError(f"the API key file {path} holds no key: write one key a line")
+    unusable = next((number for number, key in enumerate(keys, 1) if not key.isascii() or " " in key), None)
+    if unusable is not None:
+        raise UserError(
+            f"key {unusable} in {path} holds a space or a non-ASCII character: HTTP headers cannot carry it"
+        )
+    return keys

@@ -1,0 +1,199 @@
+"""From a `ServeConfig` to a running engine: check everything cheap first, reserve, start workers, wait until ready.
+
+What the user got wrong (checkpoint, budget, sizes) is reported before a process is started.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.logging import get_logger
+from antiphon.comm.m2n.layout import RegionLayout
+from antiphon.comm.m2n.shared_memory import create_region
+from antiphon.comm.m2n.shm import ControlPage
+from antiphon.kernels.select import resolve_dtype
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.config import load_model_spec
+from antiphon.serve.config import ServeConfig, kv_blocks_per_worker, kv_cache_block_bytes
+from antiphon.serve.engine import Engine
+from antiphon.serve.engine_api import EngineInfo
+from antiphon.serve.fleet import Fleet, WorkerName
+from antiphon.serve.group import StepGroup
+from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.worker.build import exchange_shape
+from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
+from antiphon.specs.model import ModelSpec
+
+_log = get_logger("launch")
+ReportLoading = Callable[[int, int], None]
+
+
+class Launcher:
+    """Holds what is needed to start workers, at first and again after a death."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.spec = load_model_spec(config.model)
+        Checkpoint(config.model)  # a missing or damaged shard is found before any process starts
+        self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
+        self._dtype = resolve_dtype(self.config.dtype)
+        self.context_length = config.context_length(self.spec)
+        self._placement = config.expert_placement(self.spec)
+        block_bytes = kv_cache_block_bytes(self.spec, config.block_size, self._dtype.itemsize)
+        free_bytes = psutil.virtual_memory().available
+        self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
+        self.kv_bytes = self.num_blocks * block_bytes * config.num_attention
+        if config.device == "cpu" and self.kv_bytes > free_bytes:
+            raise ResourceError(f"--kv-bytes {self.kv_bytes} is more than the {free_bytes} bytes free: lower it")
+        self.fleet = Fleet()
+        self._descriptor: int | None = None
+        self._shape = exchange_shape(
+            self.spec,
+            self._dtype,
+            config.num_attention,
+            config.num_experts,
+            config.num_micro_batches,
+            config.max_batch_tokens,
+        )
+
+    @property
+    def _disaggregated(self) -> bool:
+        return self.config.layout == "disaggregated"
+
+    def engine(self) -> Engine:
+        """Build the engine (nothing runs yet)."""
+        config = self.config
+        control = None
+        if self._disaggregated:
+            self._descriptor = create_region(RegionLayout(self._shape).total_bytes)
+            control = ControlPage(self._descriptor, self._shape)
+        statistics = EngineStatistics()
+        limits = SchedulerConfig(
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_model_len=self.context_length,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            vocab_size=self.spec.vocab_size,
+        )
+        groups: list[StepGroup] = []
+        engine = Engine(
+            info=self._info(),
+            fleet=self.fleet,
+            groups=groups,
+            scheduler_config=limits,
+            statistics=statistics,
+            relaunch=self.launch,
+        )
+        for attention, experts in self._membership():
+            groups.append(
+                StepGroup(
+                    attention=attention,
+                    experts=experts,
+                    schedulers=[Scheduler(limits) for _ in attention],
+                    num_micro_batches=config.num_micro_batches,
+                    control=control,
+                    fleet=self.fleet,
+                    statistics=statistics,
+                    bitmask_of=engine.bitmask_of,
+                    timeout_s=config.timeout_s,
+                )
+            )
+        engine.adopt_groups()
+        return engine
+
+    def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
+        """(attention workers, expert workers) of each group that steps together."""
+        config = self.config
+        if not self._disaggregated:
+            return [([WorkerName("replica", index)], []) for index in range(config.num_attention)]
+        attention = [WorkerName("attention", index) for index in range(config.num_attention)]
+        return [(attention, [WorkerName("experts", index) for index in range(config.num_experts)])]
+
+    def worker_names(self) -> list[WorkerName]:
+        return [name for attention, experts in self._membership() for name in (*attention, *experts)]
+
+    def launch(self, name: WorkerName) -> None:
+        """Start (or restart) one worker."""
+        inherited = () if self._descriptor is None else (self._descriptor,)
+        self.fleet.launch(name, self._configure(name), inherited)
+
+    def _configure(self, name: WorkerName) -> Configure:
+        config = self.config
+        roles: dict[str, Role] = {"replica": "colocated", "attention": "attention", "experts": "experts"}
+        exchange = None
+        if self._descriptor is not None:
+            exchange = ExchangeConfig(
+                descriptor=self._descriptor,
+                num_attention=config.num_attention,
+                num_experts=config.num_experts,
+                num_micro_batches=config.num_micro_batches,
+                max_rows=config.max_batch_tokens,
+                spin_s=config.spin_s,
+            )
+        return Configure(
+            role=roles[name.role],
+            index=name.index,
+            model=str(config.model),
+            device=config.device,
+            dtype=config.dtype,
+            kernels=config.kernels,
+            num_threads=config.threads_per_worker(),
+            cores=config.cores_of(self.worker_names().index(name)),
+            block_size=config.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.context_length,
+            max_running=config.max_running,
+            expert_owners=[list(owners) for owners in self._placement.owners],
+            exchange=exchange,
+            timeout_s=config.timeout_s,
+            trace=config.trace,
+        )
+
+    def _info(self) -> EngineInfo:
+        config = self.config
+        return EngineInfo(
+            model_name=Path(config.model).resolve().name,
+            max_model_len=self.context_length,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+            layout=config.layout,
+            num_attention=config.num_attention,
+            num_experts_workers=config.num_experts if self._disaggregated else 0,
+            num_micro_batches=config.num_micro_batches,
+            max_waiting=config.max_waiting,
+        )
+
+
+def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> Engine:
+    """Start all workers and wait until they can step. `report(done, total)` bytes of weights while loading.
+
+    `UserError` (one line) if the checkpoint, the budget or a worker's start is at fault. The caller stops it."""
+    launcher = Launcher(config)
+    engine = launcher.engine()
+    try:
+        for name in launcher.worker_names():
+            launcher.launch(name)
+        engine.start()
+        while not engine.stats().healthy:
+            if engine.fatal is not None:
+                raise UserError(engine.fatal)
+            if report is not None:
+                report(*engine.loading_progress())
+            time.sleep(0.02)
+    except BaseException:
+        engine.stop()
+        raise
+    return engine
+
+
+def describe(spec: ModelSpec) -> str:
+    """One line about a model, for logs."""
+    router = spec.router
+    return f"{spec.family}, {spec.num_layers} layers, {router.num_experts} experts, top-{router.top_k}"

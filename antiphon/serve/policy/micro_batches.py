@@ -1,0 +1,141 @@
+"""Cuts a step into m micro-batches of about equal duration, so that attention and experts can take turns (ping-pong).
+
+Two loads must be even at once: rows (projections and experts) and cost, which adds attention over the context
+(`rows + visible keys / context_tokens_per_row`, in units of one row).
+
+1. Deal sequences, the costliest first, each to the micro-batch whose larger share (of all rows, of all cost) is the
+   smallest. An empty micro-batch has share 0, so none stays empty while another gets a second sequence.
+2. If the largest share is then more than `TOLERANCE` above 1/m, cut the chunks that cost more than half a fair share
+   into consecutive row ranges of equal cost, one for each micro-batch in order, deal the rest around them, and keep
+   this if it is better.
+
+Why a chunk may be cut: in layer l, row r of a sequence attends to keys of rows up to r of the same layer, and to
+nothing else of other rows. All rows of a part write their layer-l keys before they are read. A worker runs the
+micro-batches in order within each layer, (l, 0), (l, 1), …, and part j lies in micro-batch j, so when a later part
+reads layer l, every earlier part has written it. Expert and projection rows are independent anyway. The result is the
+one the whole chunk would give, as with chunked prefill over two steps. So one long prompt alone can use ping-pong too.
+
+Rejected: cutting the plan's rows into m contiguous runs. It needs no search, but decodes come first in a plan, so the
+first micro-batches would be all attention and the last all expert work.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+from antiphon.serve.policy.step import SequenceStep
+
+TOLERANCE = 1.1
+MIN_ROWS_OF_A_PART = 16  # below this a part costs more in launches and weight reads than it evens out
+
+
+class RowRange(NamedTuple):
+    """Rows `first_row` to `first_row + num_rows - 1` of `plan.sequences[sequence]`."""
+
+    sequence: int
+    first_row: int
+    num_rows: int
+
+
+MicroBatch = tuple[RowRange, ...]
+
+
+def split_into_micro_batches(
+    sequences: Sequence[SequenceStep], num_micro_batches: int, *, context_tokens_per_row: float = 1024.0
+) -> list[MicroBatch]:
+    """At most `num_micro_batches` micro-batches, none empty, in the order in which a layer must run them.
+
+    Every row is in exactly one; rows keep the plan's order within each. `context_tokens_per_row`: how many cached keys
+    cost as much to attend to as everything else costs for one row (a ratio of the model and device, see `cost`).
+    """
+    assert num_micro_batches >= 1, f"{num_micro_batches} micro-batches"
+    if not sequences:
+        return []
+    if num_micro_batches == 1:
+        return [tuple(RowRange(index, 0, len(step.token_ids)) for index, step in enumerate(sequences))]
+    costs = [chunk_cost(step.start, len(step.token_ids), context_tokens_per_row) for step in sequences]
+    rows = [len(step.token_ids) for step in sequences]
+    whole = _Deal(rows, costs, num_micro_batches, {})
+    best = whole
+    if whole.largest_share * num_micro_batches > TOLERANCE:
+        parts = _cut_large_chunks(sequences, costs, num_micro_batches, context_tokens_per_row)
+        cut = _Deal(rows, costs, num_micro_batches, parts) if parts else whole
+        best = cut if cut.largest_share < whole.largest_share else whole
+    return best.micro_batches()
+
+
+def chunk_cost(start: int, num_rows: int, context_tokens_per_row: float) -> float:
+    """Cost of rows at positions `start` on: row r sees start + r + 1 keys; summed over `num_rows` rows."""
+    visible_keys = num_rows * start + num_rows * (num_rows + 1) / 2
+    return num_rows + visible_keys / context_tokens_per_row
+
+
+def _cut_large_chunks(
+    sequences: Sequence[SequenceStep], costs: Sequence[float], num_micro_batches: int, context_tokens_per_row: float
+) -> dict[int, list[int]]:
+    """Row boundaries (0, …, number of rows) of the chunks above half a fair share, by index into `sequences`."""
+    half_share = sum(costs) / num_micro_batches / 2
+    parts = {}
+    for index, (step, cost) in enumerate(zip(sequences, costs, strict=True)):
+        num_parts = min(num_micro_batches, len(step.token_ids) // MIN_ROWS_OF_A_PART)
+        if cost > half_share and num_parts > 1:
+            parts[index] = _equal_cost_boundaries(step.start, len(step.token_ids), num_parts, context_tokens_per_row)
+    return parts
+
+
+def _equal_cost_boundaries(start: int, num_rows: int, num_parts: int, context_tokens_per_row: float) -> list[int]:
+    """Where `chunk_cost(start, r)` reaches 1/n, 2/n, … of the whole: the positive root of r²/2 + b·r = c·target."""
+    total = chunk_cost(start, num_rows, context_tokens_per_row)
+    b = context_tokens_per_row + start + 0.5
+    boundaries = [0]
+    for part in range(1, num_parts):
+        root = sqrt(b * b + 2 * context_tokens_per_row * total * part / num_parts) - b
+        lowest, highest = boundaries[-1] + 1, num_rows - (num_parts - part)
+        boundaries.append(min(max(round(root), lowest), highest))
+    return [*boundaries, num_rows]
+
+
+class _Deal:
+    """One assignment of sequences to micro-batches. `parts`: sequences that are cut, part j to micro-batch j."""
+
+    def __init__(
+        self, rows: Sequence[int], costs: Sequence[float], num_micro_batches: int, parts: dict[int, list[int]]
+    ) -> None:
+        self._rows = rows
+        self._parts = parts
+        self._owners = [-1] * len(rows)
+        per_row, per_cost = 1 / sum(rows), 1 / sum(costs)
+        self._rows_shares = [0.0] * num_micro_batches
+        self._cost_shares = [0.0] * num_micro_batches
+        for index, boundaries in parts.items():
+            for part in range(len(boundaries) - 1):
+                self._rows_shares[part] += (boundaries[part + 1] - boundaries[part]) * per_row
+                self._cost_shares[part] += costs[index] / (len(boundaries) - 1) * per_cost
+        self.largest_share = self._deal_whole(costs, per_row, per_cost)
+
+    def _deal_whole(self, costs: Sequence[float], per_row: float, per_cost: float) -> float:
+        """Step 1 for all sequences that are not cut; returns the largest share."""
+        rows, owners, row_shares, cost_shares = self._rows, self._owners, self._rows_shares, self._cost_shares
+        shares = [max(pair) for pair in zip(row_shares, cost_shares, strict=True)]
+        for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+            if index in self._parts:
+                continue
+            owner = shares.index(min(shares))
+            owners[index] = owner
+            row_share = row_shares[owner] + rows[index] * per_row
+            cost_share = cost_shares[owner] + costs[index] * per_cost
+            row_shares[owner], cost_shares[owner] = row_share, cost_share
+            shares[owner] = row_share if row_share > cost_share else cost_share
+        return max(shares)
+
+    def micro_batches(self) -> list[MicroBatch]:
+        batches: list[list[RowRange]] = [[] for _ in self._rows_shares]
+        for index, owner in enumerate(self._owners):
+            if owner >= 0:
+                batches[owner].append(RowRange(index, 0, self._rows[index]))
+                continue
+            boundaries = self._parts[index]
+            for part in range(len(boundaries) - 1):
+                begin, end = boundaries[part], boundaries[part + 1]
+                batches[part].append(RowRange(index, begin, end - begin))
+        return [tuple(batch) for batch in batches if batch]

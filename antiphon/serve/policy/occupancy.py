@@ -1,0 +1,127 @@
+"""Who waits and who runs on one attention worker, and what the running ones hold there: blocks and a slot.
+
+A request is in exactly one of two places. All moves between them are here, so that whoever moves a request cannot
+forget half of what moving means:
+
+    enqueue -> waiting -> start -> running -> preempt -> waiting
+                  |                   |
+               dequeue             retire
+"""
+
+from dataclasses import dataclass
+
+from antiphon.serve.policy.arrival_queue import ArrivalQueue
+from antiphon.serve.policy.blocks import BlockPool, extend_block_digests
+from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.request import Request, RequestStatus
+
+
+@dataclass
+class SchedulerCounters:
+    """Cumulative. `prefix_query_tokens`: prompt tokens looked up in the prefix cache, at first admission only."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class WorkerOccupancy:
+    """State shared by the scheduler and the filling of a step.
+
+    `released`: requests that gave up their slot since the last plan, to be told to the worker with the next one.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.waiting = ArrivalQueue()
+        self.running = ArrivalQueue()
+        self.num_waiting_tokens = 0
+        self.num_prefill_tokens_left = 0  # of running requests, not reached by the last planned step
+        self.counters = SchedulerCounters()
+        self.released: list[str] = []
+        self.free_slots = list(range(config.max_running - 1, -1, -1))
+
+    def enqueue(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self.num_waiting_tokens += len(request.token_ids)
+        self.waiting.add(request)
+
+    def dequeue(self, request: Request) -> None:
+        self.num_waiting_tokens -= len(request.token_ids)
+        self.waiting.remove(request)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of `request`, never all of it: at least one token must be computed.
+
+        A request that reports on every row of its prompt must compute every row of it: it finds nothing.
+        """
+        if request.wants_prompt_logprobs:
+            return []
+        num_full = (len(request.token_ids) - 1) // self.config.block_size
+        extend_block_digests(request.block_digests, request.token_ids, self.config.block_size, num_full)
+        return self.pool.match(request.block_digests, num_full)
+
+    def start(self, request: Request, found_blocks: list[int]) -> None:
+        """From waiting to running, on top of the blocks that `find_prefix` returned."""
+        self.dequeue(request)
+        self.pool.share(found_blocks)
+        request.status = RequestStatus.RUNNING
+        request.slot = self.free_slots.pop()
+        request.block_table = found_blocks
+        request.num_blocks_published = len(found_blocks)
+        request.num_computed = len(found_blocks) * self.config.block_size
+        request.num_admissions += 1
+        if request.num_admissions == 1:
+            request.num_cached_tokens = request.num_computed
+            self.counters.prefix_query_tokens += request.num_prompt
+            self.counters.prefix_hit_tokens += request.num_computed
+        self.running.add(request)
+
+    def preempt_later_than(self, request: Request, step_id: int) -> bool:
+        """Until a block is free, push out the latest arrival that step `step_id` does not compute yet.
+
+        False if there is nobody left to push out. A request whose blocks are all shared frees none: go on."""
+        while self.pool.num_free == 0:
+            latest = self.running.latest
+            if latest is request or latest.planned_step == step_id:
+                return False
+            self.running.remove(latest)
+            self._give_back(latest)
+            self.enqueue(latest)
+            self.counters.num_preemptions += 1
+        return True
+
+    def publish_computed(self, request: Request) -> None:
+        """Offer the blocks that the last step filled to requests with the same beginning."""
+        num_full = request.num_computed // self.config.block_size
+        if num_full <= request.num_blocks_published:
+            return
+        extend_block_digests(request.block_digests, request.token_ids, self.config.block_size, num_full)
+        for index in range(request.num_blocks_published, num_full):
+            self.pool.publish(request.block_table[index], request.block_digests[index])
+        request.num_blocks_published = num_full
+
+    def retire(self, request: Request) -> None:
+        """A running request has ended."""
+        self.running.remove(request)
+        self._give_back(request)
+
+    def requeue_all(self) -> list[Request]:
+        """The worker's memory is gone: all running requests wait again. Returns them, oldest first."""
+        requeued = self.running.take_all()
+        for request in reversed(requeued):
+            self._give_back(request)
+            self.enqueue(request)
+        self.pool.clear_published()
+        self.released.clear()
+        self.num_prefill_tokens_left = 0
+        return requeued
+
+    def _give_back(self, request: Request) -> None:
+        self.pool.release(request.block_table)
+        self.free_slots.append(request.slot)
+        self.released.append(request.request_id)
+        request.forget_computed()

@@ -1,0 +1,88 @@
+"""Counters of a running engine, and the shares made from them. Written by the engine's thread, read by any.
+
+Idle shares are relative to the time in which steps ran, over roughly the last half minute: when `_WINDOW_S` of step
+time is full, everything that feeds a ratio is halved, so old behaviour fades. Totals only grow.
+"""
+
+from collections import defaultdict
+
+from antiphon.serve.worker.messages import ExpertReport, StepResult
+
+_WINDOW_S = 30.0
+
+
+class EngineStatistics:
+    """One per engine."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.num_worker_restarts = 0
+        self.dispatch_bytes = 0
+        self.exposed_communication_s = 0.0
+        self.queue_times_s: list[float] = []
+        self._attention_step_s = 0.0
+        self._attention_wait_s = 0.0
+        self._group_step_s = 0.0
+        self._expert_busy_s: dict[int, float] = defaultdict(float)
+        self._rows: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+
+    def record_step(self, result: StepResult) -> None:
+        """One attention worker finished its part of a step."""
+        self.dispatch_bytes += result.dispatch_bytes
+        self.exposed_communication_s += result.exposed_s
+        self._attention_step_s += result.step_s
+        self._attention_wait_s += result.wait_s
+
+    def record_group_step(self, step_s: float) -> None:
+        """A step of all workers that step together took this long."""
+        self.num_steps += 1
+        self._group_step_s += step_s
+        if self._group_step_s > _WINDOW_S:
+            self._fade()
+
+    def record_experts(self, report: ExpertReport) -> None:
+        self._expert_busy_s[report.index] += report.busy_s
+        for layer, rows in report.rows_per_layer.items():
+            self._rows[layer][report.index] += rows
+
+    def _fade(self) -> None:
+        self._group_step_s /= 2
+        self._attention_step_s /= 2
+        self._attention_wait_s /= 2
+        for index in self._expert_busy_s:
+            self._expert_busy_s[index] /= 2
+        for per_worker in self._rows.values():
+            for index in per_worker:
+                per_worker[index] /= 2
+
+    @property
+    def attention_idle_ratio(self) -> float:
+        """Share of step time in which attention workers stood waiting for experts."""
+        return self._attention_wait_s / self._attention_step_s if self._attention_step_s else 0.0
+
+    @property
+    def expert_idle_ratio(self) -> float:
+        """Share of step time in which expert workers did not compute; 0 without expert workers."""
+        if not self._expert_busy_s or not self._group_step_s:
+            return 0.0
+        busy_s = sum(self._expert_busy_s.values()) / len(self._expert_busy_s)
+        return min(1.0, max(0.0, 1.0 - busy_s / self._group_step_s))
+
+    def balancedness_per_layer(self) -> dict[int, float]:
+        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
+        result = {}
+        for layer, per_worker in sorted(self._rows.items()):
+            counts = [per_worker.get(index, 0.0) for index in self._expert_busy_s]
+            if counts and max(counts) > 0:
+                result[layer] = sum(counts) / len(counts) / max(counts)
+        return result
+
+    def rows_per_worker(self) -> dict[int, float]:
+        """Rows each expert worker was sent over all layers, in the window."""
+        totals: dict[int, float] = defaultdict(float)
+        for per_worker in self._rows.values():
+            for index, rows in per_worker.items():
+                totals[index] += rows
+        return dict(totals)

@@ -1,0 +1,80 @@
+"""Carries outputs from the engine's thread to whoever asked: an event loop, or a plain thread.
+
+Outputs of one step travel together: one wake-up of the event loop per step, not one per token.
+"""
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
+
+from antiphon.serve.engine_api import EngineOutput
+
+
+class Sink(Protocol):
+    """Where outputs go. Called in the engine's thread; must not block."""
+
+    def deliver(self, outputs: list[EngineOutput]) -> None: ...
+
+
+class AsyncSink:
+    """Outputs for requests of one event loop. Make it inside that loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[str, asyncio.Queue[EngineOutput]] = {}
+
+    @staticmethod
+    def of_running_loop(sinks: "dict[int, AsyncSink]") -> "AsyncSink":
+        """The sink of the loop that runs now, made at its first request."""
+        key = id(asyncio.get_running_loop())
+        if key not in sinks:
+            sinks[key] = AsyncSink()
+        return sinks[key]
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._distribute, outputs)
+
+    def _distribute(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if (pending := self._queues.get(output.request_id)) is not None:
+                pending.put_nowait(output)
+
+    def open(self, request_id: str) -> None:
+        self._queues[request_id] = asyncio.Queue()
+
+    def close(self, request_id: str) -> None:
+        self._queues.pop(request_id, None)
+
+    async def stream(self, request_id: str, abort: Callable[[str], None]) -> AsyncIterator[EngineOutput]:
+        """Outputs until the last one. Closing the iterator early aborts the request."""
+        finished = False
+        try:
+            while not finished:
+                output = await self._queues[request_id].get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            self.close(request_id)
+            if not finished:
+                abort(request_id)
+
+
+class ThreadSink:
+    """Outputs for a plain thread that reads them with `outputs`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[list[EngineOutput]] = queue.SimpleQueue()
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        self._queue.put(outputs)
+
+    def outputs(self, num_requests: int) -> Iterator[EngineOutput]:
+        """Yield outputs until `num_requests` requests have finished. Blocks; the engine always finishes requests,
+        with an error if it must."""
+        while num_requests > 0:
+            for output in self._queue.get():
+                num_requests -= output.finish_reason is not None
+                yield output

@@ -1,0 +1,133 @@
+"""Turns recorded spans into a Perfetto trace and into the four numbers that tell whether ping-pong works.
+
+Over the time in which steps ran:
+- idle share of attention: an attention worker stood in `combine`, waiting for experts
+- idle share of experts: an expert worker neither computed nor had rows to gather
+- exposed communication: an attention worker waited while no expert worker computed; nothing hid the exchange
+- rows per expert worker: how evenly the experts are placed
+
+Trace format: Chrome's JSON ("X" complete events), which Perfetto and chrome://tracing open.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.serve.fleet import WorkerName
+from antiphon.serve.worker.messages import Spans
+from antiphon.serve.worker.spans import COMBINE, EXPERTS, STEP
+
+Intervals = NDArray[np.int64]  # [n, 2] start and end in ns, sorted, disjoint
+
+
+@dataclass(frozen=True)
+class TimelineSummary:
+    """Shares are of the time in which steps ran, `step_s`."""
+
+    step_s: float
+    attention_idle_ratio: dict[str, float]
+    expert_idle_ratio: dict[str, float]
+    exposed_communication_s: float
+    rows_per_expert_worker: dict[str, int]
+
+
+def write_trace(path: Path, spans: Mapping[WorkerName, Spans]) -> None:
+    """One track per worker; every span carries its layer, micro-batch, rows and step."""
+    origin = min((min(s.starts_ns) for s in spans.values() if s.starts_ns), default=0)
+    events: list[dict[str, Any]] = []
+    for process, (name, recorded) in enumerate(sorted(spans.items(), key=lambda item: str(item[0])), start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": str(name)}})
+        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": 1, "args": {"name": "steps"}})
+        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": 2, "args": {"name": "work"}})
+        events.extend(_event(recorded, index, process, origin) for index in range(len(recorded.starts_ns)))
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _event(spans: Spans, index: int, process: int, origin: int) -> dict[str, Any]:
+    name = spans.name_index[index]
+    start, end = spans.starts_ns[index], spans.ends_ns[index]
+    arguments = {"rows": spans.rows[index], "step": spans.steps[index]}
+    if spans.layers[index] >= 0:
+        arguments |= {"layer": spans.layers[index], "micro_batch": spans.micro_batches[index]}
+    return {
+        "ph": "X",
+        "name": spans.names[name],
+        "pid": process,
+        "tid": 1 if name == STEP else 2,
+        "ts": (start - origin) / 1000,
+        "dur": (end - start) / 1000,
+        "args": arguments,
+    }
+
+
+def summarise(spans: Mapping[WorkerName, Spans]) -> TimelineSummary:
+    """The four numbers. Workers without spans are left out."""
+    attention = {name: s for name, s in spans.items() if name.role != "experts" and s.starts_ns}
+    experts = {name: s for name, s in spans.items() if name.role == "experts" and s.starts_ns}
+    stepping = _union([_intervals(s, STEP) for s in attention.values()])
+    step_ns = _length(stepping)
+    computing = _union([_intervals(s, EXPERTS) for s in experts.values()])
+    exposed_ns = 0
+    attention_idle = {}
+    for name, recorded in attention.items():
+        waiting = _intervals(recorded, COMBINE)
+        attention_idle[str(name)] = _length(waiting) / max(1, _length(_intervals(recorded, STEP)))
+        exposed_ns += _length(waiting) - _length(_intersection(waiting, computing))
+    expert_idle = {}
+    for name, recorded in experts.items():
+        busy = _intersection(_union([_intervals(recorded, EXPERTS)]), stepping)
+        expert_idle[str(name)] = 1 - _length(busy) / max(1, step_ns)
+    rows = {
+        str(name): sum(r for r, kind in zip(s.rows, s.name_index, strict=True) if kind == EXPERTS)
+        for name, s in experts.items()
+    }
+    return TimelineSummary(
+        step_s=step_ns * 1e-9,
+        attention_idle_ratio=attention_idle,
+        expert_idle_ratio=expert_idle,
+        exposed_communication_s=exposed_ns * 1e-9,
+        rows_per_expert_worker=rows,
+    )
+
+
+def _intervals(spans: Spans, kind: int) -> Intervals:
+    chosen = np.asarray(spans.name_index) == kind
+    bounds = np.stack([np.asarray(spans.starts_ns), np.asarray(spans.ends_ns)], axis=1)[chosen]
+    ordered: Intervals = bounds[np.argsort(bounds[:, 0], kind="stable")]
+    return ordered
+
+
+def _union(parts: list[Intervals]) -> Intervals:
+    """Merge intervals, overlapping ones becoming one."""
+    merged: list[list[int]] = []
+    stacked = np.concatenate(parts) if parts else np.empty((0, 2), dtype=np.int64)
+    for start, end in stacked[np.argsort(stacked[:, 0], kind="stable")].tolist():
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return np.asarray(merged, dtype=np.int64).reshape(-1, 2)
+
+
+def _intersection(left: Intervals, right: Intervals) -> Intervals:
+    """Parts common to both; each argument's own intervals must be disjoint."""
+    common = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i, 0], right[j, 0]), min(left[i, 1], right[j, 1])
+        if start < end:
+            common.append((start, end))
+        if left[i, 1] < right[j, 1]:
+            i += 1
+        else:
+            j += 1
+    return np.asarray(common, dtype=np.int64).reshape(-1, 2)
+
+
+def _length(intervals: Intervals) -> int:
+    return int((intervals[:, 1] - intervals[:, 0]).sum()) if len(intervals) else 0

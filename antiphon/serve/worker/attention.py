@@ -1,0 +1,161 @@
+"""One step of an attention worker: micro-batches shuttled between attention here and experts elsewhere.
+
+Ping-pong (MegaScale-Infer, section 4.1): for each layer, for each micro-batch i: combine what the experts made of its
+previous layer, compute attention and gate, dispatch, go on with micro-batch i+1. While the experts work on i, this
+worker is busy with the others. The shared expert runs right after the dispatch, hidden behind the exchange.
+
+A micro-batch's whole state between layers is (x, delta): the residual stream and what the feed-forward adds to it. So
+a step can be repeated from its plan alone: keys and values are written again at the same places, with the same bits.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.api import AttentionBatch, KVCache
+from antiphon.models.attention_half import AttentionHalf
+from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.worker.block_tables import BlockTables
+from antiphon.serve.worker.expert_path import ExpertPath
+from antiphon.serve.worker.messages import Sampled, Step, StepResult
+from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """A micro-batch on its way through the layers."""
+
+    sequences: list[SequenceStep]
+    batch: AttentionBatch
+    x_TH: Tensor
+    delta_TH: Tensor | None = None  # complete: to be added to x by the next layer
+    local_TH: Tensor | None = None  # the shared expert's part, while the experts' part is under way
+    in_flight: int | None = None  # layer whose experts still owe their part
+
+
+class AttentionRunner:
+    """Runs steps over one attention half and its KV cache. Not thread-safe."""
+
+    def __init__(
+        self,
+        half: AttentionHalf,
+        experts: ExpertPath,
+        cache: KVCache,
+        tables: BlockTables,
+        sampler: RowSampler,
+        recorder: SpanRecorder,
+    ) -> None:
+        self._half = half
+        self._device = half.backend.device
+        self._experts = experts
+        self._cache = cache
+        self._tables = tables
+        self._sampler = sampler
+        self._recorder = recorder
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """Compute all micro-batches of the step and sample. Raises `StepAborted` or `PeerTimeout` from the exchange;
+        the same step may then be run again."""
+        started_ns = time.monotonic_ns()
+        experts = self._experts
+        wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
+        self._recorder.step = step.step
+        for request_id in step.released:
+            self._sampler.remove(request_id)
+        for start in step.starts:
+            self._sampler.add(start)
+        micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
+        experts.begin_step(step.step, step.participants)
+        self._run_layers(micro_batches)
+        sample_ns = time.monotonic_ns()
+        requests = self._sample(micro_batches, step.bitmasks)
+        self._recorder.add(SAMPLE, sample_ns)
+        self._recorder.add(STEP, started_ns, rows=sum(m.batch.num_tokens for m in micro_batches if m))
+        return StepResult(
+            step=step.step,
+            requests=requests,
+            step_s=(time.monotonic_ns() - started_ns) * 1e-9,
+            wait_s=experts.wait_s - wait_s,
+            exposed_s=experts.exposed_s - exposed_s,
+            dispatch_bytes=experts.bytes_sent - num_bytes,
+        )
+
+    def _begin(self, sequences: list[SequenceStep]) -> _MicroBatch | None:
+        if not sequences:
+            return None
+        for sequence in sequences:
+            self._tables.update(sequence)
+        token_ids = [token for sequence in sequences for token in sequence.token_ids]
+        tokens_T = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        return _MicroBatch(sequences, self._tables.attention_batch(sequences), self._half.embed(tokens_T))
+
+    def _run_layers(self, micro_batches: list[_MicroBatch | None]) -> None:
+        for layer in range(self._half.spec.num_layers):
+            for index, micro_batch in enumerate(micro_batches):
+                if micro_batch is not None:
+                    self._collect(index, micro_batch)
+                    self._attend(layer, index, micro_batch)
+        for index, micro_batch in enumerate(micro_batches):
+            if micro_batch is not None:
+                self._collect(index, micro_batch)
+
+    def _attend(self, layer: int, index: int, micro_batch: _MicroBatch) -> None:
+        """Attention and gate of one layer, then the dispatch; a dense layer is finished here."""
+        half, recorder = self._half, self._recorder
+        rows = micro_batch.batch.num_tokens
+        start_ns = time.monotonic_ns()
+        x_TH, y_TH = half.attend(layer, micro_batch.x_TH, micro_batch.delta_TH, self._cache, micro_batch.batch)
+        micro_batch.x_TH, micro_batch.delta_TH = x_TH, None
+        if not half.routes(layer):
+            micro_batch.delta_TH = half.local_feed_forward(layer, y_TH)
+            recorder.add(ATTENTION, start_ns, layer, index, rows)
+            return
+        ids_TK, weights_TK = half.gate(layer, y_TH)
+        recorder.add(ATTENTION, start_ns, layer, index, rows)
+        start_ns = time.monotonic_ns()
+        self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)
+        recorder.add(DISPATCH, start_ns, layer, index, rows)
+        micro_batch.in_flight = layer
+        start_ns = time.monotonic_ns()
+        micro_batch.local_TH = half.local_feed_forward(layer, y_TH)
+        if micro_batch.local_TH is not None:
+            recorder.add(ATTENTION, start_ns, layer, index, rows)
+
+    def _collect(self, index: int, micro_batch: _MicroBatch) -> None:
+        """Wait for the experts' part of the layer under way, if any, and complete `delta_TH`."""
+        layer = micro_batch.in_flight
+        if layer is None:
+            return
+        start_ns = time.monotonic_ns()
+        delta_TH = self._experts.combine(layer, index)
+        if delta_TH.device != micro_batch.x_TH.device:
+            delta_TH = delta_TH.to(micro_batch.x_TH.device)
+        if micro_batch.local_TH is not None:
+            delta_TH = delta_TH + micro_batch.local_TH
+        micro_batch.delta_TH, micro_batch.local_TH, micro_batch.in_flight = delta_TH, None, None
+        self._recorder.add(COMBINE, start_ns, layer, index, micro_batch.batch.num_tokens)
+
+    def _sample(self, micro_batches: list[_MicroBatch | None], bitmasks: dict[str, bytes]) -> list[Sampled]:
+        """Logits of the rows that need them, all micro-batches in one product, and the tokens chosen from them."""
+        sequences: list[SequenceStep] = []
+        parts: list[Tensor] = []
+        deltas: list[Tensor] = []
+        for micro_batch in micro_batches:
+            if micro_batch is None:
+                continue
+            rows = rows_with_logits(micro_batch.sequences)
+            if not rows:
+                continue
+            sequences.extend(s for s in micro_batch.sequences if needs_logits(s))
+            index = torch.tensor(rows, device=self._device)
+            assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
+            parts.append(micro_batch.x_TH.index_select(0, index))
+            deltas.append(micro_batch.delta_TH.index_select(0, index))
+        if not parts:
+            return []
+        logits_RV = self._half.head(torch.cat(parts), torch.cat(deltas))
+        return self._sampler.sample(logits_RV, sequences, bitmasks)

@@ -1,0 +1,160 @@
+"""From a `Configure` message to a worker that can run: device, kernels, half of the model, cache, exchange."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from antiphon import _native
+from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
+from antiphon.comm.m2n.shm import SharedMemoryAttentionExchange, SharedMemoryExpertExchange
+from antiphon.kernels.api import KernelBackend
+from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.config import load_model_spec
+from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.block_tables import BlockTables
+from antiphon.serve.worker.expert_path import LocalExperts, RemoteExperts
+from antiphon.serve.worker.experts import ExpertRunner
+from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.row_sampler import RowSampler
+from antiphon.serve.worker.spans import SpanRecorder
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.placement import ExpertPlacement
+
+ReportProgress = Callable[[int, int], None]
+
+
+@dataclass
+class AttentionWorker:
+    """A loaded attention worker (or colocated worker, whose experts are in the same process)."""
+
+    runner: AttentionRunner
+    recorder: SpanRecorder
+    exchange: AttentionExchange | None
+    kernels: str
+    weight_bytes: int
+
+    def reset(self, epoch: int) -> None:
+        if self.exchange is not None:
+            self.exchange.reset(epoch)
+
+
+@dataclass
+class ExpertWorker:
+    """A loaded expert worker."""
+
+    runner: ExpertRunner
+    recorder: SpanRecorder
+    exchange: ExpertExchange
+    kernels: str
+    weight_bytes: int
+    timeout_s: float
+
+
+def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWorker | ExpertWorker:
+    """Load what the role keeps, nothing else. `UserError` for anything wrong with the checkpoint or the machine."""
+    device = resolve_device(configure.device, configure.index)
+    backend = make_backend(configure.kernels, device, resolve_dtype(configure.dtype))
+    _claim_cores(configure, backend)
+    spec = load_model_spec(configure.model)
+    checkpoint = Checkpoint(configure.model)
+    placement = ExpertPlacement(
+        num_workers=1 + max(max(owners) for owners in configure.expert_owners),
+        owners=tuple(tuple(owners) for owners in configure.expert_owners),
+    )
+    recorder = SpanRecorder(configure.trace)
+    if configure.role == "experts":
+        return _build_experts(configure, backend, spec, checkpoint, placement, recorder, progress)
+    return _build_attention(configure, backend, spec, checkpoint, placement, recorder, progress)
+
+
+def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
+    if configure.cores:
+        psutil.Process(os.getpid()).cpu_affinity(configure.cores)
+    if backend.name == "cpu":
+        _native.set_num_threads(configure.num_threads)
+        torch.set_num_threads(1)  # PyTorch's own pool would compete with the kernels' pool for the same cores
+    elif backend.device.type == "cpu":
+        torch.set_num_threads(configure.num_threads)
+
+
+def _exchange_shape(configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> ExchangeShape:
+    exchange = configure.exchange
+    assert exchange is not None, "only workers of the disaggregated layout exchange anything"
+    return exchange_shape(
+        spec, dtype, exchange.num_attention, exchange.num_experts, exchange.num_micro_batches, exchange.max_rows
+    )
+
+
+def exchange_shape(
+    spec: ModelSpec, dtype: torch.dtype, num_attention: int, num_experts: int, num_micro_batches: int, max_rows: int
+) -> ExchangeShape:
+    """The exchange that this model needs. Engine and workers derive it from the same numbers."""
+    return ExchangeShape(
+        num_attention=num_attention,
+        num_experts=num_experts,
+        num_micro_batches=num_micro_batches,
+        max_rows=max_rows,
+        hidden_size=spec.hidden_size,
+        top_k=spec.router.top_k,
+        dtype=dtype,
+    )
+
+
+def _build_experts(
+    configure: Configure,
+    backend: KernelBackend,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    placement: ExpertPlacement,
+    recorder: SpanRecorder,
+    progress: ReportProgress,
+) -> ExpertWorker:
+    half = load_expert_half(checkpoint, spec, backend, placement.experts_of(configure.index), progress)
+    assert configure.exchange is not None
+    exchange = SharedMemoryExpertExchange(
+        configure.exchange.descriptor,
+        _exchange_shape(configure, spec, backend.dtype),
+        configure.index,
+        configure.exchange.spin_s,
+    )
+    runner = ExpertRunner(configure.index, half, exchange, recorder)
+    return ExpertWorker(runner, recorder, exchange, backend.name, half.num_bytes, configure.timeout_s)
+
+
+def _build_attention(
+    configure: Configure,
+    backend: KernelBackend,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    placement: ExpertPlacement,
+    recorder: SpanRecorder,
+    progress: ReportProgress,
+) -> AttentionWorker:
+    half = load_attention_half(checkpoint, spec, backend, progress, max_positions=configure.max_model_len)
+    weight_bytes = half.weight_bytes
+    exchange: AttentionExchange | None = None
+    experts: LocalExperts | RemoteExperts
+    if configure.exchange is None:
+        expert_half = load_expert_half(checkpoint, spec, backend, tuple(range(spec.router.num_experts)), progress)
+        weight_bytes += expert_half.num_bytes
+        experts = LocalExperts(expert_half)
+    else:
+        exchange = SharedMemoryAttentionExchange(
+            configure.exchange.descriptor,
+            _exchange_shape(configure, spec, backend.dtype),
+            configure.index,
+            placement,
+            configure.exchange.spin_s,
+        )
+        experts = RemoteExperts(exchange, configure.timeout_s)
+    cache = half.new_cache(configure.num_blocks, configure.block_size)
+    max_blocks = -(-configure.max_model_len // configure.block_size) + 1
+    tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
+    sampler = RowSampler(backend)
+    runner = AttentionRunner(half, experts, cache, tables, sampler, recorder)
+    return AttentionWorker(runner, recorder, exchange, backend.name, weight_bytes)

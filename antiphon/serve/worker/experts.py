@@ -1,0 +1,69 @@
+"""The expert worker's loop: take the rows of (layer, micro-batch) from all attention workers, one grouped feed-forward
+over the experts held here, weighted partial sums back. No request, no sequence, no step outlives a batch.
+"""
+
+import time
+from collections import Counter
+
+import torch
+
+from antiphon.comm.m2n.api import ExpertExchange
+from antiphon.models.expert_half import ExpertHalf
+from antiphon.serve.worker.messages import ExpertReport
+from antiphon.serve.worker.spans import EXPERTS, GATHER, SpanRecorder
+
+
+class ExpertRunner:
+    """Serves one batch at a time and keeps counters for the engine's metrics."""
+
+    def __init__(self, index: int, half: ExpertHalf, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
+        self._index = index
+        self._half = half
+        self._exchange = exchange
+        self._recorder = recorder
+        self._rows_per_layer: Counter[int] = Counter()
+        self._busy_s = 0.0
+        self._reported_wait_s = 0.0
+        self._reported_bytes = 0
+
+    @torch.inference_mode()
+    def serve_one(self, idle_s: float, timeout_s: float) -> bool:
+        """Answer one batch; False if none came within `idle_s`. Raises `StepAborted`, or `PeerTimeout` when some
+        attention workers of a batch stayed away for `timeout_s`."""
+        start_ns = time.monotonic_ns()
+        batch = self._exchange.receive(idle_s, timeout_s)
+        if batch is None:
+            return False
+        compute_ns = time.monotonic_ns()
+        rows = batch.rows_RH.shape[0]
+        self._recorder.step = batch.step
+        self._recorder.add(GATHER, start_ns, batch.layer, batch.micro_batch, rows)
+        device = self._half.backend.device
+        rows_RH, weights_RK = batch.rows_RH.to(device), batch.weights_RK.to(device)
+        local_RK = self._half.to_local(batch.layer, batch.ids_RK.to(device))
+        partial_RH = self._half.forward(batch.layer, rows_RH, local_RK, weights_RK)
+        self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
+        if device.type != "cpu":
+            partial_RH = partial_RH.cpu()
+        end_ns = time.monotonic_ns()
+        self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
+        self._rows_per_layer[batch.layer] += rows
+        self._busy_s += (end_ns - compute_ns) * 1e-9
+        return True
+
+    def report(self) -> ExpertReport | None:
+        """Counters since the last report, None if nothing happened."""
+        if not self._rows_per_layer:
+            return None
+        report = ExpertReport(
+            index=self._index,
+            rows_per_layer=dict(self._rows_per_layer),
+            busy_s=self._busy_s,
+            wait_s=self._exchange.wait_s - self._reported_wait_s,
+            reply_bytes=self._exchange.bytes_sent - self._reported_bytes,
+        )
+        self._rows_per_layer.clear()
+        self._busy_s = 0.0
+        self._reported_wait_s = self._exchange.wait_s
+        self._reported_bytes = self._exchange.bytes_sent
+        return report

@@ -1,0 +1,160 @@
+"""What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
+
+Engine to worker: `Configure` once, then `Step`s (attention workers only), `Reset` after a failure, `Shutdown`.
+Worker to engine: `Progress` while loading, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, `ExpertReport`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.specs.sampling import TokenLogprob
+
+Role = Literal["colocated", "attention", "experts"]
+
+
+class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to join the exchange: an inherited descriptor of the shared region, and the sizes both ends agreed on."""
+
+    descriptor: int
+    num_attention: int
+    num_experts: int
+    num_micro_batches: int
+    max_rows: int
+    spin_s: float
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Everything a worker needs to become ready. `expert_owners` is the placement (see `specs/placement`)."""
+
+    role: Role
+    index: int
+    model: str
+    device: str
+    dtype: str
+    kernels: str
+    num_threads: int
+    cores: list[int]
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_running: int
+    expert_owners: list[list[int]]
+    exchange: ExchangeConfig | None
+    timeout_s: float
+    trace: bool
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """Bytes of weights loaded so far, of how many."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The worker can take steps."""
+
+    weight_bytes: int
+    resident_bytes: int
+    kernels: str
+
+
+class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """One step of one attention worker, in the policy's own terms; apply `released`, `starts`, then `micro_batches`.
+
+    `participants[i]` lists the attention workers that have rows in micro-batch i (a worker may have none there).
+    `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
+    """
+
+    step: int
+    released: list[str]
+    starts: list[SequenceStart]
+    micro_batches: list[list[SequenceStep]]
+    participants: list[list[int]]
+    bitmasks: dict[str, bytes] = {}
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """What the worker says of one request: its next token, if the step sampled one, and log-probabilities asked for."""
+
+    request_id: str
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
+
+    `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
+    """
+
+    step: int
+    requests: list[Sampled]
+    step_s: float
+    wait_s: float
+    exposed_s: float
+    dispatch_bytes: int
+
+
+class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The step did not finish; nothing of it was sampled. `peers` are the workers that were waited for in vain."""
+
+    step: int
+    reason: Literal["aborted", "timeout", "error"]
+    message: str
+    peers: list[str] = []
+
+
+class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An expert worker's counters since the last report: rows per layer, time busy and waiting."""
+
+    index: int
+    rows_per_layer: dict[int, int]
+    busy_s: float
+    wait_s: float
+    reply_bytes: int
+
+
+class Reset(msgspec.Struct, tag=True, frozen=True):
+    """Start exchange epoch `epoch`; the running step is void."""
+
+    epoch: int
+
+
+class ResetDone(msgspec.Struct, tag=True, frozen=True):
+    epoch: int
+
+
+class Spans(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Recorded spans of a worker: parallel lists, times in nanoseconds of the machine's monotonic clock."""
+
+    names: list[str]
+    name_index: list[int]
+    layers: list[int]
+    micro_batches: list[int]
+    rows: list[int]
+    steps: list[int]
+    starts_ns: list[int]
+    ends_ns: list[int]
+
+
+class TakeSpans(msgspec.Struct, tag=True, frozen=True):
+    """Ask a worker for its spans so far (and forget them)."""
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Finish and exit 0."""
+
+
+class Failure(msgspec.Struct, tag=True, frozen=True):
+    """The worker cannot start; the message is for people. `exit_code` as in `base/errors`."""
+
+    message: str
+    exit_code: int
+
+
+ToWorker = Configure | Step | Reset | TakeSpans | Shutdown
+FromWorker = Progress | Ready | StepResult | StepFailed | ExpertReport | ResetDone | Spans | Failure

@@ -1,0 +1,204 @@
+"""Micro-benchmark of the cpu back-end beside PyTorch and beside what the memory and the cores give.
+
+Usage: `python benchmarks/kernels.py [--threads N] [--repeat N] [--only experts,linear,decode,prefill]`.
+
+Method
+1. Every case checks its result against PyTorch first.
+2. Ours, PyTorch's and a plain read of memory run in turn, one short call each a round; best and median of many
+   rounds are printed. On a shared machine single rounds mean nothing, and only neighbours in time compare.
+3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB.
+4. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from antiphon import _native
+from antiphon.kernels.api import AttentionBatch, KVCacheSpec, RotaryTable
+from antiphon.kernels.cpu import CpuBackend
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
+EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
+READ_BYTES, NUM_READS = 16 << 20, 16
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 4, 64, 16
+
+
+def interleaved(actions: dict[str, Callable[[int], object]], repeat: int) -> dict[str, tuple[float, float]]:
+    """Best and median seconds of each action, one after another in every round; they are told the round's number."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for action in actions.values():
+        action(0)
+    for number in range(repeat):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action(number)
+            times[name].append(time.perf_counter() - start)
+    return {name: (min(values), statistics.median(values)) for name, values in times.items()}
+
+
+def cold_read() -> Callable[[int], object]:
+    """Sums READ_BYTES of memory that the last rounds did not touch."""
+    words = torch.ones(NUM_READS, READ_BYTES // 8, dtype=torch.int64)
+    return lambda number: words[number % NUM_READS].sum()
+
+
+def check(ours: Tensor, theirs: Tensor) -> None:
+    error = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+    if error > 0.03:
+        raise SystemExit(f"wrong result: relative error {error:.3g}")
+
+
+def rates(work: float, seconds: tuple[float, float], unit: float = 1e9) -> str:
+    return f"{work / seconds[0] / unit:.1f} / {work / seconds[1] / unit:.1f}"
+
+
+def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
+    """GB/s of cold expert weights for M rows an expert."""
+    experts = backend.new_experts(NUM_EXPERTS, HIDDEN, INTERMEDIATE, "silu")
+    gate_up = (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5).bfloat16()
+    down = (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5).bfloat16()
+    for e in range(NUM_EXPERTS):
+        experts.set_expert(e, gate_up[e, :INTERMEDIATE], gate_up[e, INTERMEDIATE:], down[e])
+    read = cold_read()
+    table = Table("rows an expert", "ours GB/s", "PyTorch GB/s", "read GB/s", "of read", "ours GFLOP/s",
+                  title="grouped experts, cold; best / median")  # fmt: skip
+    num_calls = NUM_EXPERTS // EXPERTS_PER_CALL
+    for num_rows in (1, 2, 4, 8, 12, 16, 32, 64, 256):
+        x = torch.randn(num_rows, HIDDEN).bfloat16()
+        ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).view(num_calls, 1, -1).repeat(1, num_rows, 1)
+        weights = torch.full((num_rows, EXPERTS_PER_CALL), 0.25)
+
+        def ours(number: int, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights) -> Tensor:
+            return backend.grouped_ffn(x, ids[number % num_calls], weights, experts)
+
+        def theirs(number: int, x: Tensor = x) -> Tensor:
+            y = torch.zeros(x.shape)
+            first = number % num_calls * EXPERTS_PER_CALL
+            for e in range(first, first + EXPERTS_PER_CALL):
+                gate, up = F.linear(x, gate_up[e]).chunk(2, dim=-1)
+                y += 0.25 * F.linear(F.silu(gate) * up, down[e])
+            return y
+
+        check(ours(1), theirs(1))
+        seconds = interleaved({"ours": ours, "theirs": theirs, "read": read}, repeat)
+        work = EXPERTS_PER_CALL * EXPERT_BYTES
+        fraction = (work / seconds["ours"][0]) / (READ_BYTES / seconds["read"][0])
+        table.add_row(str(num_rows), rates(work, seconds["ours"]), rates(work, seconds["theirs"]),
+                      rates(READ_BYTES, seconds["read"]), f"{fraction:.0%}",
+                      rates(work * num_rows, seconds["ours"]))  # fmt: skip
+    console.print(table)
+
+
+def bench_linear(backend: CpuBackend, repeat: int, console: Console) -> None:
+    """GFLOP/s of warm products."""
+    table = Table("rows x in x out", "ours GFLOP/s", "PyTorch GFLOP/s", title="linear; best / median")
+    for rows, inner, outer in ((64, 1024, 1024), (512, 1024, 1536), (512, 1024, 1024), (2048, 2048, 2048), (512, 4096, 4096)):
+        x, weight = torch.randn(rows, inner).bfloat16(), (torch.randn(outer, inner) * inner**-0.5).bfloat16()
+        packed = backend.pack_linear(weight)
+        check(backend.linear(x, packed), F.linear(x, weight))
+        seconds = interleaved(
+            {
+                "ours": lambda _, x=x, packed=packed: backend.linear(x, packed),
+                "theirs": lambda _, x=x, weight=weight: F.linear(x, weight),
+            },
+            repeat,
+        )
+        work = 2.0 * rows * inner * outer
+        table.add_row(f"{rows} x {inner} x {outer}", rates(work, seconds["ours"]), rates(work, seconds["theirs"]))
+    console.print(table)
+
+
+def filled_cache(backend: CpuBackend, num_sequences: int, context: int, query_len: int):  # type: ignore[no-untyped-def]
+    """(cache, batch, queries, keys, values): every sequence stored whole, `query_len` last rows asked for."""
+    blocks = -(-context // BLOCK_SIZE)
+    spec = KVCacheSpec(
+        num_layers=1, num_blocks=num_sequences * blocks, block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS,
+        key_dim=HEAD_DIM, value_dim=HEAD_DIM,
+    )  # fmt: skip
+    cache = backend.new_kv_cache(spec)
+    tables = torch.randperm(num_sequences * blocks).int().view(num_sequences, blocks)
+    rotary = RotaryTable(cos=torch.ones(context, 0), sin=torch.zeros(context, 0), interleaved=False)
+    positions = torch.arange(context).repeat(num_sequences).int()
+
+    def batch_of(length: int) -> AttentionBatch:
+        starts = torch.arange(num_sequences + 1).int() * length
+        chosen = positions.view(num_sequences, context)[:, context - length :]
+        slots = tables.gather(1, (chosen // BLOCK_SIZE).long()) * BLOCK_SIZE + chosen % BLOCK_SIZE
+        return AttentionBatch(
+            positions_T=chosen.flatten().contiguous(), slots_T=slots.flatten().int().contiguous(), query_starts=starts,
+            context_lens_S=torch.full((num_sequences,), context, dtype=torch.int32), block_tables_SB=tables,
+            query_lens=(length,) * num_sequences, context_lens=(context,) * num_sequences,
+        )  # fmt: skip
+
+    qkv = torch.randn(num_sequences * context, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).bfloat16()
+    q = backend.rotate_and_store(
+        qkv, cache, 0, batch_of(context), rotary, num_heads=NUM_HEADS, q_norm_D=None, k_norm_D=None, eps=1e-6
+    )
+    split = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
+    _, k, v = (part.view(num_sequences, context, -1, HEAD_DIM).transpose(1, 2).contiguous() for part in qkv.split(split, 1))
+    q = q.view(num_sequences, context, NUM_HEADS, HEAD_DIM)[:, context - query_len :]
+    return cache, batch_of(query_len), q.reshape(-1, NUM_HEADS, HEAD_DIM).contiguous(), k, v
+
+
+def bench_attention(backend: CpuBackend, repeat: int, console: Console, *, prefill: bool) -> None:
+    """Decode: GB/s of keys and values. Prefill: GFLOP/s of the causal half."""
+    title = "prefill attention" if prefill else "decode attention"
+    table = Table("sequences x context", "ours", "PyTorch SDPA", "read GB/s", title=f"{title}; best / median")
+    read = cold_read()
+    cases = ((1, 512), (1, 2048), (8, 512)) if prefill else ((1, 4096), (1, 32768), (8, 4096), (32, 512), (64, 1024))
+    for num_sequences, context in cases:
+        query_len = context if prefill else 1
+        cache, batch, q, k, v = filled_cache(backend, num_sequences, context, query_len)
+        theirs_q = q.view(num_sequences, query_len, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+
+        def ours(_: int, q: Tensor = q, cache=cache, batch: AttentionBatch = batch) -> Tensor:  # type: ignore[no-untyped-def]
+            return backend.paged_attention(q, cache, 0, batch, scale=HEAD_DIM**-0.5, sliding_window=None)
+
+        def theirs(_: int, q: Tensor = theirs_q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=prefill, enable_gqa=True)
+
+        check(ours(0), theirs(0).transpose(1, 2).reshape(-1, NUM_HEADS, HEAD_DIM))
+        seconds = interleaved({"ours": ours, "theirs": theirs, "read": read}, repeat)
+        keys = num_sequences * context
+        work = 2.0 * keys * context * NUM_HEADS * HEAD_DIM if prefill else 4.0 * keys * NUM_KV_HEADS * HEAD_DIM
+        unit = " GFLOP/s" if prefill else " GB/s"
+        table.add_row(f"{num_sequences} x {context}", rates(work, seconds["ours"]) + unit,
+                      rates(work, seconds["theirs"]) + unit, rates(READ_BYTES, seconds["read"]))  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeat", type=int, default=64)
+    parser.add_argument("--only", default="experts,linear,decode,prefill")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    _native.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    console = Console(width=120)
+    console.print(f"{arguments.threads} threads, instruction set {_native.isa()}")
+    backend = CpuBackend(torch.bfloat16)
+    for name in arguments.only.split(","):
+        if name == "experts":
+            bench_experts(backend, arguments.repeat, console)
+        elif name == "linear":
+            bench_linear(backend, arguments.repeat, console)
+        elif name in {"decode", "prefill"}:
+            bench_attention(backend, arguments.repeat, console, prefill=name == "prefill")
+        else:
+            parser.error(f"--only {name!r} is not one of experts, linear, decode, prefill")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+#include "base/huge_buffer.h"
+#include "bind/bind.h"
+#include "kernels/isa.h"
+
+namespace nb = nanobind;
+
+namespace antiphon::bind {
+
+namespace {
+
+using kernels::BatchView;
+using kernels::ThreadPool;
+
+// Addresses of an AttentionBatch's int32 arrays. The arrays must outlive it.
+struct BatchAddresses {
+    BatchView view;
+    int64_t num_rows;
+
+    BatchAddresses(uintptr_t positions, uintptr_t slots, uintptr_t query_starts, uintptr_t context_lens,
+                   uintptr_t block_tables, int64_t table_stride, int64_t num_sequences, int64_t rows)
+        : view{pointer<const int32_t>(positions),    pointer<const int32_t>(slots),
+               pointer<const int32_t>(query_starts), pointer<const int32_t>(context_lens),
+               pointer<const int32_t>(block_tables), table_stride,
+               num_sequences},
+          num_rows(rows) {}
+};
+
+// How queries and keys are prepared; the same for every layer but the two norm weights.
+struct RotaryAddresses {
+    const float* cos;
+    const float* sin;
+    int64_t half;
+    bool interleaved;
+
+    RotaryAddresses(uintptr_t cos_address, uintptr_t sin_address, int64_t half_width, bool is_interleaved)
+        : cos(pointer<const float>(cos_address)), sin(pointer<const float>(sin_address)), half(half_width),
+          interleaved(is_interleaved) {}
+};
+
+class KVCache {
+  public:
+    KVCache(bool is_bf16, int64_t num_layers, int64_t num_blocks, int64_t block_size, int64_t num_kv_heads,
+            int64_t key_dim, int64_t value_dim)
+        : layout_{element_type(is_bf16), nullptr, num_layers, num_blocks, block_size, num_kv_heads, key_dim, value_dim},
+          buffer_(layout_.num_bytes()) {
+        layout_.data = buffer_.data();
+    }
+
+    size_t num_bytes() const { return buffer_.size(); }
+
+    void rotate_and_store(int64_t layer, const BatchAddresses& batch, const RotaryAddresses& rotary, uintptr_t qkv,
+                          int64_t num_heads, uintptr_t q_norm, uintptr_t k_norm, float eps, uintptr_t q) {
+        const nb::gil_scoped_release released;
+        const int64_t width = (num_heads + layout_.num_kv_heads) * layout_.key_dim +
+                              layout_.num_kv_heads * layout_.value_dim;
+        const kernels::RotateCall call{
+            .cache = layout_,
+            .layer = layer,
+            .batch = batch.view,
+            .qkv = rows(qkv, batch.num_rows, width),
+            .num_heads = num_heads,
+            .cos = rotary.cos,
+            .sin = rotary.sin,
+            .rotary_half = rotary.half,
+            .interleaved = rotary.interleaved,
+            .q_norm = pointer<const void>(q_norm),
+            .k_norm = pointer<const void>(k_norm),
+            .eps = eps,
+            .q = pointer<void>(q),
+        };
+        kernels::kernels().of(layout_.type).rotate_and_store(call, ThreadPool::instance());
+    }
+
+    void paged_attention(int64_t layer, const BatchAddresses& batch, uintptr_t q, int64_t num_heads, float scale,
+                         int64_t sliding_window, uintptr_t out) const {
+        const nb::gil_scoped_release released;
+        const kernels::AttentionCall call{layout_, layer,          batch.view,         pointer<const void>(q), num_heads,
+                                          scale,   sliding_window, pointer<void>(out)};
+        kernels::kernels().of(layout_.type).paged_attention(call, ThreadPool::instance());
+    }
+
+  private:
+    kernels::KVLayout layout_;
+    HugeBuffer buffer_;
+};
+
+}  // namespace
+
+void bind_kv_cache(nb::module_& module) {
+    nb::class_<BatchAddresses>(module, "BatchAddresses")
+        .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t>(),
+             nb::arg("positions_address"), nb::arg("slots_address"), nb::arg("query_starts_address"),
+             nb::arg("context_lens_address"), nb::arg("block_tables_address"), nb::arg("table_stride"),
+             nb::arg("num_sequences"), nb::arg("num_rows"));
+    nb::class_<RotaryAddresses>(module, "RotaryAddresses")
+        .def(nb::init<uintptr_t, uintptr_t, int64_t, bool>(), nb::arg("cos_address"), nb::arg("sin_address"),
+             nb::arg("half"), nb::arg("interleaved"));
+    nb::class_<KVCache>(module, "KVCache")
+        .def(nb::init<bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(), nb::arg("is_bf16"),
+             nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("num_kv_heads"),
+             nb::arg("key_dim"), nb::arg("value_dim"))
+        .def_prop_ro("num_bytes", &KVCache::num_bytes)
+        .def("rotate_and_store", &KVCache::rotate_and_store, nb::arg("layer"), nb::arg("batch"), nb::arg("rotary"),
+             nb::arg("qkv_address"), nb::arg("num_heads"), nb::arg("q_norm_address"), nb::arg("k_norm_address"),
+             nb::arg("eps"), nb::arg("q_address"))
+        .def("paged_attention", &KVCache::paged_attention, nb::arg("layer"), nb::arg("batch"), nb::arg("q_address"),
+             nb::arg("num_heads"), nb::arg("scale"), nb::arg("sliding_window"), nb::arg("out_address"));
+}
+
+}  // namespace antiphon::bind

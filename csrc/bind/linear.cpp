@@ -1,0 +1,113 @@
+#include "base/huge_buffer.h"
+#include "bind/bind.h"
+#include "kernels/isa.h"
+#include "kernels/pack.h"
+
+#include <cstring>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace antiphon::bind {
+
+namespace {
+
+using kernels::ElementType;
+using kernels::LinearCall;
+using kernels::ThreadPool;
+
+class PackedLinear {
+  public:
+    // `weight` is [outputs][inner] of the element type, `bias` float32 [outputs] or null; both are copied.
+    PackedLinear(bool is_bf16, int64_t outputs, int64_t inner, uintptr_t weight, int64_t weight_stride, uintptr_t bias)
+        : type_(element_type(is_bf16)), buffer_(kernels::packed_bytes(type_, outputs, inner)),
+          weight_(kernels::packed_matrix(type_, buffer_.data(), outputs, inner)) {
+        const nb::gil_scoped_release released;
+        kernels::pack_matrix(type_, rows(weight, outputs, weight_stride), inner, buffer_.data(),
+                             ThreadPool::instance());
+        if (bias != 0) bias_.assign(pointer<const float>(bias), pointer<const float>(bias) + outputs);
+    }
+
+    size_t num_bytes() const { return buffer_.size() + bias_.size() * sizeof(float); }
+
+    void linear(uintptr_t x, int64_t num_rows, int64_t x_stride, uintptr_t residual, int64_t residual_stride,
+                uintptr_t out, bool out_fp32) const {
+        const nb::gil_scoped_release released;
+        LinearCall call = product(x, num_rows, x_stride);
+        call.residual = rows(residual, num_rows, residual_stride);
+        call.out = pointer<void>(out);
+        call.out_fp32 = out_fp32;
+        kernels::kernels().of(type_).linear(call, ThreadPool::instance());
+    }
+
+    // Product without residual and output.
+    LinearCall product(uintptr_t x, int64_t num_rows, int64_t x_stride) const {
+        return {weight_, bias_.empty() ? nullptr : bias_.data(), rows(x, num_rows, x_stride), {}, nullptr, false};
+    }
+
+    ElementType type() const { return type_; }
+
+  private:
+    ElementType type_;
+    HugeBuffer buffer_;
+    kernels::PackedMatrix weight_;
+    std::vector<float> bias_;
+};
+
+// What a router does after its logits; see RouterSpec in antiphon/specs/model.py.
+struct GateOptions {
+    bool sigmoid = false;
+    int64_t top_k = 1;
+    int64_t num_groups = 1;
+    int64_t top_k_groups = 1;
+    bool group_score_top2 = false;
+    bool normalize = true;
+    bool softmax_after_top_k = false;
+    float scaling = 1.0f;
+};
+
+void gate(const PackedLinear& weight, const GateOptions& options, uintptr_t x, int64_t num_rows, int64_t x_stride,
+          uintptr_t score_bias, uintptr_t ids, uintptr_t weights) {
+    const nb::gil_scoped_release released;
+    const kernels::GateCall call{
+        .logits = weight.product(x, num_rows, x_stride),
+        .scoring = options.sigmoid ? kernels::Scoring::sigmoid : kernels::Scoring::softmax,
+        .score_bias = pointer<const float>(score_bias),
+        .top_k = options.top_k,
+        .num_groups = options.num_groups,
+        .top_k_groups = options.top_k_groups,
+        .group_score_top2 = options.group_score_top2,
+        .normalize = options.normalize,
+        .softmax_after_top_k = options.softmax_after_top_k,
+        .scaling = options.scaling,
+        .ids = pointer<int32_t>(ids),
+        .weights = pointer<float>(weights),
+    };
+    kernels::kernels().of(weight.type()).gate(call, ThreadPool::instance());
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& module) {
+    nb::class_<PackedLinear>(module, "PackedLinear")
+        .def(nb::init<bool, int64_t, int64_t, uintptr_t, int64_t, uintptr_t>(), nb::arg("is_bf16"),
+             nb::arg("outputs"), nb::arg("inner"), nb::arg("weight_address"), nb::arg("weight_stride"),
+             nb::arg("bias_address"))
+        .def_prop_ro("num_bytes", &PackedLinear::num_bytes)
+        .def("linear", &PackedLinear::linear, nb::arg("x_address"), nb::arg("num_rows"), nb::arg("x_stride"),
+             nb::arg("residual_address"), nb::arg("residual_stride"), nb::arg("out_address"), nb::arg("out_fp32"));
+    nb::class_<GateOptions>(module, "GateOptions")
+        .def(nb::init<>())
+        .def_rw("sigmoid", &GateOptions::sigmoid)
+        .def_rw("top_k", &GateOptions::top_k)
+        .def_rw("num_groups", &GateOptions::num_groups)
+        .def_rw("top_k_groups", &GateOptions::top_k_groups)
+        .def_rw("group_score_top2", &GateOptions::group_score_top2)
+        .def_rw("normalize", &GateOptions::normalize)
+        .def_rw("softmax_after_top_k", &GateOptions::softmax_after_top_k)
+        .def_rw("scaling", &GateOptions::scaling);
+    module.def("gate", &gate, nb::arg("weight"), nb::arg("options"), nb::arg("x_address"), nb::arg("num_rows"),
+               nb::arg("x_stride"), nb::arg("score_bias_address"), nb::arg("ids_address"), nb::arg("weights_address"));
+}
+
+}  // namespace antiphon::bind

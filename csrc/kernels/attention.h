@@ -1,0 +1,254 @@
+// Causal attention over paged keys and values, online softmax (FlashAttention, arXiv 2205.14135, algorithm 1).
+//
+// Keys are taken in tiles of 64 from position 0 on, whatever the rows: a tile in which a row sees nothing changes
+// nothing, bit for bit, so a row's result depends neither on its neighbours nor on how its prompt was cut.
+//   s = scale * q k^T;  m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p;  o = o exp(m - m') + p v
+// All query heads of a group share one pass over keys and values, which are fetched one tile ahead.
+#pragma once
+
+#include <limits>
+
+#include "kernels/attention_plan.h"
+#include "kernels/block_product.h"
+#include "kernels/operations.h"
+#include "kernels/vector_math.h"
+
+namespace antiphon::kernels {
+
+constexpr int64_t tile_keys = group_width;
+constexpr float lowest_score = -1e30f;  // finite, so that "nothing seen yet" never makes inf - inf
+
+// Working memory of one item.
+template <class E>
+struct AttentionState {
+    typename E::Storage* q;        // [rows][padded key_dim]
+    typename E::Storage* weights;  // [rows][tile_keys]
+    float* scores;                 // [rows][tile_keys]
+    float* out;                    // [rows][out_stride]
+    float* max;                    // [rows]
+    float* sums;                   // [rows][16], lane by lane
+    char* tail;                    // values of the last, partly filled panel
+    int64_t num_rows, q_stride, out_stride;
+
+    AttentionState(const KVLayout& cache, int64_t rows)
+        : num_rows(rows), q_stride(padded_inner(E::type, cache.key_dim)),
+          out_stride(cache.value_panels() * panel_width) {
+        const size_t element = sizeof(typename E::Storage);
+        size_t end = 0;
+        const auto reserve = [&](int64_t count, size_t size) {
+            const size_t start = end;
+            end = static_cast<size_t>(round_up(static_cast<int64_t>(end + static_cast<size_t>(count) * size), 64));
+            return start;
+        };
+        const size_t at[] = {reserve(rows * q_stride, element), reserve(rows * tile_keys, element),
+                             reserve(rows * tile_keys, 4),      reserve(rows * out_stride, 4),
+                             reserve(rows, 4),                  reserve(rows * panel_width, 4),
+                             reserve(cache.value_panels() * cache.panel_steps(), panel_bytes)};
+        char* memory = Scratch::get<char>(ScratchUse::attention, end);
+        q = reinterpret_cast<typename E::Storage*>(memory + at[0]);
+        weights = reinterpret_cast<typename E::Storage*>(memory + at[1]);
+        scores = reinterpret_cast<float*>(memory + at[2]);
+        out = reinterpret_cast<float*>(memory + at[3]);
+        max = reinterpret_cast<float*>(memory + at[4]);
+        sums = reinterpret_cast<float*>(memory + at[5]);
+        tail = memory + at[6];
+    }
+};
+
+// One sequence's cache as seen by one KV head.
+struct SequenceCache {
+    const KVLayout& cache;
+    const int32_t* table;
+    int64_t layer, kv_head;
+
+    const char* keys(int64_t position) const {
+        const int64_t panel = position % cache.block_size / panel_width;
+        return cache.keys(layer, table[position / cache.block_size], kv_head) + panel * cache.key_steps() * panel_bytes;
+    }
+    const char* values(int64_t position) const {
+        const int64_t panel = position % cache.block_size / panel_width;
+        return cache.values(layer, table[position / cache.block_size], kv_head) +
+               panel * cache.panel_steps() * panel_bytes;
+    }
+};
+
+template <class E>
+void start_item(const AttentionCall& call, const AttentionItem& item, AttentionState<E>& state) {
+    using T = typename E::Storage;
+    const int64_t dim = call.cache.key_dim;
+    const int64_t group = call.num_heads / call.cache.num_kv_heads;
+    const int64_t first_row = call.batch.query_starts[item.sequence] + item.first_query;
+    for (int64_t r = 0; r < state.num_rows; ++r) {
+        const T* q = static_cast<const T*>(call.q) +
+                     ((first_row + r / group) * call.num_heads + item.kv_head * group + r % group) * dim;
+        std::memcpy(state.q + r * state.q_stride, q, static_cast<size_t>(dim) * sizeof(T));
+        std::memset(state.q + r * state.q_stride + dim, 0, static_cast<size_t>(state.q_stride - dim) * sizeof(T));
+        state.max[r] = lowest_score;
+    }
+    std::memset(state.out, 0, static_cast<size_t>(state.num_rows * state.out_stride) * 4);
+    std::memset(state.sums, 0, static_cast<size_t>(state.num_rows * panel_width) * 4);
+}
+
+// scores = q k^T for keys [first, first + count).
+template <class V, class E>
+void score_tile(const SequenceCache& sequence, const AttentionState<E>& state, int64_t first, int64_t count,
+                int64_t num_keys) {
+    Segment segment;
+    segment.steps = sequence.cache.key_steps();
+    const int num_panels = static_cast<int>(divide_up(count, panel_width));
+    for (int n = 0; n < num_panels; ++n) {
+        const int64_t ahead = first + tile_keys + n * panel_width;
+        segment.panel[n] = sequence.keys(first + n * panel_width);
+        segment.prefetch[n] = ahead < num_keys ? sequence.keys(ahead) : segment.panel[n];
+    }
+    multiply_block<V, E>({
+        .rows = reinterpret_cast<const char*>(state.q),
+        .row_bytes = static_cast<size_t>(state.q_stride) * sizeof(typename E::Storage),
+        .num_rows = state.num_rows,
+        .segments = &segment,
+        .num_segments = 1,
+        .num_panels = num_panels,
+        .step_bytes = panel_bytes,
+        .sums = state.scores,
+        .sums_stride = tile_keys,
+        .accumulate = false,
+    });
+}
+
+// One row's scores become weights; keys [visible, end_visible) of the tile count, the rest weighs exactly nothing.
+template <class V, class E>
+void weigh_row(AttentionState<E>& state, int64_t row, int num_panels, int64_t visible, int64_t end_visible, float scale) {
+    typename V::F s[group_panels];
+    const auto hidden = V::set1(-std::numeric_limits<float>::infinity());
+    auto highest = V::set1(state.max[row]);
+    for (int n = 0; n < num_panels; ++n) {
+        s[n] = V::mul(V::load(state.scores + row * tile_keys + n * panel_width), V::set1(scale));
+        const int64_t from = larger(0, smaller(panel_width, visible - n * panel_width));
+        const int64_t to = larger(0, smaller(panel_width, end_visible - n * panel_width));
+        if (from > 0 || to < panel_width) s[n] = V::keep_lanes(s[n], static_cast<int>(from), static_cast<int>(to), hidden);
+        highest = V::max(highest, s[n]);
+    }
+    const float new_max = V::reduce_max(highest);
+    const auto shift = V::set1(new_max);
+    auto sums = V::load(state.sums + row * panel_width);
+    if (new_max != state.max[row]) {
+        const auto shrink = exp<V>(V::sub(V::set1(state.max[row]), shift));
+        sums = V::mul(sums, shrink);
+        float* out = state.out + row * state.out_stride;
+        for (int64_t i = 0; i < state.out_stride; i += panel_width) V::store(out + i, V::mul(V::load(out + i), shrink));
+        state.max[row] = new_max;
+    }
+    for (int n = 0; n < num_panels; ++n) {
+        const auto weight = exp<V>(V::sub(s[n], shift));
+        sums = V::add(sums, weight);
+        V::store(state.weights + row * tile_keys + n * panel_width, weight);
+    }
+    V::store(state.sums + row * panel_width, sums);
+}
+
+// The panel's first `valid` tokens; stale values beyond them could be infinite, and 0 * inf is not 0.
+template <class E>
+void copy_tail(const KVLayout& cache, const char* values, int64_t valid, char* tail) {
+    const int64_t steps = cache.panel_steps();
+    const int64_t whole = valid / E::per_step;
+    for (int64_t panel = 0; panel < cache.value_panels(); ++panel) {
+        const char* from = values + panel * cache.block_steps() * panel_bytes;
+        char* to = tail + panel * steps * panel_bytes;
+        std::memcpy(to, from, static_cast<size_t>(whole * panel_bytes));
+        std::memset(to + whole * panel_bytes, 0, static_cast<size_t>((steps - whole) * panel_bytes));
+        for (int n = 0; valid % E::per_step != 0 && n < panel_width; ++n) {
+            std::memcpy(to + whole * panel_bytes + n * 4, from + whole * panel_bytes + n * 4, 2);
+        }
+    }
+}
+
+// out += weights v for keys [first, first + count); one segment a panel of tokens.
+template <class V, class E>
+void add_values(const SequenceCache& sequence, const AttentionState<E>& state, int64_t first, int64_t count,
+                int64_t num_keys) {
+    const KVLayout& cache = sequence.cache;
+    const int num_token_panels = static_cast<int>(divide_up(count, panel_width));
+    const int64_t stride = cache.block_steps() * panel_bytes;
+    for (int64_t dims = 0; dims < cache.value_panels(); dims += group_panels) {
+        const int num_panels = static_cast<int>(smaller(group_panels, cache.value_panels() - dims));
+        Segment segments[group_panels];
+        for (int t = 0; t < num_token_panels; ++t) {
+            const int64_t position = first + t * panel_width;
+            const bool is_tail = first + count - position < panel_width;
+            const char* values = is_tail ? state.tail : sequence.values(position);
+            const int64_t panel_stride = is_tail ? cache.panel_steps() * panel_bytes : stride;
+            const bool more = position + tile_keys < num_keys;
+            const char* ahead = more ? sequence.values(position + tile_keys) : nullptr;
+            segments[t].steps = cache.panel_steps();
+            for (int n = 0; n < num_panels; ++n) {
+                segments[t].panel[n] = values + (dims + n) * panel_stride;
+                segments[t].prefetch[n] = more ? ahead + (dims + n) * stride : segments[t].panel[n];
+            }
+        }
+        multiply_block<V, E>({
+            .rows = reinterpret_cast<const char*>(state.weights),
+            .row_bytes = tile_keys * sizeof(typename E::Storage),
+            .num_rows = state.num_rows,
+            .segments = segments,
+            .num_segments = num_token_panels,
+            .num_panels = num_panels,
+            .step_bytes = panel_bytes,
+            .sums = state.out + dims * panel_width,
+            .sums_stride = static_cast<size_t>(state.out_stride),
+            .accumulate = true,
+        });
+    }
+}
+
+template <class V, class E>
+void finish_item(const AttentionCall& call, const AttentionItem& item, const AttentionState<E>& state) {
+    using T = typename E::Storage;
+    const int64_t dim = call.cache.value_dim;
+    const int64_t group = call.num_heads / call.cache.num_kv_heads;
+    const int64_t first_row = call.batch.query_starts[item.sequence] + item.first_query;
+    for (int64_t r = 0; r < state.num_rows; ++r) {
+        const auto inverse = V::set1(1.0f / V::reduce_add(V::load(state.sums + r * panel_width)));
+        T* out = static_cast<T*>(call.out) +
+                 ((first_row + r / group) * call.num_heads + item.kv_head * group + r % group) * dim;
+        for_lanes(dim, [&](int64_t i, int lanes) {
+            store_lanes<V>(out + i, V::mul(V::load(state.out + r * state.out_stride + i), inverse), lanes);
+        });
+    }
+}
+
+template <class V, class E>
+void attend(const AttentionCall& call, const AttentionItem& item) {
+    const int64_t group = call.num_heads / call.cache.num_kv_heads;
+    AttentionState<E> state(call.cache, item.num_queries * group);
+    start_item<E>(call, item, state);
+    const SequenceCache sequence{call.cache, call.batch.block_tables + item.sequence * call.batch.table_stride,
+                                 call.layer, item.kv_head};
+    const int64_t first_position = item.num_keys - item.num_queries;
+    const int64_t window = call.sliding_window > 0 ? call.sliding_window : item.num_keys;
+    int64_t first = larger(0, first_position - window + 1) / tile_keys * tile_keys;
+    for (; first < item.num_keys; first += tile_keys) {
+        const int64_t count = smaller(tile_keys, item.num_keys - first);
+        score_tile<V, E>(sequence, state, first, count, item.num_keys);
+        const int num_panels = static_cast<int>(divide_up(count, panel_width));
+        for (int64_t r = 0; r < state.num_rows; ++r) {
+            const int64_t position = first_position + r / group;
+            weigh_row<V, E>(state, r, num_panels, position - window + 1 - first, position + 1 - first, call.scale);
+        }
+        if (count % panel_width != 0) {
+            const int64_t valid = count % panel_width;
+            copy_tail<E>(call.cache, sequence.values(first + count - valid), valid, state.tail);
+        }
+        add_values<V, E>(sequence, state, first, count, item.num_keys);
+    }
+    finish_item<V, E>(call, item, state);
+}
+
+template <class Arch, class E>
+void paged_attention(const AttentionCall& call, ThreadPool& pool) {
+    const AttentionPlan plan = plan_attention(call);
+    pool.for_each_in_order(plan.num_items, [&](int64_t index) {
+        attend<typename Arch::Vector, E>(call, plan.items[index]);
+    });
+}
+
+}  // namespace antiphon::kernels

@@ -1,0 +1,43 @@
+// The two element types kernels are built for, and the step in which a matrix is walked along its inner dimension:
+// 4 bytes of every row, that is two bfloat16 values or one float.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define ANTIPHON_INLINE inline __attribute__((always_inline))
+
+namespace antiphon::kernels {
+
+enum class ElementType { bf16, fp32 };
+
+struct Bf16 {
+    using Storage = uint16_t;
+    static constexpr ElementType type = ElementType::bf16;
+    static constexpr int per_step = 2;
+    static constexpr int inner_multiple = 32;  // inner widths are padded to this: one AMX tile
+};
+
+struct Fp32 {
+    using Storage = float;
+    static constexpr ElementType type = ElementType::fp32;
+    static constexpr int per_step = 1;
+    static constexpr int inner_multiple = 1;
+};
+
+ANTIPHON_INLINE int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+ANTIPHON_INLINE int64_t round_up(int64_t value, int64_t multiple) { return divide_up(value, multiple) * multiple; }
+ANTIPHON_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+ANTIPHON_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline size_t element_bytes(ElementType type) { return type == ElementType::bf16 ? 2 : 4; }
+
+// Inner width as stored: padded so that the innermost loops need no remainder.
+inline int64_t padded_inner(ElementType type, int64_t width) {
+    return round_up(width, type == ElementType::bf16 ? Bf16::inner_multiple : Fp32::inner_multiple);
+}
+inline int64_t inner_steps(ElementType type, int64_t width) {
+    return padded_inner(type, width) / (type == ElementType::bf16 ? Bf16::per_step : Fp32::per_step);
+}
+
+}  // namespace antiphon::kernels

@@ -1,0 +1,198 @@
+// The grouped feed-forward: y[t] = sum over chosen experts e of weight * down_e(act(gate_e(x[t])) * up_e(x[t])).
+//
+// 1. Sort the (row, expert) pairs by expert (counting sort, stable) and gather their rows.
+// 2. One item per (touched expert, group of 32 intermediate columns): gate and up panels lie side by side in one stream.
+// 3. One item per group of 64 output columns: over all touched experts in ascending order, weighted sums in float32.
+// Each touched expert's weights are read once, no two threads write the same memory, and the order of every sum is fixed.
+#pragma once
+
+#include "kernels/operations.h"
+#include "kernels/rows.h"
+#include "kernels/vector_math.h"
+#include "kernels/weight_product.h"
+
+namespace antiphon::kernels {
+
+// Pairs sorted by expert: expert touched[i] owns pairs [starts[i], starts[i + 1]).
+struct ExpertPairs {
+    int64_t num_pairs;
+    int64_t num_touched;
+    const int32_t* touched;
+    const int32_t* starts;
+    const int32_t* tokens;  // row of each pair
+    const float* weights;   // routing weight of each pair
+};
+
+inline ExpertPairs sort_pairs(const GroupedFfnCall& call) {
+    const int64_t num_slots = call.x.count * call.top_k;
+    const int64_t num_experts = call.experts.num_experts;
+    int32_t* memory = Scratch::get<int32_t>(ScratchUse::row_lists, static_cast<size_t>(3 * num_experts + 2 + 2 * num_slots));
+    int32_t* starts = memory;
+    int32_t* touched = starts + num_experts + 1;
+    int32_t* next = touched + num_experts;
+    int32_t* tokens = next + num_experts + 1;
+    float* weights = reinterpret_cast<float*>(tokens + num_slots);
+
+    for (int64_t e = 0; e < num_experts; ++e) next[e] = 0;
+    for (int64_t slot = 0; slot < num_slots; ++slot) {
+        const int32_t id = call.ids[slot];
+        if (id >= 0 && id < num_experts) ++next[id];
+    }
+    int32_t num_pairs = 0;
+    int64_t num_touched = 0;
+    for (int64_t e = 0; e < num_experts; ++e) {
+        const int32_t count = next[e];
+        next[e] = num_pairs;
+        if (count == 0) continue;
+        touched[num_touched] = static_cast<int32_t>(e);
+        starts[num_touched++] = num_pairs;
+        num_pairs += count;
+    }
+    starts[num_touched] = num_pairs;
+    for (int64_t slot = 0; slot < num_slots; ++slot) {
+        const int32_t id = call.ids[slot];
+        if (id < 0 || id >= num_experts) continue;
+        const int32_t pair = next[id]++;
+        tokens[pair] = static_cast<int32_t>(slot / call.top_k);
+        weights[pair] = call.weights[slot];
+    }
+    return {num_pairs, num_touched, touched, starts, tokens, weights};
+}
+
+template <class E>
+Rows gather_pairs(const GroupedFfnCall& call, const ExpertPairs& pairs, ThreadPool& pool) {
+    using T = typename E::Storage;
+    const int64_t width = call.experts.hidden;
+    const int64_t padded = padded_inner(E::type, width);
+    T* gathered = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(pairs.num_pairs * padded));
+    pool.for_each(divide_up(pairs.num_pairs, rows_worth_a_thread), [&](int64_t item) {
+        const int64_t end = smaller(pairs.num_pairs, (item + 1) * rows_worth_a_thread);
+        for (int64_t pair = item * rows_worth_a_thread; pair < end; ++pair) {
+            T* row = gathered + pair * padded;
+            std::memcpy(row, row_at<E>(call.x, pairs.tokens[pair]), static_cast<size_t>(width) * sizeof(T));
+            std::memset(row + width, 0, static_cast<size_t>(padded - width) * sizeof(T));
+        }
+    });
+    return {gathered, pairs.num_pairs, padded};
+}
+
+// act(gate) * up for one group: sums hold [gate panels | up panels], out gets the group's intermediate columns.
+template <class V, class E>
+void activate_group(Activation activation, const float* sums, int64_t num_rows, int gate_panels,
+                    typename E::Storage* out, int64_t out_stride) {
+    for (int64_t m = 0; m < num_rows; ++m) {
+        for (int panel = 0; panel < gate_panels; ++panel) {
+            const float* gate = sums + m * group_width + panel * panel_width;
+            const auto hidden = V::mul(activate<V>(activation, V::load(gate)), V::load(gate + gate_panels * panel_width));
+            V::store(out + m * out_stride + panel * panel_width, hidden);
+        }
+    }
+}
+
+// Phase 1: the activations of every pair, [pairs][padded intermediate].
+template <class Arch, class E>
+void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const Rows& x, typename E::Storage* hidden,
+                    ThreadPool& pool) {
+    const ExpertWeights& experts = call.experts;
+    const int64_t num_groups = experts.num_gate_up_groups();
+    const int64_t hidden_stride = experts.hidden_stride();
+    pool.for_each(pairs.num_touched * num_groups, [&](int64_t item) {
+        const int64_t index = item / num_groups;
+        const int64_t group = item % num_groups;
+        const PackedMatrix weight = experts.gate_up(pairs.touched[index]);
+        const char* next = nullptr;
+        if (group + 1 < num_groups) {
+            next = weight.group(group + 1);
+        } else if (index + 1 < pairs.num_touched) {
+            next = experts.gate_up(pairs.touched[index + 1]).data;
+        }
+        float* sums = Scratch::get<float>(ScratchUse::products, rows_per_chunk * group_width);
+        const int num_panels = weight.group_size(group);
+        for (int64_t row = pairs.starts[index]; row < pairs.starts[index + 1]; row += rows_per_chunk) {
+            const int64_t num_rows = smaller(rows_per_chunk, pairs.starts[index + 1] - row);
+            multiply_group<Arch, E>({
+                .rows = reinterpret_cast<const char*>(row_at<E>(x, row)),
+                .row_bytes = static_cast<size_t>(x.stride) * sizeof(typename E::Storage),
+                .num_rows = num_rows,
+                .group = weight.group(group),
+                .num_panels = num_panels,
+                .steps = weight.steps,
+                .next = next,
+                .sums = sums,
+            });
+            activate_group<typename Arch::Vector, E>(experts.activation, sums, num_rows, num_panels / 2,
+                                                     hidden + row * hidden_stride + group * group_width / 2,
+                                                     hidden_stride);
+        }
+    });
+}
+
+// acc[token] += weight * product for the rows of one expert.
+template <class V>
+void add_weighted(const float* products, const ExpertPairs& pairs, int64_t first, int64_t num_rows, float* sums) {
+    for (int64_t m = 0; m < num_rows; ++m) {
+        const auto weight = V::set1(pairs.weights[first + m]);
+        float* sum = sums + static_cast<int64_t>(pairs.tokens[first + m]) * group_width;
+        for (int i = 0; i < group_width; i += panel_width) {
+            V::store(sum + i, V::fma(weight, V::load(products + m * group_width + i), V::load(sum + i)));
+        }
+    }
+}
+
+// Phase 2 for one group of 64 output columns.
+template <class Arch, class E>
+void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const typename E::Storage* hidden, int64_t group) {
+    using V = typename Arch::Vector;
+    using T = typename E::Storage;
+    const ExpertWeights& experts = call.experts;
+    const int64_t hidden_stride = experts.hidden_stride();
+    const int64_t num_tokens = call.x.count;
+    float* products = Scratch::get<float>(ScratchUse::products, rows_per_chunk * group_width);
+    float* sums = Scratch::get<float>(ScratchUse::sums, static_cast<size_t>(num_tokens * group_width));
+    std::memset(sums, 0, static_cast<size_t>(num_tokens * group_width) * sizeof(float));
+    for (int64_t index = 0; index < pairs.num_touched; ++index) {
+        const PackedMatrix weight = experts.down(pairs.touched[index]);
+        const bool last = index + 1 == pairs.num_touched;
+        for (int64_t row = pairs.starts[index]; row < pairs.starts[index + 1]; row += rows_per_chunk) {
+            const int64_t num_rows = smaller(rows_per_chunk, pairs.starts[index + 1] - row);
+            multiply_group<Arch, E>({
+                .rows = reinterpret_cast<const char*>(hidden + row * hidden_stride),
+                .row_bytes = static_cast<size_t>(hidden_stride) * sizeof(T),
+                .num_rows = num_rows,
+                .group = weight.group(group),
+                .num_panels = weight.group_size(group),
+                .steps = weight.steps,
+                .next = last ? nullptr : experts.down(pairs.touched[index + 1]).group(group),
+                .sums = products,
+            });
+            add_weighted<V>(products, pairs, row, num_rows, sums);
+        }
+    }
+    const int64_t first = group * group_width;
+    const int64_t width = smaller(group_width, experts.hidden - first);
+    for (int64_t t = 0; t < num_tokens; ++t) {
+        T* out = static_cast<T*>(call.out) + t * experts.hidden + first;
+        for_lanes(width, [&](int64_t i, int lanes) {
+            store_lanes<V>(out + i, V::load(sums + t * group_width + i), lanes);
+        });
+    }
+}
+
+template <class Arch, class E>
+void grouped_ffn(const GroupedFfnCall& call, ThreadPool& pool) {
+    using T = typename E::Storage;
+    if (call.x.count == 0) return;
+    const ExpertPairs pairs = sort_pairs(call);
+    const Rows x = gather_pairs<E>(call, pairs, pool);
+    const int64_t hidden_stride = call.experts.hidden_stride();
+    T* hidden = Scratch::get<T>(ScratchUse::activations, static_cast<size_t>(pairs.num_pairs * hidden_stride));
+    const int64_t written = round_up(call.experts.intermediate, panel_width);
+    for (int64_t pair = 0; written < hidden_stride && pair < pairs.num_pairs; ++pair) {
+        std::memset(hidden + pair * hidden_stride + written, 0, static_cast<size_t>(hidden_stride - written) * sizeof(T));
+    }
+    gate_up_groups<Arch, E>(call, pairs, x, hidden, pool);
+    const int64_t num_groups = divide_up(call.experts.hidden, group_width);
+    pool.for_each(num_groups, [&](int64_t group) { down_group<Arch, E>(call, pairs, hidden, group); });
+}
+
+}  // namespace antiphon::kernels

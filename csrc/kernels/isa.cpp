@@ -1,0 +1,96 @@
+#include "kernels/isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "kernels/variants.h"
+
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace antiphon::kernels {
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#else
+bool has_avx2() { return false; }
+bool has_avx512() { return false; }
+bool has_avx512_bf16() { return false; }
+#endif
+
+// AMX must be announced by the processor (leaf 7: EDX bits 22 and 24) and its state permitted by the kernel.
+bool has_amx() {
+#if defined(__linux__) && defined(__x86_64__)
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    const bool announced = (edx >> 22 & 1u) != 0 && (edx >> 24 & 1u) != 0;
+    constexpr long arch_req_xcomp_perm = 0x1023;
+    constexpr long xfeature_xtiledata = 18;
+    return announced && syscall(SYS_arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata) == 0;
+#else
+    return false;
+#endif
+}
+
+std::vector<const KernelTable*> available() {
+    std::vector<const KernelTable*> tables;
+    const auto add = [&](bool supported, const KernelTable* table) {
+        if (supported && table != nullptr) tables.push_back(table);
+    };
+    add(has_amx(), amx_kernels());
+    add(has_avx512_bf16(), avx512_bf16_kernels());
+    add(has_avx512(), avx512_kernels());
+    add(has_avx2(), avx2_kernels());
+    add(true, plain_kernels());
+    add(true, amx_emulated_kernels());
+    return tables;
+}
+
+const KernelTable* find(const std::string& name) {
+    std::string known;
+    for (const KernelTable* table : available()) {
+        if (name == table->name) return table;
+        known += known.empty() ? "" : ", ";
+        known += table->name;
+    }
+    throw std::invalid_argument("instruction set \"" + name + "\" is not available here; choose one of: " + known);
+}
+
+const KernelTable* choose() {
+    const char* wanted = std::getenv("ANTIPHON_ISA");
+    return wanted != nullptr && *wanted != '\0' ? find(wanted) : available().front();
+}
+
+std::atomic<const KernelTable*> chosen{nullptr};
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const KernelTable* table : available()) names.emplace_back(table->name);
+    return names;
+}
+
+const KernelTable& kernels() {
+    const KernelTable* table = chosen.load(std::memory_order_acquire);
+    if (table == nullptr) {
+        table = choose();
+        chosen.store(table, std::memory_order_release);
+    }
+    return *table;
+}
+
+void set_isa(const std::string& name) { chosen.store(find(name), std::memory_order_release); }
+
+}  // namespace antiphon::kernels

@@ -1,0 +1,61 @@
+// y = x @ weight.T + bias + residual: one panel group of outputs (and one chunk of rows) is one work item.
+#pragma once
+
+#include "kernels/operations.h"
+#include "kernels/rows.h"
+#include "kernels/weight_product.h"
+
+namespace antiphon::kernels {
+
+template <class V, class E, class Out>
+void finish_linear(const LinearCall& call, const float* sums, int64_t first_row, int64_t num_rows, int64_t group) {
+    const int64_t first = group * group_width;
+    const int64_t width = smaller(group_width, call.weight.outputs - first);
+    for (int64_t m = 0; m < num_rows; ++m) {
+        const int64_t row = first_row + m;
+        Out* out = static_cast<Out*>(call.out) + row * call.weight.outputs + first;
+        for_lanes(width, [&](int64_t i, int lanes) {
+            auto y = V::load(sums + m * group_width + i);
+            if (call.bias != nullptr) y = V::add(y, load_lanes<V>(call.bias + first + i, lanes));
+            if (call.residual.data != nullptr) {
+                y = V::add(y, load_lanes<V>(row_at<E>(call.residual, row) + first + i, lanes));
+            }
+            store_lanes<V>(out + i, y, lanes);
+        });
+    }
+}
+
+template <class Arch, class E>
+void linear(const LinearCall& call, ThreadPool& pool) {
+    using V = typename Arch::Vector;
+    if (call.x.count == 0) return;
+    const PackedMatrix& weight = call.weight;
+    const Rows x = padded_rows<E>(call.x, weight.inner, pool);
+    const int64_t num_chunks = divide_up(x.count, rows_per_chunk);
+    const int64_t num_items = weight.num_groups() * num_chunks;
+    pool.for_each(num_items, [&](int64_t item) {
+        const int64_t group = item / num_chunks;
+        const int64_t chunk = item % num_chunks;
+        const int64_t first_row = x.count * chunk / num_chunks;
+        const int64_t num_rows = x.count * (chunk + 1) / num_chunks - first_row;
+        float* sums = Scratch::get<float>(ScratchUse::products, rows_per_chunk * group_width);
+        const bool more = chunk + 1 == num_chunks && group + 1 < weight.num_groups();
+        multiply_group<Arch, E>({
+            .rows = reinterpret_cast<const char*>(row_at<E>(x, first_row)),
+            .row_bytes = static_cast<size_t>(x.stride) * sizeof(typename E::Storage),
+            .num_rows = num_rows,
+            .group = weight.group(group),
+            .num_panels = weight.group_size(group),
+            .steps = weight.steps,
+            .next = more ? weight.group(group + 1) : nullptr,
+            .sums = sums,
+        });
+        if (call.out_fp32) {
+            finish_linear<V, E, float>(call, sums, first_row, num_rows, group);
+        } else {
+            finish_linear<V, E, typename E::Storage>(call, sums, first_row, num_rows, group);
+        }
+    });
+}
+
+}  // namespace antiphon::kernels

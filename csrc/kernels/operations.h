@@ -1,0 +1,148 @@
+// What every kernel is called with, and the table of kernels one instruction set provides.
+#pragma once
+
+#include "kernels/kv_layout.h"
+#include "kernels/packed_layout.h"
+#include "kernels/rows.h"
+#include "kernels/thread_pool.h"
+#include "kernels/vector_math.h"
+
+namespace antiphon::kernels {
+
+struct LinearCall {
+    PackedMatrix weight;
+    const float* bias;  // [outputs] or null
+    Rows x;
+    Rows residual;  // of the element type; data null if there is none
+    void* out;      // [rows][outputs], float32 if out_fp32, else the element type
+    bool out_fp32;
+};
+
+struct RmsNormCall {
+    Rows x;
+    Rows delta;  // added to x first; data null if there is none
+    const void* weight;
+    void* sum;  // [rows][width], x + delta rounded; only with delta
+    void* out;  // [rows][width]
+    int64_t width;
+    float eps;
+};
+
+// Packed weights of the experts of one layer. Gate and up share one matrix: groups of two gate and two up panels.
+struct ExpertWeights {
+    ElementType type;
+    Activation activation;
+    int64_t num_experts;
+    int64_t hidden;
+    int64_t intermediate;
+    const char* data;  // all gate_up matrices, then all down matrices
+
+    int64_t gate_up_outputs() const { return 2 * round_up(intermediate, panel_width); }
+    int64_t num_gate_up_groups() const { return divide_up(intermediate, group_width / 2); }
+    size_t gate_up_bytes() const { return packed_bytes(type, gate_up_outputs(), hidden); }
+    size_t down_bytes() const { return packed_bytes(type, hidden, intermediate); }
+    size_t num_bytes() const { return static_cast<size_t>(num_experts) * (gate_up_bytes() + down_bytes()); }
+    // Elements from row to row of the activations between the two halves: whole panels, whole inner steps.
+    int64_t hidden_stride() const { return round_up(padded_inner(type, intermediate), panel_width); }
+
+    PackedMatrix gate_up(int64_t expert) const {
+        return packed_matrix(type, data + static_cast<size_t>(expert) * gate_up_bytes(), gate_up_outputs(), hidden);
+    }
+    PackedMatrix down(int64_t expert) const {
+        const char* first = data + static_cast<size_t>(num_experts) * gate_up_bytes();
+        return packed_matrix(type, first + static_cast<size_t>(expert) * down_bytes(), hidden, intermediate);
+    }
+};
+
+struct GroupedFfnCall {
+    ExpertWeights experts;
+    Rows x;
+    const int32_t* ids;    // [rows][top_k], -1: not held here
+    const float* weights;  // [rows][top_k]
+    int64_t top_k;
+    void* out;  // [rows][hidden]
+};
+
+// Where the rows of a micro-batch stand; see AttentionBatch in antiphon/kernels/api.py.
+struct BatchView {
+    const int32_t* positions;     // [rows]
+    const int32_t* slots;         // [rows]
+    const int32_t* query_starts;  // [sequences + 1]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* block_tables;  // [sequences][table_stride]
+    int64_t table_stride;
+    int64_t num_sequences;
+};
+
+struct RotateCall {
+    KVLayout cache;
+    int64_t layer;
+    BatchView batch;
+    Rows qkv;
+    int64_t num_heads;
+    const float* cos;  // [positions][rotary_half]
+    const float* sin;
+    int64_t rotary_half;
+    bool interleaved;
+    const void* q_norm;  // [key_dim] or null
+    const void* k_norm;
+    float eps;
+    void* q;  // [rows][num_heads][key_dim]
+};
+
+struct AttentionCall {
+    KVLayout cache;
+    int64_t layer;
+    BatchView batch;
+    const void* q;  // [rows][num_heads][key_dim]
+    int64_t num_heads;
+    float scale;
+    int64_t sliding_window;  // keys visible to a row, its own included; 0: all
+    void* out;               // [rows][num_heads][value_dim]
+};
+
+enum class Scoring { softmax, sigmoid };
+
+struct GateCall {
+    LinearCall logits;  // its `out` is set by the gate
+    Scoring scoring;
+    const float* score_bias;  // [experts] or null: steers the choice, not the weights
+    int64_t top_k;
+    int64_t num_groups;
+    int64_t top_k_groups;
+    bool group_score_top2;  // else the group's maximum
+    bool normalize;
+    bool softmax_after_top_k;
+    float scaling;
+    int32_t* ids;    // [rows][top_k]
+    float* weights;  // [rows][top_k]
+};
+
+struct ArgmaxCall {
+    const float* logits;  // [rows][width]
+    int64_t num_rows;
+    int64_t width;
+    int64_t stride;
+    int64_t* ids;  // [rows]
+};
+
+// One instruction set's kernels for one element type.
+struct ElementKernels {
+    void (*linear)(const LinearCall&, ThreadPool&);
+    void (*rms_norm)(const RmsNormCall&, ThreadPool&);
+    void (*grouped_ffn)(const GroupedFfnCall&, ThreadPool&);
+    void (*rotate_and_store)(const RotateCall&, ThreadPool&);
+    void (*paged_attention)(const AttentionCall&, ThreadPool&);
+    void (*gate)(const GateCall&, ThreadPool&);
+};
+
+struct KernelTable {
+    const char* name;
+    ElementKernels bf16;
+    ElementKernels fp32;
+    void (*argmax)(const ArgmaxCall&, ThreadPool&);
+
+    const ElementKernels& of(ElementType type) const { return type == ElementType::bf16 ? bf16 : fp32; }
+};
+
+}  // namespace antiphon::kernels

@@ -1,0 +1,158 @@
+#include "kernels/thread_pool.h"
+
+#include <new>
+#include <thread>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+#include "base/wait_word.h"
+
+namespace antiphon::kernels {
+
+namespace {
+
+constexpr uint32_t open_bit = 1u << 31;
+constexpr int spins_before_yield = 512;
+
+void pin_current_thread(int core) {
+#if defined(__linux__)
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+#else
+    (void)core;
+#endif
+}
+
+}  // namespace
+
+ThreadPool& ThreadPool::instance() {
+    // Never destroyed: workers may still look at it while the process exits.
+    static ThreadPool* pool = [] {
+#if defined(__linux__)
+        pthread_atfork(nullptr, nullptr, &ThreadPool::after_fork_in_child);
+#endif
+        return new ThreadPool();
+    }();
+    return *pool;
+}
+
+void ThreadPool::after_fork_in_child() {
+    // Only the forking thread lives on; its workers are spawned anew when they are needed.
+    ThreadPool& pool = instance();
+    new (&pool.owner_) std::mutex();
+    pool.spawned_ = 1;
+    pool.gate_.store(0);
+    pool.sleepers_.store(0);
+}
+
+void ThreadPool::set_num_threads(int num_threads) {
+    const std::lock_guard<std::mutex> lock(owner_);
+    wanted_ = num_threads < 1 ? 1 : num_threads > max_threads ? max_threads : num_threads;
+    stop();
+}
+
+void ThreadPool::pin(const std::vector<int>& cores) {
+    const std::lock_guard<std::mutex> lock(owner_);
+    cores_ = cores;
+    if (!cores_.empty()) pin_current_thread(cores_[0]);
+    stop();
+}
+
+void ThreadPool::stop() {
+    generation_.fetch_add(1);
+    spawned_ = 1;
+    store_wake_u32(&epoch_, epoch_ + 1);
+}
+
+void ThreadPool::spawn() {
+    const uint32_t generation = generation_.load();
+    for (; spawned_ < wanted_; ++spawned_) {
+        std::thread(&ThreadPool::worker, this, spawned_, generation, epoch_).detach();
+    }
+}
+
+void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch) {
+    if (thread < static_cast<int>(cores_.size())) pin_current_thread(cores_[thread]);
+    while (true) {
+        const int64_t spin_ns = spin_ns_.load(std::memory_order_relaxed);
+        if (!wait_u32(&epoch_, seen_epoch, spin_ns, spin_ns)) {
+            sleepers_.fetch_add(1);
+            wait_u32(&epoch_, seen_epoch, -1, 0);
+            sleepers_.fetch_sub(1);
+        }
+        if (generation_.load() != generation) return;
+        seen_epoch = load_u32(&epoch_);
+        // Entering an open gate is seen by the owner when it closes it; finding it shut means we came too late.
+        if (gate_.fetch_add(1) & open_bit) entry_(region_, thread, num_items_);
+        gate_.fetch_sub(1);
+    }
+}
+
+void ThreadPool::run(int64_t num_items, Order order, Entry entry, void* region) {
+    if (num_items <= 0) return;
+    if (wanted_ == 1 || num_items == 1 || !owner_.try_lock()) return entry(region, -1, num_items);
+    if (spawned_ < wanted_) spawn();
+    entry_ = entry;
+    region_ = region;
+    num_items_ = num_items;
+    if (order == Order::ranges) {
+        split(num_items);
+    } else {
+        next_.store(0, std::memory_order_relaxed);
+    }
+    gate_.fetch_or(open_bit);
+    __atomic_store_n(&epoch_, epoch_ + 1, __ATOMIC_SEQ_CST);
+    if (sleepers_.load() > 0) store_wake_u32(&epoch_, epoch_);
+    entry(region, 0, num_items);
+    gate_.fetch_and(~open_bit);
+    for (int spins = 0; gate_.load() != 0; ++spins) {
+        if (spins < spins_before_yield) {
+            cpu_relax();
+        } else {
+            std::this_thread::yield();
+        }
+    }
+    owner_.unlock();
+}
+
+void ThreadPool::split(int64_t num_items) {
+    int64_t begin = 0;
+    for (int thread = 0; thread < wanted_; ++thread) {
+        const int64_t end = num_items * (thread + 1) / wanted_;
+        ranges_[thread].bounds.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end),
+                                     std::memory_order_relaxed);
+        begin = end;
+    }
+}
+
+int64_t ThreadPool::take_own(int thread) {
+    std::atomic<uint64_t>& bounds = ranges_[thread].bounds;
+    uint64_t old = bounds.load(std::memory_order_relaxed);
+    while ((old >> 32) < (old & 0xffffffffu)) {
+        if (bounds.compare_exchange_weak(old, old + (uint64_t{1} << 32))) return static_cast<int64_t>(old >> 32);
+    }
+    return -1;
+}
+
+int64_t ThreadPool::steal(int thread) {
+    for (int step = 1; step < wanted_; ++step) {
+        std::atomic<uint64_t>& bounds = ranges_[(thread + step) % wanted_].bounds;
+        uint64_t old = bounds.load(std::memory_order_relaxed);
+        while ((old >> 32) < (old & 0xffffffffu)) {
+            if (bounds.compare_exchange_weak(old, old - 1)) return static_cast<int64_t>((old & 0xffffffffu) - 1);
+        }
+    }
+    return -1;
+}
+
+int64_t ThreadPool::take_next(int64_t num_items) {
+    const int64_t item = next_.fetch_add(1);
+    return item < num_items ? item : -1;
+}
+
+}  // namespace antiphon::kernels

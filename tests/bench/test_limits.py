@@ -1,0 +1,148 @@
+"""Bounds of the yardstick: formulas against brute force and sizes counted by hand; measurements only for shape."""
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.bench import limits
+from antiphon.bench.limits import DecoderSizes, MachineLimits, ThreadLimits
+
+SMALL = {
+    "num_hidden_layers": 16,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 2048,
+    "vocab_size": 32768,
+}
+
+
+@pytest.fixture
+def sizes() -> DecoderSizes:
+    return DecoderSizes.from_config(SMALL)
+
+
+@pytest.fixture
+def machine() -> MachineLimits:
+    one = ThreadLimits(num_threads=1, read_bytes_per_s=11.6e9, gemm_flops_per_s=836e9)
+    two = ThreadLimits(num_threads=2, read_bytes_per_s=23.4e9, gemm_flops_per_s=1435e9)
+    return MachineLimits(per_threads=(one, two))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_tokens"), [(4, 1, 1), (4, 2, 1), (4, 2, 3), (5, 3, 2), (3, 1, 4)]
+)
+def test_expected_distinct_experts_equals_enumeration(num_experts: int, top_k: int, num_tokens: int) -> None:
+    picks = list(itertools.combinations(range(num_experts), top_k))
+    outcomes = [len(set().union(*outcome)) for outcome in itertools.product(picks, repeat=num_tokens)]
+    expected = sum(outcomes) / len(outcomes)
+    assert limits.expected_distinct_experts(num_experts, top_k, num_tokens) == pytest.approx(expected)
+
+
+def test_expected_distinct_experts_at_the_edges() -> None:
+    assert limits.expected_distinct_experts(32, 4, 0) == 0
+    assert limits.expected_distinct_experts(32, 4, 1) == pytest.approx(4)
+    assert limits.expected_distinct_experts(32, 32, 1) == 32
+    assert limits.expected_distinct_experts(32, 4, 10_000) == pytest.approx(32)
+
+
+def test_all_parameters_add_up_to_the_checkpoint(sizes: DecoderSizes) -> None:
+    norms = 16 * (2 * 1024 + 2 * 64) + 1024
+    total = sizes.decoder_parameters(sizes.num_experts) + 2 * sizes.head_parameters + norms
+    assert total == 914_918_400
+
+
+def test_decode_step_bytes_against_a_simulated_router(sizes: DecoderSizes) -> None:
+    """Route tokens at random, count each weight a step must read, and compare the mean with the formula."""
+    generator = random.Random(0)
+    concurrency, context, num_steps = 8, 160, 300
+    expert_bytes, attention_bytes = 3 * 1024 * 512 * 2, (1024 * 1024 * 2 + 2 * 1024 * 256) * 2
+    total = 0.0
+    for _ in range(num_steps):
+        for _layer in range(16):
+            touched = {expert for _ in range(concurrency) for expert in generator.sample(range(32), 4)}
+            total += attention_bytes + 1024 * 32 * 2 + len(touched) * expert_bytes
+            total += concurrency * context * 2 * 4 * 64 * 2
+        total += 1024 * 32768 * 2 + concurrency * 1024 * 2
+    assert limits.decode_step_bytes(sizes, concurrency, context) == pytest.approx(total / num_steps, rel=0.01)
+
+
+@pytest.mark.parametrize(("concurrency", "megabytes", "tokens_per_s"), [(1, 356, 66), (8, 1224, 153), (64, 1929, 776)])
+def test_bounds_match_the_published_yardstick(
+    sizes: DecoderSizes, machine: MachineLimits, concurrency: int, megabytes: int, tokens_per_s: int
+) -> None:
+    assert limits.decode_step_bytes(sizes, concurrency, 160) / 1e6 == pytest.approx(megabytes, rel=0.01)
+    bound = limits.memory_bound_tokens_per_s(sizes, machine, concurrency, 160)
+    assert bound == pytest.approx(tokens_per_s, rel=0.01)
+
+
+def test_prefill_bound_matches_the_published_yardstick(sizes: DecoderSizes, machine: MachineLimits) -> None:
+    assert limits.compute_bound_prefill_tokens_per_s(sizes, machine, 512) == pytest.approx(4735, rel=0.01)
+
+
+def test_prefill_attention_equals_a_sum_over_positions(sizes: DecoderSizes) -> None:
+    prompt_tokens = 7
+    active = sizes.decoder_parameters(4)
+    # Token i sees i + 1 tokens: scores and values take 2 operations each per head dimension and layer.
+    attention = sum(2 * 2 * 16 * 16 * 64 * (position + 1) for position in range(prompt_tokens))
+    expected = prompt_tokens * 2 * active + attention + 2 * 1024 * 32768
+    assert limits.prefill_flops(sizes, prompt_tokens) == pytest.approx(expected)
+
+
+def test_combined_bound_is_the_slower_of_both(sizes: DecoderSizes) -> None:
+    slow_memory = MachineLimits(per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e9, gemm_flops_per_s=1e15),))
+    slow_compute = MachineLimits(
+        per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e15, gemm_flops_per_s=1e9),)
+    )
+    for machine, binding in (
+        (slow_memory, limits.memory_bound_tokens_per_s),
+        (slow_compute, limits.compute_bound_tokens_per_s),
+    ):
+        assert limits.decode_bound_tokens_per_s(sizes, machine, 8, 160) == binding(sizes, machine, 8, 160)
+    # A batch's prefill shares each weight among all its tokens: reading cannot bind once there are enough of them.
+    few = limits.prefill_bound_tokens_per_s(sizes, slow_memory, 1, 16)
+    many = limits.prefill_bound_tokens_per_s(sizes, slow_memory, 64, 16)
+    assert many > 10 * few
+
+
+def test_dense_layers_have_no_experts() -> None:
+    dense = DecoderSizes.from_config({**SMALL, "mlp_only_layers": [0, 1]})
+    difference = DecoderSizes.from_config(SMALL).decoder_parameters(4) - dense.decoder_parameters(4)
+    assert difference == 2 * (1024 * 32 + 4 * 3 * 1024 * 512 - 3 * 1024 * 2048)
+
+
+def test_shared_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="shared experts are not priced"):
+        DecoderSizes.from_config({**SMALL, "shared_expert_intermediate_size": 512})
+
+
+def test_measurement_restores_threads_and_covers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "READ_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(limits, "GEMM_SIZE", 32)
+    before = torch.get_num_threads()
+    measured = limits.measure_machine_limits(num_threads=3, num_passes=1)
+    assert [entry.num_threads for entry in measured.per_threads] == [1, 2, 3]
+    assert measured.read_bytes_per_s > 0
+    assert measured.gemm_flops_per_s > 0
+    assert torch.get_num_threads() == before
+
+
+def test_sizes_come_from_the_yardstick_that_the_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    make_model = pytest.importorskip("make_model")
+    try:
+        num_parameters = make_model.make_model(make_model.PRESETS["tiny"], tmp_path)
+    finally:
+        sys.modules.pop("make_model", None)
+    sizes = DecoderSizes.from_config(json.loads((tmp_path / "config.json").read_text()))
+    norms = 2 * (2 * 64 + 2 * 16) + 64
+    assert num_parameters == sizes.decoder_parameters(sizes.num_experts) + 2 * sizes.head_parameters + norms

@@ -1,0 +1,68 @@
+"""The doctor's report: complete, honest about what is broken, never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from antiphon.cli import doctor
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16 avx512_bf16\n\nprocessor\t: 1\n"
+
+
+def broken_probe() -> list[doctor.Finding]:
+    raise OSError("no such thing")
+
+
+def test_the_report_covers_every_area(capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor.run_doctor("-")
+    payload = json.loads(capsys.readouterr().out)
+    areas = {finding["area"] for finding in payload["findings"]}
+    assert {"python", "packages", "native", "cpu", "devices", "memory", "transports"} <= areas
+    assert payload["ok"] == (code == 0)
+    assert all(set(finding) == {"area", "name", "status", "detail", "mend"} for finding in payload["findings"])
+
+
+def test_whatever_is_not_well_says_how_to_mend_it() -> None:
+    unwell = [finding for finding in doctor.examine() if finding.status in ("missing", "broken")]
+    assert all(finding.mend for finding in unwell)
+
+
+def test_a_probe_that_fails_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe_memory", broken_probe)
+    assert any(finding.detail == "could not look: no such thing" for finding in doctor.examine())
+
+
+@pytest.mark.parametrize(
+    ("requirement", "status"), [("pytest>=1", "ok"), ("pytest<1", "broken"), ("antiphon-none-such>=1", "broken")]
+)
+def test_versions_are_held_against_what_is_supported(requirement: str, status: str) -> None:
+    finding = doctor.check_requirement(Requirement(requirement))
+    assert finding.status == status
+    assert "supported: " in finding.detail
+
+
+def test_something_broken_makes_the_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "missing")
+    assert doctor.run_doctor(None) == 1
+    printed = capsys.readouterr().out
+    assert "No such file or directory" in printed
+    assert "1 broken" in printed
+
+
+def test_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "MIN_SHARED_MEMORY_BYTES", 2**62)
+    finding = doctor.probe_shared_memory(tmp_path)
+    assert finding.status == "missing"
+    assert "--shm-size" in finding.mend
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cpuinfo_is_read_for_the_instructions_we_use(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(CPUINFO)
+    assert doctor.read_cpuinfo(path) == ("Some CPU", ["avx2", "avx512_bf16", "amx_bf16"])
+    assert doctor.read_cpuinfo(tmp_path / "none") == ("", [])

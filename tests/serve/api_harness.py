@@ -1,0 +1,119 @@
+"""A small tokenizer, and the real server on a free port in a thread, for the tests of the HTTP API."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import openai
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from antiphon.serve.api.app import create_app
+from antiphon.serve.api.server import DrainingServer, bind, make_server, url_of
+from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.tokenizer import TextTokenizer, load_tokenizer
+from tests.serve.fake_engine import FakeEngine
+
+END = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MODEL_VOCAB_SIZE = 512
+
+
+def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """A byte-level BPE of 400 tokens, trained on this file."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator([Path(__file__).read_text()], trainer)
+    pretrained = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+    pretrained.chat_template = chat_template
+    pretrained.save_pretrained(str(folder))
+
+
+@cache
+def small_tokenizer() -> TextTokenizer:
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        return load_tokenizer(Path(folder))
+
+
+@cache
+def small_grammars() -> GrammarCompiler:
+    tokenizer = small_tokenizer()
+    return GrammarCompiler(tokenizer.backend, MODEL_VOCAB_SIZE, (eos_id(),))
+
+
+def ids(text: str) -> list[int]:
+    return small_tokenizer().encode(text, add_special_tokens=False)
+
+
+def eos_id() -> int:
+    return ids(END)[0]
+
+
+def fake_engine(**options: Any) -> FakeEngine:
+    engine = FakeEngine(vocab_size=MODEL_VOCAB_SIZE, eos_token_id=eos_id(), **options)
+    engine.grammars = small_grammars()
+    return engine
+
+
+def says(text: str, *, ending: bool = True) -> FakeEngine:
+    """An engine whose every answer is `text`, cut at `max_tokens`."""
+    script = [*ids(text), *([eos_id()] if ending else [])]
+    return fake_engine(script=lambda _prompt, params: script[: params.max_tokens])
+
+
+@dataclass
+class Live:
+    """A running server and a way to talk to it."""
+
+    url: str
+    engine: FakeEngine
+    server: DrainingServer
+    http: httpx.Client
+    openai: openai.OpenAI
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": "hello", **body})
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hello"}]
+        return self.http.post("/v1/chat/completions", json={"messages": messages, **body})
+
+
+@contextmanager
+def live(engine: FakeEngine, **settings: Any) -> Iterator[Live]:
+    """Serve `engine` until the block ends."""
+    server_settings = ServerSettings(port=0, **settings)
+    app = create_app(engine, small_tokenizer(), server_settings, small_grammars())
+    server = make_server(app, server_settings)
+    listener = bind("127.0.0.1", 0)
+    url = url_of(listener)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert server.ready.wait(10)
+    key = (*server_settings.api_keys, "none")[0]
+    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30) as http:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+        yield Live(url, engine, server, http, client)
+        client.close()
+    server.should_exit = server.force_exit = True
+    engine.release()
+    thread.join(10)
+    assert not thread.is_alive()

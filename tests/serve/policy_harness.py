@@ -1,0 +1,149 @@
+"""A make-believe attention worker and model for tests of the policy. The next token is a hash of the whole history.
+
+The worker's cache stores, for each slot of each block, the digest of the history up to that token. Before it computes
+a row it checks that the cache holds exactly the history the row must see: a block shared wrongly, freed too early or
+never filled is found at once.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.request import Request, new_request
+from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.policy.step import Progress, SequenceStart, StepPlan
+from antiphon.specs.sampling import SamplingParams
+
+EOS = 2
+
+
+def digest(tokens: list[int]) -> bytes:
+    return blake2b(repr(tokens).encode(), digest_size=8).digest()
+
+
+def next_token(history: list[int]) -> int:
+    return digest(history)[0] % 24
+
+
+def expected_output(prompt: list[int], params: SamplingParams) -> list[int]:
+    """What the model says when nothing limits it."""
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        output.append(next_token(prompt + output))
+        if (output[-1] == EOS and not params.ignore_eos) or output[-1] in params.stop_token_ids:
+            break
+    return output
+
+
+@dataclass
+class FakeWorker:
+    """Applies plans as `step.py` says, and computes them."""
+
+    block_size: int
+    cache: dict[int, bytes] = field(default_factory=dict)
+    starts: dict[int, SequenceStart] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    slot_of: dict[str, int] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> tuple[list[int], list[tuple[str, int]]]:
+        """Sampled tokens, and (request, position) of the prompt rows that reported."""
+        for request_id in plan.released:
+            self.slot_of.pop(request_id, None)
+        for start in plan.starts:
+            assert start.slot not in self.slot_of.values() or self.slot_of.get(start.request_id) == start.slot
+            self.slot_of[start.request_id] = start.slot
+            self.starts[start.slot] = start
+            self.tokens[start.slot] = list(start.token_ids)
+        sampled, reported = [], []
+        for step in plan.sequences:
+            slot = step.slot
+            assert self.slot_of[step.request_id] == slot
+            if step.first_new_block == 0:
+                self.tables[slot] = []
+            table = self.tables[slot]
+            assert len(table) >= step.first_new_block, "a gap in the block table"
+            table[step.first_new_block :] = step.new_blocks
+            tokens = self.tokens[slot]
+            end = step.start + len(step.token_ids)
+            assert len(tokens) >= step.start
+            tokens[step.start : end] = step.token_ids
+            for position in range(end):
+                place = table[position // self.block_size] * self.block_size + position % self.block_size
+                if position >= step.start:
+                    self.cache[place] = digest(tokens[: position + 1])
+                assert self.cache.get(place) == digest(tokens[: position + 1]), "the cache holds another history"
+            reported += [(step.request_id, step.start + row) for row in range(step.logprob_begin, step.logprob_end)]
+            if step.samples:
+                assert end == len(tokens)
+                sampled.append(next_token(tokens))
+        return sampled, reported
+
+
+@dataclass
+class Simulation:
+    """A scheduler with its worker, and a record of what came out."""
+
+    config: SchedulerConfig
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str | None] = field(default_factory=dict)
+    reported: list[tuple[str, int]] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
+        self.worker = FakeWorker(self.config.block_size)
+        self.num_submitted = 0
+
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: int | None = None) -> Request:
+        arrival = self.num_submitted if arrival is None else arrival
+        request = new_request(request_id, prompt, params, arrival=arrival, seed=0, eos_token_ids=(EOS,))
+        self.scheduler.submit(request)
+        self.num_submitted += 1
+        self.outputs[request_id] = []
+        self.reasons[request_id] = None
+        return request
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            assert plan.num_tokens == sum(len(step.token_ids) for step in plan.sequences)
+            assert plan.num_tokens <= self.config.max_batch_tokens
+            assert all(step.token_ids for step in plan.sequences)
+            assert self.scheduler.num_running <= self.config.max_running
+            self.plans.append(plan)
+        self.scheduler.check()
+        return plan
+
+    def compute(self, plan: StepPlan) -> list[Progress]:
+        sampled, reported = self.worker.run(plan)
+        progress = self.scheduler.commit(plan, sampled)
+        self.scheduler.check()
+        live = {entry.request.request_id for entry in progress} | set(self.scheduler.requests)
+        self.reported += [entry for entry in reported if entry[0] in live]
+        for request, token_id, reason in progress:
+            assert self.reasons[request.request_id] is None, "progress after the end"
+            assert request.finish_reason == reason, "progress of an aborted request"
+            if token_id is not None:
+                self.outputs[request.request_id].append(token_id)
+            self.reasons[request.request_id] = reason
+            assert self.outputs[request.request_id] == request.output_token_ids
+        return progress
+
+    def lose_worker(self) -> None:
+        self.scheduler.requeue_all()
+        self.worker = FakeWorker(self.config.block_size)
+        self.scheduler.check()
+
+    def step(self) -> bool:
+        plan = self.plan()
+        if plan is not None:
+            self.compute(plan)
+        return plan is not None
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Steps until everything is done."""
+        for step in range(max_steps):
+            if not self.step():
+                return step
+        raise AssertionError(f"not done after {max_steps} steps")

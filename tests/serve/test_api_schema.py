@@ -1,0 +1,74 @@
+"""The OpenAPI description against the server: schemathesis makes requests from it, in process, and checks the answers.
+
+All its default checks but one: data that fits the description may still be refused, because some limits (token ids, the
+length of a prompt in tokens, conflicting parameters) cannot be said in JSON schema.
+"""
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from antiphon.serve.api.app import create_app
+from antiphon.serve.api.settings import ServerSettings
+from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
+
+_app = create_app(fake_engine(), small_tokenizer(), ServerSettings(), small_grammars())
+schema = schemathesis.openapi.from_asgi("/openapi.json", _app)
+
+
+@schema.parametrize()
+@settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+def test_answers_are_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+
+def test_the_description_names_every_endpoint_and_parameter() -> None:
+    description = _app.openapi()
+    assert set(description["paths"]) == {
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/version",
+        "/metrics",
+    }
+    components = description["components"]["schemas"]
+    promised = {
+        "model",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "response_format",
+        "user",
+        "truncate_prompt_tokens",
+    }
+    assert set(components["CompletionRequest"]["properties"]) == promised | {"prompt", "echo"}
+    chat_only = {"messages", "max_completion_tokens", "top_logprobs"}
+    assert set(components["ChatCompletionRequest"]["properties"]) == promised | chat_only
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            assert "422" not in operation["responses"], path

@@ -1,0 +1,204 @@
+"""The policy under random load: arrivals, aborts, tiny pools, failures. Every request ends with exactly its tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.specs.sampling import SamplingParams
+from tests.serve.policy_harness import Simulation, expected_output
+
+MAX_LEN = 48
+
+
+@dataclass(frozen=True)
+class Load:
+    prompt: list[int]
+    params: SamplingParams
+    arrival_step: int
+    abort_step: int | None
+    abort_in_flight: bool
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    """Prompts share beginnings on purpose: they are cut from two fixed texts, with a tail of their own."""
+    text = draw(st.sampled_from([[5, 6, 7, 8] * 8, [9, 8, 7] * 10]))
+    prompt = text[: draw(st.integers(0, 28))] + draw(st.lists(st.integers(3, 9), max_size=4))
+    params = SamplingParams(
+        max_tokens=draw(st.integers(0, 16)),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=draw(st.sampled_from([(), (11,)])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 1])),
+    )
+    abort_step = draw(st.one_of(st.none(), st.none(), st.integers(0, 40)))
+    return Load(prompt or [4], params, draw(st.integers(0, 20)), abort_step, draw(st.booleans()))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    max_running = draw(st.integers(1, 6))
+    return SchedulerConfig(
+        num_blocks=-(-MAX_LEN // block_size) + draw(st.integers(0, 12)),
+        block_size=block_size,
+        max_model_len=MAX_LEN,
+        max_batch_tokens=max_running + draw(st.integers(0, 30)),
+        max_running=max_running,
+        max_waiting=100,
+        watermark_blocks=draw(st.sampled_from([None, 0, 3])),
+    )
+
+
+FAILURES = st.dictionaries(
+    st.integers(0, 60), st.sampled_from(["resend", "rollback", "rollback unseen", "lost", "lost in flight"]), max_size=6
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES)
+def test_every_request_ends_with_exactly_its_tokens(
+    config: SchedulerConfig, load: list[Load], failures: dict[int, str]
+) -> None:
+    simulation = Simulation(config)
+    aborted: set[str] = set()
+    for now in range(2_000):
+        for index, item in enumerate(load):
+            if item.arrival_step == now:
+                simulation.submit(str(index), item.prompt, item.params)
+
+        def abort(in_flight: bool, now: int = now) -> None:
+            for index, item in enumerate(load):
+                if item.abort_step == now and item.abort_in_flight == in_flight:
+                    request = simulation.scheduler.abort(str(index))
+                    if request is not None:
+                        assert request.finish_reason == "abort"
+                        aborted.add(str(index))
+
+        abort(in_flight=False)
+        simulation.scheduler.check()
+        failure = failures.get(now)
+        if failure == "lost":
+            simulation.lose_worker()
+        plan = simulation.plan()
+        abort(in_flight=True)
+        if plan is None:
+            if now > 60:
+                break
+            continue
+        if failure == "resend":
+            simulation.worker.run(plan)  # computed, but the answer was lost
+        elif failure in {"rollback", "rollback unseen"}:
+            if failure == "rollback":
+                simulation.worker.run(plan)
+            simulation.scheduler.rollback(plan)
+            continue
+        elif failure == "lost in flight":
+            simulation.lose_worker()
+            continue
+        simulation.compute(plan)
+    assert not simulation.scheduler.has_work
+    assert simulation.scheduler.occupancy.pool.num_used == 0
+    for index, item in enumerate(load):
+        request_id = str(index)
+        expected = expected_output(item.prompt, item.params)
+        if request_id in aborted:
+            assert simulation.outputs[request_id] == expected[: len(simulation.outputs[request_id])]
+            continue
+        assert simulation.outputs[request_id] == expected
+        assert simulation.reasons[request_id] in {"stop", "length"}
+        rows = [position for name, position in simulation.reported if name == request_id]
+        wanted = range(len(item.prompt) - 1) if item.params.prompt_logprobs is not None else range(0)
+        assert rows == list(wanted), "each prompt row reports once, in order"
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs(), st.lists(loads(), min_size=2, max_size=10))
+def test_first_admission_is_in_order_of_arrival_and_everything_ends_in_bounded_time(
+    config: SchedulerConfig, load: list[Load]
+) -> None:
+    simulation = Simulation(config)
+    for index, item in enumerate(load):
+        simulation.submit(str(index), item.prompt, item.params)
+    seen: list[int] = []
+    num_steps = 0
+    while simulation.step():
+        num_steps += 1
+        seen += [int(start.request_id) for start in simulation.plans[-1].starts if int(start.request_id) not in seen]
+        running = [request.arrival for request in simulation.scheduler.occupancy.running]
+        waiting = [request.arrival for request in simulation.scheduler.occupancy.waiting]
+        assert running == sorted(running)
+        assert not running or not waiting or max(running) < min(waiting), "somebody was overtaken"
+    assert seen == list(range(len(load)))
+    # at worst one request after the other, one token a step, each recomputed whenever an older one ends
+    assert num_steps <= sum(len(item.prompt) + item.params.max_tokens for item in load) * len(load)
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs(), st.lists(loads(), min_size=1, max_size=8))
+def test_the_same_load_gives_the_same_plans(config: SchedulerConfig, load: list[Load]) -> None:
+    def plans() -> list[object]:
+        simulation = Simulation(config)
+        for index, item in enumerate(load):
+            simulation.submit(str(index), item.prompt, item.params)
+        simulation.run()
+        return list(simulation.plans)
+
+    assert plans() == plans()
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs(), st.lists(loads(), min_size=1, max_size=8), st.integers(0, 12))
+def test_a_rolled_back_plan_is_planned_again(config: SchedulerConfig, load: list[Load], at_step: int) -> None:
+    simulation = Simulation(config)
+    for index, item in enumerate(load):
+        simulation.submit(str(index), item.prompt, item.params)
+    for _ in range(at_step):
+        simulation.step()
+    num_preemptions = simulation.scheduler.counters.num_preemptions
+    first = simulation.plan()
+    if first is None:
+        return
+    simulation.scheduler.rollback(first)
+    second = simulation.plan()
+    assert second is not None
+    if simulation.scheduler.counters.num_preemptions == num_preemptions:
+        assert second.sequences == first.sequences
+        assert second.starts == first.starts
+    else:  # a step that preempts admits nobody; planned anew, it may
+        assert second.sequences[: len(first.sequences)] == first.sequences
+
+
+@settings(max_examples=100, deadline=None)
+@given(configs(), st.lists(loads(), min_size=2, max_size=8), st.randoms(use_true_random=False))
+def test_requests_taken_over_from_a_lost_worker_may_be_older_than_the_running_ones(
+    config: SchedulerConfig, load: list[Load], random: Any
+) -> None:
+    simulation = Simulation(config)
+    arrivals = list(range(len(load)))
+    random.shuffle(arrivals)
+    for index, item in enumerate(load):
+        simulation.submit(str(index), item.prompt, item.params, arrival=arrivals[index])
+        for _ in range(item.arrival_step % 4):
+            simulation.step()
+    simulation.run()
+    for index, item in enumerate(load):
+        assert simulation.outputs[str(index)] == expected_output(item.prompt, item.params)
+
+
+def test_an_older_prefill_does_not_push_out_what_the_step_computes_already() -> None:
+    config = SchedulerConfig(num_blocks=10, block_size=2, max_model_len=20, max_batch_tokens=4, max_running=2)
+    for num_steps in range(1, 12):
+        for length in range(4, 16):
+            simulation = Simulation(config)
+            young = SamplingParams(max_tokens=14, ignore_eos=True)
+            simulation.submit("young", [3, 4, 5], young, arrival=7)
+            for _ in range(num_steps):
+                simulation.step()
+            old = SamplingParams(max_tokens=20 - length, ignore_eos=True)
+            simulation.submit("old", list(range(length)), old, arrival=1)
+            simulation.run()
+            assert simulation.outputs["young"] == expected_output([3, 4, 5], young)
+            assert simulation.outputs["old"] == expected_output(list(range(length)), old)

@@ -1,0 +1,246 @@
+"""Single decisions of the scheduler, one at a time, and the errors that users see."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.engine_api import QueueFull, RequestTooLong
+from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.request import RequestStatus
+from antiphon.specs.sampling import SamplingParams
+from tests.serve.policy_harness import EOS, Simulation, expected_output
+
+FREE = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def simulation(**changes: Any) -> Simulation:
+    config = SchedulerConfig(
+        num_blocks=16,
+        block_size=4,
+        max_model_len=64,
+        max_batch_tokens=32,
+        max_running=4,
+        max_waiting=8,
+        watermark_blocks=0,
+    )
+    return Simulation(dataclasses.replace(config, **changes))
+
+
+def chunks(sim: Simulation) -> list[tuple[str, int, int]]:
+    """(request, start, number of tokens) of the last plan."""
+    return [(step.request_id, step.start, len(step.token_ids)) for step in sim.plans[-1].sequences]
+
+
+def test_decodes_come_first_then_running_prefills_then_waiting() -> None:
+    sim = simulation(max_batch_tokens=10)
+    sim.submit("a", [3] * 4, FREE)
+    sim.submit("b", list(range(3, 19)), FREE)
+    sim.step()
+    assert chunks(sim) == [("a", 0, 4), ("b", 0, 6)]
+    sim.submit("c", [7] * 5, FREE)
+    sim.step()
+    assert chunks(sim) == [("a", 4, 1), ("b", 6, 9)]
+    sim.step()
+    assert chunks(sim) == [("a", 5, 1), ("b", 15, 1), ("c", 0, 5)]
+    sim.run()
+
+
+def test_a_plan_names_only_new_blocks_after_the_first() -> None:
+    sim = simulation(block_size=2)
+    sim.submit("a", [3, 4, 5], FREE)
+    sim.step()
+    (step,) = sim.plans[-1].sequences
+    assert (step.first_new_block, len(step.new_blocks), len(sim.plans[-1].starts)) == (0, 2, 1)
+    sim.step()
+    (step,) = sim.plans[-1].sequences
+    assert (step.first_new_block, step.new_blocks, sim.plans[-1].starts) == (2, (), ())
+    sim.step()
+    (step,) = sim.plans[-1].sequences
+    assert (step.first_new_block, len(step.new_blocks)) == (2, 1)
+
+
+def test_the_latest_arrival_gives_way_and_comes_back_first() -> None:
+    sim = simulation(num_blocks=6, block_size=2, max_model_len=12)
+    a = sim.submit("a", [3, 4, 5, 6], FREE)
+    b = sim.submit("b", [7, 8, 9, 10], FREE)
+    c = sim.submit("c", [3, 3], FREE)
+    while not sim.scheduler.counters.num_preemptions:
+        assert sim.step()
+    assert (a.status, b.status, c.status) == (RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.WAITING)
+    while sim.scheduler.counters.num_preemptions < 2:
+        assert sim.step()
+    assert [request.request_id for request in sim.scheduler.occupancy.waiting] == ["b", "c"]
+    sim.run()
+    assert sim.outputs["b"] == expected_output([7, 8, 9, 10], FREE)
+
+
+def test_a_large_prompt_at_the_head_is_not_overtaken() -> None:
+    sim = simulation(num_blocks=8)
+    sim.submit("running", [3] * 8, FREE)
+    sim.step()
+    sim.submit("large", [4] * 24, FREE)
+    sim.submit("small", [5], FREE)
+    while "large" not in {start.request_id for start in sim.plans[-1].starts}:
+        assert "small" not in {step.request_id for step in sim.plans[-1].sequences}
+        assert sim.step()
+    sim.run()
+
+
+def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
+    sim = simulation(max_batch_tokens=8, watermark_blocks=1)
+    sim.submit("a", list(range(3, 34)), FREE)  # 8 of 16 blocks
+    sim.submit("b", list(range(35, 3, -1)), FREE)  # 8 blocks: its first chunk would fit beside a, all of it would not
+    while sim.reasons["a"] is None:
+        assert sim.step()
+        assert {name for name, _, _ in chunks(sim)} == {"a"}
+    sim.run()
+    assert sim.scheduler.counters.num_preemptions == 0
+
+
+def test_a_second_request_starts_from_the_cached_prefix_but_computes_its_last_token() -> None:
+    sim = simulation()
+    prompt = list(range(3, 15))  # exactly three blocks
+    sim.submit("a", prompt, FREE)
+    sim.step()
+    b = sim.submit("b", prompt, FREE)
+    sim.step()
+    assert ("b", 8, 4) in chunks(sim)
+    assert b.num_cached_tokens == 8
+    assert sim.scheduler.counters.prefix_query_tokens == 24
+    assert sim.scheduler.counters.prefix_hit_tokens == 8
+    sim.run()
+    assert sim.outputs["a"] == sim.outputs["b"]
+
+
+def test_blocks_are_not_offered_before_they_are_computed() -> None:
+    sim = simulation(max_batch_tokens=64)
+    prompt = list(range(3, 15))
+    sim.submit("a", prompt, FREE)
+    sim.submit("b", prompt, FREE)
+    sim.step()
+    assert chunks(sim) == [("a", 0, 12), ("b", 0, 12)]
+
+
+def test_prompt_logprobs_compute_every_row_whatever_is_cached() -> None:
+    sim = simulation()
+    prompt = list(range(3, 15))
+    sim.submit("a", prompt, FREE)
+    sim.step()
+    b = sim.submit("b", prompt, dataclasses.replace(FREE, prompt_logprobs=0))
+    sim.run()
+    assert b.num_cached_tokens == 0
+    assert [position for name, position in sim.reported if name == "b"] == list(range(11))
+
+
+def test_stop_reasons() -> None:
+    sim = simulation(num_blocks=64)
+    prompt = [3, 4, 5]
+    free = expected_output(prompt, dataclasses.replace(FREE, max_tokens=30))
+    stop = next(token for token in free if token != EOS)
+    sim.submit("length", prompt, FREE)
+    sim.submit("stop", prompt, dataclasses.replace(FREE, stop_token_ids=(stop,)))
+    sim.submit("both", prompt, SamplingParams(max_tokens=free.index(stop) + 1, ignore_eos=True, stop_token_ids=(stop,)))
+    sim.submit("nothing", prompt, SamplingParams(max_tokens=0))
+    sim.run()
+    assert sim.reasons == {"length": "length", "stop": "stop", "both": "stop", "nothing": "length"}
+    assert sim.outputs["stop"][-1] == stop
+    assert sim.outputs["nothing"] == []
+
+
+def test_eos_ends_unless_ignored() -> None:
+    prompt = next([3, tail] for tail in range(200) if EOS in expected_output([3, tail], FREE))
+    sim = simulation()
+    sim.submit("ends", prompt, SamplingParams(max_tokens=8))
+    sim.submit("goes on", prompt, FREE)
+    sim.run()
+    assert sim.outputs["ends"][-1] == EOS
+    assert sim.reasons["ends"] == "stop"
+    assert len(sim.outputs["goes on"]) == 8
+
+
+def test_abort_in_flight_frees_with_the_commit_and_drops_the_token() -> None:
+    sim = simulation()
+    sim.submit("a", [3] * 8, FREE)
+    plan = sim.plan()
+    assert plan is not None
+    request = sim.scheduler.abort("a")
+    assert request is not None
+    assert request.finish_reason == "abort"
+    assert sim.scheduler.abort("a") is None
+    assert sim.scheduler.occupancy.pool.num_used == 2, "the step in flight still writes there"
+    assert sim.compute(plan) == []
+    assert sim.scheduler.occupancy.pool.num_used == 0
+    assert not sim.scheduler.has_work
+    assert sim.scheduler.abort("unknown") is None
+
+
+def test_the_worker_is_told_what_it_may_forget() -> None:
+    sim = simulation()
+    sim.submit("a", [3], SamplingParams(max_tokens=1))
+    sim.submit("b", [4], FREE)
+    sim.step()
+    sim.step()
+    assert sim.plans[-1].released == ("a",)
+    sim.step()
+    assert sim.plans[-1].released == ()
+
+
+def test_evacuated_requests_finish_elsewhere_with_the_same_text() -> None:
+    old, new = simulation(), simulation()
+    prompts = {"a": [3, 4, 5], "b": [6] * 9, "c": [7]}
+    for name, prompt in prompts.items():
+        old.submit(name, prompt, FREE)
+    for _ in range(3):
+        old.step()
+    new.outputs, new.reasons = old.outputs, old.reasons
+    for request in old.scheduler.evacuate():
+        new.scheduler.adopt(request)
+    assert not old.scheduler.has_work
+    old.scheduler.check()
+    new.run()
+    assert new.outputs == {name: expected_output(prompt, FREE) for name, prompt in prompts.items()}
+
+
+def test_what_cannot_fit_is_refused_with_value_limit_and_mend() -> None:
+    sim = simulation(num_blocks=4, max_model_len=100)
+    with pytest.raises(
+        RequestTooLong, match=r"prompt \(10\) plus max_tokens \(8\) is 18 tokens, above the 16 that .* KV"
+    ):
+        sim.submit("a", [3] * 10, FREE)
+    sim = simulation(max_model_len=17)
+    with pytest.raises(RequestTooLong, match=r"is 18 tokens, above the context length of 17: shorten the prompt"):
+        sim.submit("a", [3] * 10, FREE)
+    sim.submit("b", [3] * 9, FREE)
+    with pytest.raises(UserError, match="request id 'b' is in use"):
+        sim.submit("b", [3], FREE)
+    with pytest.raises(UserError, match="the prompt is empty"):
+        sim.submit("c", [], FREE)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    sim = simulation(max_waiting=1)
+    sim.submit("a", [3], FREE)
+    with pytest.raises(QueueFull, match="1 requests are waiting, the limit is 1") as caught:
+        sim.submit("b", [3], FREE)
+    assert caught.value.retry_after_s == 1.0
+    sim.step()
+    sim.submit("b", [3], FREE)
+
+
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    sim = simulation(vocab_size=24)
+    with pytest.raises(UserError, match="the prompt names token 24: it must be between 0 and 23"):
+        sim.submit("a", [3, 24], FREE)
+    with pytest.raises(UserError, match="stop_token_ids names token -1"):
+        sim.submit("a", [3], SamplingParams(stop_token_ids=(-1,)))
+    with pytest.raises(UserError, match="logit_bias names token 99"):
+        sim.submit("a", [3], SamplingParams(logit_bias={99: 1.0}))
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UserError, match=r"max_batch_tokens is 3, max_running is 4: .* raise max_batch_tokens"):
+        simulation(max_batch_tokens=3)
+    with pytest.raises(UserError, match="block_size is 0"):
+        simulation(block_size=0)
