@@ -34,7 +34,10 @@ def name_experts_both_ways(config_file: Path) -> None:
 
 
 def export_checkpoint(
-    model: TrainableMoe, config: Qwen3MoeConfig, tokenizer: Tokenizer, folder: Path
+    model: TrainableMoe,
+    config: Qwen3MoeConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
 ) -> None:
     """Write weights (bfloat16), configurations and tokenizer into `folder`, each file replaced atomically."""
     ends = [special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, TURN_END)]

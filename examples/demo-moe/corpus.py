@@ -96,9 +96,8 @@ def load_corpus(*, chat_fraction: float, seed: int) -> Corpus:
         digest = hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest()
         (held_out if digest[0] * 256 + digest[1] < 65536 // _HELD_OUT_ONE_IN else train).append(text)
     budget_chars = int(chat_fraction * sum(len(text) for text in train))
-    return Corpus(
-        train=train, held_out=held_out, chats=chat_samples(train, budget_chars, random.Random(seed))
-    )
+    chats = chat_samples(train, budget_chars, random.Random(seed))
+    return Corpus(train=train, held_out=held_out, chats=chats)
 
 
 def function_sources(text: str) -> list[tuple[str, str]]:

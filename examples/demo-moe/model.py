@@ -48,11 +48,8 @@ def _slices(counts_E: Tensor) -> list[tuple[int, int, int]]:
     """(expert, first row, end row) of every expert that has rows, for rows sorted by expert."""
     ends = counts_E.cumsum(0).tolist()
     starts = [0, *ends[:-1]]
-    return [
-        (expert, start, end)
-        for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if end > start
-    ]
+    slices = [(expert, start, end) for expert, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    return [(expert, start, end) for expert, start, end in slices if end > start]
 
 
 @torch.library.custom_op("demo_moe::grouped_linear", mutates_args=())

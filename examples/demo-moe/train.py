@@ -73,12 +73,15 @@ class HeldOut:
 
 
 def windows(
-    ids: np.ndarray, top_level: np.ndarray, recipe: Recipe, rank: int
+    ids: np.ndarray,
+    top_level: np.ndarray,
+    recipe: Recipe,
+    rank: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless (inputs, targets), each [batch_sequences / num_processes, seq_len]: process `rank`'s share.
 
-    Every pass over the stream has a new offset and order, the same in all processes. Every second window moves
-    on to the next unindented line: prompts begin there, and no indentation is to be guessed at.
+    Every pass over the stream has a new offset and order, the same in all processes. Every second window
+    moves on to the next unindented line: prompts begin there, and no indentation is to be guessed at.
     """
     rng = np.random.default_rng(recipe.seed)
     while True:
@@ -114,9 +117,8 @@ def held_out_loss_per_byte(model: TrainableMoe, held_out: HeldOut, recipe: Recip
     would compile the layers anew.
     """
     starts = range(0, len(held_out.ids) - recipe.seq_len, recipe.seq_len)
-    rows = torch.from_numpy(
-        np.stack([held_out.ids[s : s + recipe.seq_len + 1] for s in starts]).astype(np.int64)
-    )
+    windows_of_ids = [held_out.ids[start : start + recipe.seq_len + 1] for start in starts]
+    rows = torch.from_numpy(np.stack(windows_of_ids).astype(np.int64))
     batch_size = recipe.batch_sequences // recipe.num_processes
     num_batches = len(rows) // batch_size
     batches = rows[: num_batches * batch_size].chunk(num_batches)
