@@ -4,8 +4,8 @@ Usage: `python benchmarks/kernels.py [--threads N] [--repeat N] [--only experts,
 
 Method
 1. Every case checks its result against PyTorch first.
-2. Ours, PyTorch's and a plain read of memory run in turn, one short call each a round; best and median of many
-   rounds are printed. On a shared machine single rounds mean nothing, and only neighbours in time compare.
+2. Ours, PyTorch's and a plain read of memory run in turn, one short call each a round after a pause and a call that
+   wakes the threads; best and median of many rounds are printed. On a shared machine single rounds mean nothing, and only neighbours in time compare.
 3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB.
 4. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
 """
@@ -30,6 +30,7 @@ from antiphon.kernels.cpu import CpuBackend
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
 READ_BYTES, NUM_READS = 16 << 20, 16
+SETTLE_S = 0.01  # the other library's threads spin for a while after its last region
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 4, 64, 16
 
 
@@ -40,8 +41,10 @@ def interleaved(actions: dict[str, Callable[[int], object]], repeat: int) -> dic
         action(0)
     for number in range(repeat):
         for name, action in actions.items():
-            start = time.perf_counter()
+            time.sleep(SETTLE_S)
             action(number)
+            start = time.perf_counter()
+            action(number + 1)
             times[name].append(time.perf_counter() - start)
     return {name: (min(values), statistics.median(values)) for name, values in times.items()}
 
@@ -102,7 +105,13 @@ def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
 def bench_linear(backend: CpuBackend, repeat: int, console: Console) -> None:
     """GFLOP/s of warm products."""
     table = Table("rows x in x out", "ours GFLOP/s", "PyTorch GFLOP/s", title="linear; best / median")
-    for rows, inner, outer in ((64, 1024, 1024), (512, 1024, 1536), (512, 1024, 1024), (2048, 2048, 2048), (512, 4096, 4096)):
+    for rows, inner, outer in (
+        (64, 1024, 1024),
+        (512, 1024, 1536),
+        (512, 1024, 1024),
+        (2048, 2048, 2048),
+        (512, 4096, 4096),
+    ):
         x, weight = torch.randn(rows, inner).bfloat16(), (torch.randn(outer, inner) * inner**-0.5).bfloat16()
         packed = backend.pack_linear(weight)
         check(backend.linear(x, packed), F.linear(x, weight))
@@ -145,7 +154,9 @@ def filled_cache(backend: CpuBackend, num_sequences: int, context: int, query_le
         qkv, cache, 0, batch_of(context), rotary, num_heads=NUM_HEADS, q_norm_D=None, k_norm_D=None, eps=1e-6
     )
     split = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
-    _, k, v = (part.view(num_sequences, context, -1, HEAD_DIM).transpose(1, 2).contiguous() for part in qkv.split(split, 1))
+    _, k, v = (
+        part.view(num_sequences, context, -1, HEAD_DIM).transpose(1, 2).contiguous() for part in qkv.split(split, 1)
+    )
     q = q.view(num_sequences, context, NUM_HEADS, HEAD_DIM)[:, context - query_len :]
     return cache, batch_of(query_len), q.reshape(-1, NUM_HEADS, HEAD_DIM).contiguous(), k, v
 

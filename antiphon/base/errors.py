@@ -23,6 +23,14 @@ class ResourceError(UserError):
     exit_code = 1
 
 
+class StartFailed(UserError):
+    """A worker process cannot start; the message and the exit code are the worker's own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class PeerLost(RuntimeError):
     """A process we exchange data with is gone. `peer` names it, for example ``experts[1]``."""
 

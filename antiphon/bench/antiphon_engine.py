@@ -19,8 +19,10 @@ from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import Layout, ServeConfig, kv_cache_block_bytes
 from antiphon.serve.engine import Engine
+from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
+from antiphon.serve.worker.messages import Spans
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -39,14 +41,24 @@ class AntiphonEngine:
     """Implements `Peer` with worker processes of this benchmark's own."""
 
     def __init__(
-        self, contestant: str, model: Path, *, max_concurrency: int, max_tokens: int, threads: int = 0
+        self,
+        contestant: str,
+        model: Path,
+        *,
+        max_concurrency: int,
+        max_tokens: int,
+        device: str = "cpu",
+        threads: int = 0,
+        trace: bool = False,
     ) -> None:
         self.layout, self.num_attention, self.num_experts, self.num_micro_batches = parse_contestant(contestant)
         self._name = f"antiphon {contestant}"
         self._model = model
         self._max_concurrency = max_concurrency
         self._max_tokens = max_tokens
+        self._device = device
         self._threads = threads
+        self._trace = trace
         self._engine: Engine | None = None
         self._runs = 0
         self._peak_rss_bytes = 0
@@ -71,6 +83,7 @@ class AntiphonEngine:
             num_attention=self.num_attention,
             num_experts=max(1, self.num_experts),
             num_micro_batches=self.num_micro_batches,
+            device=self._device,
             max_model_len=self._max_tokens,
             kv_bytes=blocks * block_bytes * self.num_attention,
             block_size=BLOCK_SIZE,
@@ -79,6 +92,7 @@ class AntiphonEngine:
             max_waiting=2 * self._max_concurrency,
             num_threads=self._threads,
             timeout_s=120.0,
+            trace=self._trace,
         )
 
     def sizes(self) -> dict[str, int | str | None]:
@@ -131,6 +145,11 @@ class AntiphonEngine:
             last[output.request_id] = now
             token_ids[int(output.request_id)].extend(output.token_ids)
         return time.perf_counter() - started, ttft_s, itl_s, token_ids
+
+    def take_spans(self) -> dict[WorkerName, Spans]:
+        """What the workers recorded since the last call (with `trace`)."""
+        assert self._engine is not None, "start() comes first"
+        return self._engine.take_spans()
 
     def _worker_processes(self) -> list[psutil.Process]:
         assert self._engine is not None, "start() comes first"

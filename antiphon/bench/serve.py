@@ -1,4 +1,4 @@
-"""The serving benchmark: Antiphon's layouts and its peers on the same prompts, interleaved, beside the machine's limits.
+"""The serving benchmark: Antiphon's layouts and its peers on the same prompts, interleaved, beside the limits.
 
 1. measure the limits (read bandwidth, bf16 products) before and after: the machine drifts
 2. start all contestants; each is stopped (SIGSTOP) while another runs

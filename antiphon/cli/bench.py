@@ -20,9 +20,10 @@ from antiphon.bench.peers.transformers_peer import transformers_peer
 from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
-from antiphon.cli.output import emit_json, show, table
+from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
+from antiphon.cli.output import JsonOption, emit_json, show, table
 
-app = typer.Typer(help="Measure Antiphon beside its peers.", no_args_is_help=True)
+app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
 _COLUMNS = (
     "engine",
     "conc.",
@@ -38,25 +39,28 @@ _COLUMNS = (
 
 
 @app.callback()
-def root() -> None:
-    """Measure Antiphon beside its peers."""
+def root(context: typer.Context) -> None:
+    """Measure Antiphon beside other engines."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
-@app.command()
+@app.command(context_settings=CONTEXT_SETTINGS)
 def serve(
     model: options.ModelFolder,
-    concurrency: Annotated[str, typer.Option(help="Requests at once, a list.")] = "1,8,32,64",
-    input_tokens: Annotated[int, typer.Option(help="Prompt length.")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
-    prefill: Annotated[str, typer.Option(help="Prompts only: requests x tokens, a list; empty: none.")] = "1x512,8x512",
-    layouts: Annotated[str, typer.Option(help="Ours: colocated, colocated*2, 1+1/m2, a list.")] = "colocated",
-    peers: Annotated[str, typer.Option(help="transformers, vllm, a list; empty: none.")] = "transformers,vllm",
-    against_url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server.")] = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests at once.")] = "1,8,32,64",
+    input_tokens: Annotated[int, typer.Option(metavar="N", help="Prompt length.")] = 128,
+    output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated per request.")] = 64,
+    prefill: Annotated[str, typer.Option(metavar="NxN,NxN", help="Prompts x tokens; '': none.")] = "1x512,8x512",
+    layouts: Annotated[str, typer.Option(metavar="L,L", help="colocated, colocated*2, 1+1/m2")] = "colocated",
+    peers: Annotated[str, typer.Option(metavar="P,P", help="'': none.")] = "transformers,vllm",
+    against_url: Annotated[str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible server.")] = None,
+    device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = 0,
-    rounds: Annotated[int, typer.Option(help="At most this many repetitions.")] = 6,
-    json: options.JsonOption = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="At most this many repetitions.")] = 6,
+    json: JsonOption = None,
 ) -> None:
-    """Time MODEL at several concurrencies; ours and peers take turns in one run."""
+    """Time serving MODEL beside other engines, in turns."""
     sizes = [WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
     sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
     if not sizes:

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import typer
 from packaging.requirements import Requirement
 from rich.text import Text
 
 from antiphon import __version__
 from antiphon.base.units import format_bytes
-from antiphon.cli.output import emit_json, show, table
+from antiphon.cli.output import JsonOption, emit_json, show, table
 
 Status = Literal["ok", "info", "missing", "broken"]
 
@@ -58,6 +59,11 @@ class Finding:
     status: Status
     detail: str
     mend: str = ""
+
+
+def doctor(json: JsonOption = None) -> None:
+    """Show devices, libraries, transports and peers; what is missing and how to get it."""
+    raise typer.Exit(run_doctor(json))
 
 
 def run_doctor(json: str | None) -> int:

@@ -1,15 +1,15 @@
 """`antiphon generate`: complete prompts offline, with the same engine that serves."""
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli import options
-from antiphon.cli.output import emit_json, show, table
+from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.cli.serve import report_timeline, start_with_progress
+from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.streams import ThreadSink
@@ -19,13 +19,13 @@ from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 def generate(
     model: options.ModelFolder,
-    prompt: Annotated[str | None, typer.Option(help="Text to complete.")] = None,
-    token_ids: Annotated[str | None, typer.Option(help="Token ids to complete, e.g. 1,2,3.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="For temperature above 0.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Alternatives to report per token.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-sequence token.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to complete.")] = None,
+    token_ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids instead, e.g. 1,2,3.")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Randomness; 0: greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="For a temperature above 0.")] = None,
+    logprobs: Annotated[int | None, typer.Option(metavar="K", help="Report K alternatives a token.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.")] = False,
     layout: options.LayoutOption = "auto",
     attention: options.AttentionOption = 1,
     experts: options.ExpertsOption = 0,
@@ -37,12 +37,15 @@ def generate(
     kv_bytes: options.KvBytesOption = "0",
     threads: options.ThreadsOption = 0,
     timeout: options.TimeoutOption = 30.0,
-    timeline: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
-    json: options.JsonOption = None,
+    timeline: options.TimelineOption = None,
+    json: JsonOption = None,
 ) -> None:
     """Complete a prompt with MODEL, without a server."""
     if (prompt is None) == (token_ids is None):
         raise UserError("give one of --prompt TEXT and --token-ids 1,2,3")
+    if max_tokens < 1:
+        raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
+    options.check_output_file("--timeline", timeline)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos
     )
@@ -63,11 +66,14 @@ def generate(
         timeout=timeout,
         trace=timeline is not None,
     )
-    tokenizer = load_tokenizer(model) if token_ids is None else None
+    spec = load_model_spec(model)
+    tokenizer = load_tokenizer(model) if prompt is not None else None
     if tokenizer is not None:
         ids = tokenizer.encode(str(prompt), add_special_tokens=True)
     else:
-        ids = parse_token_ids(str(token_ids))
+        ids = parse_token_ids(str(token_ids), spec.vocab_size)
+    if not ids:
+        raise UserError("--prompt '' holds no token: give at least one")
     engine = start_with_progress(config)
     try:
         result = complete(engine, ids, params, tokenizer, stream=json != "-")
@@ -75,17 +81,20 @@ def generate(
             show_logprobs(result, tokenizer, json)
         emit_json(json, result)
         if timeline is not None:
-            report_timeline(engine, timeline)
+            report_timeline(engine, timeline, json)
     finally:
         engine.stop()
 
 
-def parse_token_ids(text: str) -> list[int]:
+def parse_token_ids(text: str, vocab_size: int) -> list[int]:
     """``"1,2,3"`` -> ``[1, 2, 3]``."""
     try:
-        return [int(part) for part in text.split(",")]
+        ids = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise UserError(f"--token-ids {text!r} is not a list of numbers: write for example 1,2,3") from error
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise UserError(f"--token-ids names token {wrong[0]}: this model's are 0 to {vocab_size - 1}")
+    return ids
 
 
 def complete(

@@ -1,4 +1,7 @@
-"""The `antiphon` command. One small file a command; imports happen when a command runs, so that `--help` is quick."""
+"""The `antiphon` command: the list of its commands, and the two options that all share.
+
+One small file a command. `--debug` may stand anywhere; it is taken out before the rest is read.
+"""
 
 import sys
 from typing import Annotated
@@ -6,30 +9,24 @@ from typing import Annotated
 import typer
 
 from antiphon import __version__
-from antiphon.cli.bench import app as bench_app
-from antiphon.cli.doctor import run_doctor
-from antiphon.cli.generate import generate
-from antiphon.cli.options import JsonOption
+from antiphon.cli.command_group import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import run_command
-from antiphon.cli.serve import serve
 
-app = typer.Typer(
+COMMANDS = {
+    "doctor": CommandPlace("antiphon.cli.doctor", "doctor", "What this machine offers, what is missing, how to get it"),
+    "serve": CommandPlace("antiphon.cli.serve", "serve", "Serve a model over HTTP, with OpenAI's API"),
+    "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
+    "bench": CommandPlace("antiphon.cli.bench", "app", "Measure Antiphon beside other engines"),
+}
+DEBUG = "--debug"
+
+app = new_app(
+    "Serve Mixture-of-Experts models with attention and experts apart, and measure it.",
     name="antiphon",
-    help="Serve Mixture-of-Experts models with attention and experts apart, and measure it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    cls=lazy_group(COMMANDS),
+    invoke_without_command=True,
+    epilog="'antiphon COMMAND --help' shows a command's options.",
 )
-app.command()(serve)
-app.command()(generate)
-app.add_typer(bench_app, name="bench")
-
-
-@app.command()
-def doctor(json: JsonOption = None) -> None:
-    """Show devices, libraries, transports and peers; what is missing and how to get it."""
-    raise typer.Exit(run_doctor(json))
 
 
 def _print_version(wanted: bool) -> None:
@@ -40,16 +37,23 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks; also after the command.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Serve Mixture-of-Experts models with attention and experts apart, and measure it."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
-    sys.exit(run_command(app, debug="--debug" in sys.argv))
+    """Run the command line and exit with its code."""
+    arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
+    sys.exit(
+        run_command(lambda: app(arguments, prog_name="antiphon", standalone_mode=False), debug=DEBUG in sys.argv[1:])
+    )
 
 
 if __name__ == "__main__":

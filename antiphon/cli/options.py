@@ -6,33 +6,52 @@ from typing import Annotated
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.base.logging import get_logger
-from antiphon.base.units import parse_bytes as parse_bytes
+from antiphon.base.units import parse_bytes
 from antiphon.serve.config import Layout, ServeConfig
 
-_log = get_logger("cli")
-
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
-LayoutOption = Annotated[str, typer.Option("--layout", help="auto, colocated or disaggregated.")]
-AttentionOption = Annotated[int, typer.Option("--attention", help="Attention workers, or colocated replicas.")]
-ExpertsOption = Annotated[int, typer.Option("--experts", help="Expert workers (disaggregated). 0: 1.")]
+LayoutOption = Annotated[str, typer.Option("--layout", metavar="NAME", help="auto, colocated or disaggregated.")]
+AttentionOption = Annotated[int, typer.Option("--attention", metavar="N", help="Attention workers, or replicas.")]
+ExpertsOption = Annotated[
+    int, typer.Option("--experts", metavar="N", show_default="1", help="Expert workers, if disaggregated.")
+]
 MicroBatchesOption = Annotated[
-    int, typer.Option("--micro-batches", help="Ping-pong micro-batches. 0: 2 apart, else 1.")
+    int, typer.Option("--micro-batches", metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
-KernelsOption = Annotated[str, typer.Option("--kernels", help="auto, cpu (native) or reference (PyTorch).")]
-MaxModelLenOption = Annotated[int, typer.Option("--max-model-len", help="Longest sequence. 0: the model's own.")]
-KvBytesOption = Annotated[str, typer.Option("--kv-bytes", help="KV cache budget, e.g. 4GiB. 0: 30% of free memory.")]
-MaxRunningOption = Annotated[
-    int, typer.Option("--max-running", help="Requests decoding at once, per attention worker.")
+DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
+KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")]
+MaxModelLenOption = Annotated[
+    int, typer.Option("--max-model-len", metavar="N", show_default="the model's", help="Longest sequence.")
 ]
+KvBytesOption = Annotated[
+    str, typer.Option("--kv-bytes", metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
+]
+MaxRunningOption = Annotated[int, typer.Option("--max-running", metavar="N", help="Requests a step, per worker.")]
 MaxBatchTokensOption = Annotated[
-    int, typer.Option("--max-batch-tokens", help="Rows of one step, per attention worker.")
+    int, typer.Option("--max-batch-tokens", metavar="N", help="Tokens a step, per worker.")
 ]
-ThreadsOption = Annotated[int, typer.Option("--threads", help="Threads per worker. 0: share the cores.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds a worker may take to answer another.")]
-JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE ('-': stdout).")]
+ThreadsOption = Annotated[
+    int, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
+]
+TimeoutOption = Annotated[float, typer.Option("--timeout", metavar="S", help="Patience between workers.")]
+TimelineOption = Annotated[
+    Path | None, typer.Option("--timeline", metavar="FILE", help="Write a Perfetto trace at the end.")
+]
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes from what was written behind `option`; `UserError` names it."""
+    try:
+        return parse_bytes(text)
+    except UserError as error:
+        raise UserError(f"{option} {error}") from error
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """`UserError` now, not after minutes of work, if `path` cannot be written at the end."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.resolve().parent} does not exist; create it")
 
 
 def serve_config(
@@ -55,11 +74,12 @@ def serve_config(
     trace: bool = False,
 ) -> ServeConfig:
     """A validated configuration; options that do not apply to the layout are refused, not ignored."""
+    for name, value in (("experts", experts), ("micro-batches", micro_batches)):
+        if value < 0:
+            raise UserError(f"--{name} is {value}: it must be at least 1, or 0 for the default")
     resolved = _resolve_layout(layout, experts, micro_batches)
     if resolved == "colocated" and experts > 0:
         raise UserError(f"--experts {experts} does not apply to --layout colocated: leave it out or use disaggregated")
-    if experts < 0 or micro_batches < 0:
-        raise UserError(f"--experts {experts}, --micro-batches {micro_batches}: both must be at least 0")
     return ServeConfig(
         model=model,
         layout=resolved,
@@ -70,9 +90,9 @@ def serve_config(
         dtype=dtype,
         kernels=kernels,
         max_model_len=max_model_len,
-        kv_bytes=parse_bytes(kv_bytes),
+        kv_bytes=parse_size("--kv-bytes", kv_bytes),
         max_running=max_running,
-        max_batch_tokens=max(max_batch_tokens, max_running),
+        max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
         num_threads=threads,
         timeout_s=timeout,
@@ -81,12 +101,9 @@ def serve_config(
 
 
 def _resolve_layout(layout: str, experts: int, micro_batches: int) -> Layout:
-    if layout == "colocated" or layout == "disaggregated":
+    if layout in {"colocated", "disaggregated"}:
         return "colocated" if layout == "colocated" else "disaggregated"
     if layout != "auto":
         raise UserError(f"--layout {layout} does not exist: use auto, colocated or disaggregated")
-    if experts > 0 or micro_batches > 1:
-        _log.info("layout: disaggregated, because expert workers or micro-batches were asked for")
-        return "disaggregated"
-    _log.info("layout: colocated (on one machine it is the faster one; --layout disaggregated separates the two)")
-    return "colocated"
+    # On one machine the colocated layout is the faster one; asking for what only the other has is asking for the other.
+    return "disaggregated" if experts > 0 or micro_batches > 1 else "colocated"

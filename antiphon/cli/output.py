@@ -10,7 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,8 +20,13 @@ from rich.text import Text
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 160  # columns of a table that no terminal limits
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; '-': standard output.")
+]
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's; typer carries it without a public name
 
 
 def emit_json(destination: str | None, payload: object) -> None:
@@ -94,20 +101,50 @@ def run_command(command: Callable[[], object], *, debug: bool = False) -> int:
         sys.stdout.flush()
     except SystemExit as exit_request:
         return _exit_code(exit_request.code)
-    except KeyboardInterrupt:
-        _print_error("interrupted", debug)
-        return EXIT_INTERRUPTED
-    except (UserError, PeerLost, PeerTimeout) as error:
-        _print_error(_one_line(error), debug)
-        return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
+    except typer.Exit as exit_request:
+        return exit_request.exit_code
     except BrokenPipeError:  # the reader of our output is gone, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except Exception as error:
-        hint = "" if debug else "; --debug shows where"
-        _print_error(f"{type(error).__name__}: {_one_line(error)}{hint}", debug)
-        return EXIT_FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = _explain(error, debug)
+        _print_error(message, debug)
+        return code
+    if result == EXIT_INTERRUPTED:  # how typer tells of Ctrl-C
+        _print_error("interrupted", debug)
     return result if type(result) is int else 0
+
+
+def _explain(error: BaseException, debug: bool) -> tuple[int, str]:
+    """(exit code, what to tell the user)."""
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return EXIT_INTERRUPTED, "interrupted"
+    if isinstance(error, _UsageError):
+        return EXIT_USAGE, _usage_message(error)
+    if isinstance(error, (UserError, PeerLost, PeerTimeout)):
+        return error.exit_code if isinstance(error, UserError) else EXIT_FAILED, _one_line(error)
+    hint = "" if debug else "; --debug shows where"
+    return EXIT_FAILED, f"{type(error).__name__}: {_one_line(error)}{hint}"
+
+
+def _usage_message(error: Any) -> str:
+    """What the argument parser refuses, in one line."""
+    path = error.ctx.command_path if error.ctx is not None else "antiphon"
+    options: list[str] = getattr(getattr(error, "param", None), "opts", [])
+    value = _value_of(options, sys.argv)
+    if value is not None and error.message:
+        reason = error.message.partition(",")[0].removeprefix("Input should be ").rstrip(".")
+        return f"{options[0]} is {value!r}: it must be {reason}; see '{path} --help'"
+    return f"{' '.join(error.format_message().split()).rstrip('.')}; see '{path} --help'"
+
+
+def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """What was written behind one of `options`; the parser's errors leave it out."""
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in options:
+            return value if equals else next(iter(arguments[position + 1 :]), None)
+    return None
 
 
 def _exit_code(code: object) -> int:

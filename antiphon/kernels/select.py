@@ -1,5 +1,6 @@
 """Chooses the kernel back-end once, at start, and says why."""
 
+import psutil
 import torch
 
 from antiphon.base.errors import UserError
@@ -14,16 +15,28 @@ NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> KernelBackend:
     """`name` is "auto", "cpu" (native packed kernels) or "reference" (plain PyTorch)."""
-    if name not in ("auto", "cpu", "reference"):
-        raise UserError(f"kernels {name!r} do not exist: use auto, cpu or reference")
-    native_fits = device.type == "cpu" and dtype in NATIVE_DTYPES
-    if name == "cpu" and not native_fits:
-        raise UserError(f"native kernels run on cpu in bfloat16 or float32, not {dtype} on {device}: use reference")
-    if native_fits and name != "reference":
+    check_backend(name, device, dtype)
+    if _native_fits(device, dtype) and name != "reference":
         return CpuBackend(dtype)
     if name == "auto":
         _log.info("kernels: reference (no native kernels for %s on %s)", dtype, device)
     return ReferenceBackend(device, dtype)
+
+
+def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """`UserError` if there is no such back-end for this device and dtype. Makes nothing, touches no device."""
+    if name not in ("auto", "cpu", "reference"):
+        raise UserError(f"--kernels {name} do not exist: use auto, cpu or reference")
+    if name == "cpu" and not _native_fits(device, dtype):
+        kind = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"--kernels cpu: the native kernels compute in bfloat16 or float32 on a cpu, not in {kind} on {device}: "
+            f"use --kernels reference"
+        )
+
+
+def _native_fits(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in NATIVE_DTYPES
 
 
 def resolve_device(name: str, index: int) -> torch.device:
@@ -36,12 +49,21 @@ def resolve_device(name: str, index: int) -> torch.device:
         if ":" in name:
             return torch.device(name)
         return torch.device("cuda", index % torch.cuda.device_count())
-    raise UserError(f"device {name!r} is not supported: use cpu or cuda")
+    raise UserError(f"--device {name} is not supported: use cpu or cuda")
+
+
+def free_memory_bytes(name: str) -> int:
+    """Memory free now on the device(s) called `name`: the machine's, or that of the fullest GPU."""
+    if name == "cpu":
+        return psutil.virtual_memory().available
+    resolve_device(name, 0)
+    indices = [torch.device(name).index] if ":" in name else list(range(torch.cuda.device_count()))
+    return min(int(torch.cuda.mem_get_info(index)[0]) for index in indices)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
     """ "bfloat16" and friends, as spelled in `config.json`."""
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in dtypes:
-        raise UserError(f"dtype {name!r} is not supported: use one of {', '.join(dtypes)}")
+        raise UserError(f"--dtype {name} is not supported: use one of auto, {', '.join(dtypes)}")
     return dtypes[name]

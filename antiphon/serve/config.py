@@ -62,8 +62,9 @@ class ServeConfig:
                 self.max_batch_tokens >= self.max_running,
                 "max-batch-tokens",
                 self.max_batch_tokens,
-                "max-running or more",
+                f"at least --max-running, which is {self.max_running}",
             ),
+            (self.max_waiting >= 1, "max-waiting", self.max_waiting, "at least 1"),
             (self.num_threads >= 0, "threads", self.num_threads, "at least 1, or 0 to share the cores"),
             (self.timeout_s > 0, "timeout", self.timeout_s, "above 0 s"),
         )

@@ -15,13 +15,8 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from antiphon.base.errors import UserError
+from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet, WorkerName
@@ -30,38 +25,16 @@ from antiphon.serve.policy.limits import SchedulerConfig, check_request
 from antiphon.serve.policy.request import Request, new_request
 from antiphon.serve.policy.routing import choose_attention_worker
 from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.span_collection import SpanCollection
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.streams import AsyncSink, Sink
-from antiphon.serve.worker.messages import Failure, Progress, Ready, Sampled, Spans, TakeSpans
-from antiphon.specs.sampling import SamplingParams, TokenLogprob
+from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
+from antiphon.serve.worker.messages import Failure, Progress, Ready, Spans
+from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
 _TICK_S = 0.5
-_MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 _MAX_RESTARTS = 5  # of one worker without a step in between; then the engine gives up
-
-
-class Matcher(Protocol):
-    """One sequence's place in its grammar (see `serve/text/structured`)."""
-
-    def fill_bitmask(self) -> NDArray[np.int32]: ...
-
-    def accept(self, token_id: int) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-
-@dataclass
-class _Tracked:
-    """A request and where its outputs go."""
-
-    request: Request
-    sink: Sink
-    submitted: float
-    matcher: Matcher | None = None
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    scheduled: bool = False
 
 
 class Engine:
@@ -89,9 +62,9 @@ class Engine:
         self._relaunch = relaunch
         self.make_matcher = make_matcher
         self._lock = threading.Lock()
-        self._new: list[_Tracked] = []
+        self._new: dict[str, TrackedRequest] = {}
         self._aborts: list[str] = []
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked = TrackedRequests()
         self._unrouted: list[Request] = []
         self._arrivals = 0
         self._num_waiting = 0
@@ -99,9 +72,9 @@ class Engine:
         self._draining = False
         self._stopping = False
         self._fatal: str | None = None
-        self._spans: dict[WorkerName, Spans] = {}
-        self._spans_wanted: set[WorkerName] = set()
-        self._spans_arrived = threading.Event()
+        self._fatal_exit_code = 1
+        self._new_span_collections: list[SpanCollection] = []
+        self._span_collections: list[SpanCollection] = []
         self._failures: dict[WorkerName, int] = {}
         self._ready: dict[WorkerName, Ready] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -109,10 +82,7 @@ class Engine:
 
     def bitmask_of(self, request_id: str) -> bytes | None:
         """The tokens a request's grammar allows next; None for free text."""
-        tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.matcher is None:
-            return None
-        return tracked.matcher.fill_bitmask().tobytes()
+        return self._tracked.bitmask_of(request_id)
 
     def adopt_groups(self) -> None:
         """Take note of the groups' workers; they were made after the engine because they ask it for bit masks."""
@@ -129,10 +99,20 @@ class Engine:
         """Why the engine has given up; None while it runs."""
         return self._fatal
 
+    def failure(self) -> StartFailed:
+        """`fatal` as the error of a command that could not start the engine."""
+        return StartFailed(self._fatal or "the engine has not failed", self._fatal_exit_code)
+
+    @property
+    def complete(self) -> bool:
+        """All workers can step."""
+        return all(group.complete for group in self._groups)
+
     def loading_progress(self) -> tuple[int, int]:
-        """(bytes loaded, bytes to load) over all workers that have said so."""
+        """(bytes loaded, bytes to load) over all workers; the second is 0 until each has said its part."""
         reports = list(self._loading.values())
-        return sum(report.done for report in reports), sum(report.total for report in reports)
+        total = sum(report.total for report in reports) if len(reports) == len(self._group_of) else 0
+        return sum(report.done for report in reports), total
 
     def submit(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
@@ -148,15 +128,12 @@ class Engine:
         return sink.stream(request_id, self.abort)
 
     def submit_to(self, sink: Sink, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Queue a request whose outputs go to `sink`. Raises as `AsyncEngine.submit` does, before anything is queued."""
-        if self._draining or self._stopping:
-            raise ShuttingDown("the server is shutting down: send the request to another one")
-        if self._fatal is not None:
-            raise ShuttingDown(f"the engine has stopped: {self._fatal}")
+        """Queue a request whose outputs go to `sink`. Raises as `AsyncEngine.submit` does, with nothing queued."""
         if params.grammar is not None and self.make_matcher is None:
             raise UserError("structured output needs a tokenizer: this engine was started without one")
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         with self._lock:
+            self._refuse_if_ending()
             request = new_request(
                 request_id,
                 prompt_token_ids,
@@ -171,11 +148,24 @@ class Engine:
                 raise QueueFull(
                     f"{num_waiting} requests are waiting, the limit is {self.info.max_waiting}: try again later", 1.0
                 )
-            if request_id in self._tracked:
+            if self._knows(request_id):
                 raise UserError(f"request id {request_id!r} is in use: choose another")
             self._arrivals += 1
-            self._new.append(_Tracked(request, sink, time.monotonic()))
+            self._new[request_id] = TrackedRequest(request, sink)
         self._fleet.wake()
+
+    def _refuse_if_ending(self) -> None:
+        """Asked under the lock: the engine's thread takes it once more after the end is decided, so that no request
+        can slip in behind its last look."""
+        if self._fatal is not None:
+            raise ShuttingDown(f"the engine has stopped: {self._fatal}")
+        if self._draining or self._stopping:
+            raise ShuttingDown("the server is shutting down: send the request to another one")
+
+    def _knows(self, request_id: str) -> bool:
+        """The id is in use, if only by a request that was aborted and holds its blocks until the step has ended."""
+        held = any(request_id in scheduler.requests for scheduler in self._schedulers.values())
+        return held or request_id in self._new or request_id in self._tracked
 
     def abort(self, request_id: str) -> None:
         with self._lock:
@@ -186,15 +176,17 @@ class Engine:
         """See `AsyncEngine.drain`."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        while (self._tracked or self._new) and time.monotonic() < deadline:
+        while (unfinished := self._unfinished()) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        for request_id in list(self._tracked):
+        for request_id in unfinished:
             self.abort(request_id)
+
+    def _unfinished(self) -> list[str]:
+        with self._lock:
+            return [*self._new, *self._tracked.ids()]
 
     def stats(self) -> EngineStats:
         statistics = self.statistics
-        with self._lock:
-            queue_times, statistics.queue_times_s = statistics.queue_times_s, []
         counters = [scheduler.counters for scheduler in self._schedulers.values()]
         pools = [scheduler.occupancy.pool for scheduler in self._schedulers.values()]
         return EngineStats(
@@ -214,36 +206,42 @@ class Engine:
             exposed_communication_s=statistics.exposed_communication_s,
             dispatch_bytes=statistics.dispatch_bytes,
             balancedness_per_layer=statistics.balancedness_per_layer(),
-            queue_times_s=queue_times,
+            queue_times_s=statistics.take_queue_times(),
             healthy=self._fatal is None and any(group.ready for group in self._groups),
             status=self._fatal or ("draining" if self._draining else "ok"),
         )
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, for those who measure or stop them."""
-        return [worker.pid for worker in self._fleet.workers.values()]
+        return [worker.pid for worker in list(self._fleet.workers.values())]
+
+    def worker_pid(self, name: WorkerName) -> int:
+        """Process id of one worker's present incarnation."""
+        return self._fleet.workers[name].pid
 
     def kernels(self) -> set[str]:
         """The kernel back-ends the workers chose."""
-        return {ready.kernels for ready in self._ready.values()}
+        return {ready.kernels for ready in list(self._ready.values())}
 
     def take_spans(self, timeout_s: float = 10.0) -> dict[WorkerName, Spans]:
         """Collect the recorded spans of all live workers (and make them forget). For `--timeline`."""
-        self._spans = {}
-        self._spans_wanted = {name for name, worker in self._fleet.workers.items() if worker.ready}
-        self._spans_arrived.clear()
-        for name in list(self._spans_wanted):
-            self._fleet.send(self._fleet.workers[name], TakeSpans())
-        self._spans_arrived.wait(timeout_s)
-        return dict(self._spans)
+        if not self._thread.is_alive():
+            return {}
+        collection = SpanCollection()
+        with self._lock:
+            self._new_span_collections.append(collection)
+        self._fleet.wake()
+        return collection.wait(timeout_s)
 
     def stop(self) -> None:
-        """End all requests, the thread and the workers."""
+        """End all requests, the thread and the workers. Safe to call again."""
         self._stopping = True
         self._fleet.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=60.0)
         self._fleet.stop()
+        for group in self._groups:
+            group.close()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -254,11 +252,13 @@ class Engine:
                 for group in self._groups:
                     group.start_step()
                 self._note_first_schedules()
+                self._count_waiting()
                 for event in self._fleet.poll(_TICK_S):
                     self._handle(event)
                 for group in self._groups:
                     group.on_tick()
         except UserError as error:
+            self._fatal_exit_code = error.exit_code
             self._fatal = str(error)
         except Exception as error:
             _log.exception("the engine thread failed")
@@ -267,19 +267,35 @@ class Engine:
 
     def _take_orders(self) -> None:
         with self._lock:
-            arrived, self._new = self._new, []
+            arrived, self._new = list(self._new.values()), {}
+            self._num_waiting += len(arrived)  # until they are counted below: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
+            collections, self._new_span_collections = self._new_span_collections, []
             for tracked in arrived:
-                self._tracked[tracked.request.request_id] = tracked
+                self._tracked.add(tracked)
         for tracked in arrived:
-            request = tracked.request
-            if request.params.grammar is not None and self.make_matcher is not None:
-                tracked.matcher = self.make_matcher(request.params.grammar)
-            self._unrouted.append(request)
+            self._accept(tracked)
         for request_id in aborts:
             self._end(request_id, "abort", None)
+        for collection in collections:
+            collection.begin(self._fleet)
+        self._span_collections = [c for c in (*self._span_collections, *collections) if not c.done]
         self._route()
+        self._count_waiting()
+
+    def _count_waiting(self) -> None:
         self._num_waiting = sum(s.num_waiting for s in self._schedulers.values()) + len(self._unrouted)
+
+    def _accept(self, tracked: TrackedRequest) -> None:
+        """Put a new request in line; one whose grammar cannot be used ends at once."""
+        grammar = tracked.request.params.grammar
+        if grammar is not None and self.make_matcher is not None:
+            try:
+                tracked.matcher = self.make_matcher(grammar)
+            except ValueError as error:
+                self._end(tracked.request.request_id, "error", str(error))
+                return
+        self._unrouted.append(tracked.request)
 
     def _route(self) -> None:
         """Give requests without a worker to the best live one; without any, they wait here."""
@@ -301,9 +317,7 @@ class Engine:
                 if tracked is not None and not tracked.scheduled:
                     tracked.scheduled = True
                     self.statistics.prompt_tokens += request.num_prompt
-                    with self._lock:
-                        self.statistics.queue_times_s.append(time.monotonic() - tracked.submitted)
-                        del self.statistics.queue_times_s[:-_MAX_QUEUE_TIMES]
+                    self.statistics.record_queue_time(time.monotonic() - tracked.submitted)
 
     def _handle(self, event: Event) -> None:
         worker = event.worker
@@ -312,25 +326,24 @@ class Engine:
             self._on_death(event)
             return
         if isinstance(event.message, Spans):
-            self._spans[worker.name] = event.message
-            if set(self._spans) >= self._spans_wanted:
-                self._spans_arrived.set()
+            any(collection.add(worker.name, event.message) for collection in self._span_collections)
             return
         if isinstance(event.message, Progress):
             self._loading[worker.name] = event.message
             return
         if isinstance(event.message, Failure):
-            _log.error("%s cannot start: %s", worker.name, event.message.message)
             if worker.name not in self._ready:
-                self._fatal = event.message.message
-                raise UserError(self._fatal)
+                raise StartFailed(event.message.message, event.message.exit_code)
+            _log.error("%s cannot start: %s", worker.name, event.message.message)
             return  # it worked before: its death, which follows, starts it again
         if isinstance(event.message, Ready):
             self._ready[worker.name] = event.message
         outcome = group.on_message(worker, event.message)
         if isinstance(outcome, Commit):
-            self._failures.pop(worker.name, None)
-            self._publish(outcome)
+            for name in (worker.name, *group.experts):
+                self._failures.pop(name, None)
+            for request_id, error in self._tracked.publish(outcome):
+                self._end(request_id, "error", error)
         elif outcome is not None:
             for request_id in outcome:
                 self._end(request_id, "error", f"{worker.name} could not compute this request")
@@ -339,76 +352,31 @@ class Engine:
         name = event.worker.name
         group = self._group_of[name]
         group.on_death(event.worker)
-        if name in self._schedulers and (group.live_attention or len(self._groups) > 1):
+        for collection in self._span_collections:
+            collection.forget([name])
+        if name in self._schedulers:
             self._unrouted.extend(self._schedulers[name].evacuate())
             self._unrouted.sort(key=lambda request: request.arrival)
         if self._stopping:
             return
         self._failures[name] = self._failures.get(name, 0) + 1
         if self._failures[name] > _MAX_RESTARTS:
-            self._fatal = f"{name} died {self._failures[name]} times in a row, the last time {event.reason}"
-            raise RuntimeError(self._fatal)
+            raise UserError(f"{name} died {self._failures[name]} times in a row, the last time {event.reason}")
         self.statistics.num_worker_restarts += 1
         self._relaunch(name)
 
-    # --- outputs -----------------------------------------------------------------------------------------------------
-
-    def _publish(self, commit: Commit) -> None:
-        """Turn a commit into outputs, one delivery per sink."""
-        outputs: dict[int, tuple[Sink, list[EngineOutput]]] = {}
-        broken: list[tuple[str, str]] = []
-        for request_id, sampled in commit.sampled.items():
-            if sampled.prompt_logprobs and (tracked := self._tracked.get(request_id)) is not None:
-                tracked.prompt_logprobs.extend(sampled.prompt_logprobs)
-        for progress in commit.progress:
-            request = progress.request
-            tracked = self._tracked.get(request.request_id)
-            if tracked is None:
-                continue
-            output = self._output(tracked, progress.token_id, progress.finish_reason, commit.sampled)
-            outputs.setdefault(id(tracked.sink), (tracked.sink, []))[1].append(output)
-            if progress.finish_reason is not None:
-                del self._tracked[request.request_id]
-            elif tracked.matcher is not None and tracked.matcher.error is not None:
-                broken.append((request.request_id, f"structured output broke off: {tracked.matcher.error}"))
-        for sink, batch in outputs.values():
-            sink.deliver(batch)
-        for request_id, error in broken:
-            self._end(request_id, "error", error)
-
-    def _output(
-        self, tracked: _Tracked, token_id: int | None, reason: FinishReason | None, sampled: dict[str, Sampled]
-    ) -> EngineOutput:
-        request = tracked.request
-        if tracked.matcher is not None and token_id is not None:
-            tracked.matcher.accept(token_id)
-        first = request.num_output <= 1
-        entry = sampled.get(request.request_id)
-        prompt_logprobs: list[TokenLogprob | None] | None = None
-        if first and request.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *tracked.prompt_logprobs]
-        return EngineOutput(
-            request_id=request.request_id,
-            token_ids=[] if token_id is None else [token_id],
-            logprobs=[entry.logprob] if entry is not None and entry.logprob is not None else None,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=token_id if reason == "stop" else None,
-            num_cached_tokens=request.num_cached_tokens,
-        )
-
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """Take a request out of wherever it is and tell its sink."""
-        tracked = self._tracked.pop(request_id, None)
-        if tracked is None:
+        if not self._tracked.end(request_id, reason, error):
             return
         for scheduler in self._schedulers.values():
             scheduler.abort(request_id)
         self._unrouted = [request for request in self._unrouted if request.request_id != request_id]
-        output = EngineOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)
-        tracked.sink.deliver([output])
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        """The thread is about to end: nobody who waits may wait for ever."""
         self._take_orders()
-        for request_id in list(self._tracked):
+        for request_id in self._tracked.ids():
             self._end(request_id, reason, error)
+        for collection in self._span_collections:
+            collection.forget(self._group_of)

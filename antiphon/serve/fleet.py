@@ -5,11 +5,13 @@ kernel closes that end and the next `poll` reports it within milliseconds. Rejec
 one machine, which notice later and can be wrong.
 """
 
+import contextlib
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -62,17 +64,22 @@ class WorkerProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
-    def stop(self, timeout_s: float) -> None:
-        """Ask it to exit, then make it."""
-        if self._process is None:
-            return
-        try:
-            if self.channel is not None:
+    def ask_to_exit(self) -> None:
+        """Send `Shutdown`; a worker that takes no message is killed."""
+        if self.channel is not None:
+            try:
                 self.channel.send(Shutdown(), timeout_s=1.0)
-            self._process.wait(timeout_s)
-        except (PeerLost, TimeoutError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+            except (PeerLost, TimeoutError):
+                self.kill()
+
+    def wait_until_gone(self, timeout_s: float) -> None:
+        """Wait for the process to end; kill it after `timeout_s`."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self.close()
 
     def describe_exit(self) -> str:
@@ -114,16 +121,14 @@ class Fleet:
         assert worker.channel is not None, "a started worker has a channel"
         self.workers[name] = worker
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-        worker.channel.send(configure)
+        self.send(worker, configure)
         _log.info("started %s, process %d", name, worker.pid)
         return worker
 
     def wake(self) -> None:
         """Make a `poll` in another thread return."""
-        try:
+        with contextlib.suppress(OSError):  # many wake-ups are pending, or the fleet has stopped and nobody polls
             self._wake_sender.send(b"x")
-        except BlockingIOError:
-            pass  # many wake-ups are pending already
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for messages or deaths, at most `timeout_s`."""
@@ -176,11 +181,12 @@ class Fleet:
         return True
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop all workers; returns when all processes have ended."""
+        """Stop all workers, all at once; returns when all processes have ended. Safe to call again."""
+        deadline = time.monotonic() + timeout_s
         for worker in self.workers.values():
-            if worker.channel is not None:
-                self._selector.unregister(worker.channel)
-            worker.stop(timeout_s)
+            worker.ask_to_exit()
+        for worker in self.workers.values():
+            worker.wait_until_gone(max(0.0, deadline - time.monotonic()))
         self._selector.close()
         self._wake_receiver.close()
         self._wake_sender.close()

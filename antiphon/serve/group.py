@@ -9,6 +9,9 @@ Recovery, when a worker of a disaggregated group dies or stops answering:
   3. all workers agree on the epoch (phase JOINING)
   4. plans that were not answered are sent again, unchanged: the cache is written at the same places with the same bits
 An attention worker's requests move to the other attention workers, or wait for its return, and are computed again.
+
+Who hangs? Whoever waits in vain names its peers, but may name one that itself waits for a third. So nobody is killed on
+a report: suspects are asked to leave the step and to join the new epoch as everyone is, and only have less time for it.
 """
 
 import time
@@ -27,6 +30,7 @@ from antiphon.serve.worker.messages import ExpertReport, Ready, Reset, ResetDone
 
 _log = get_logger("engine")
 _MAX_ATTEMPTS = 4  # a plan that fails this often is given up: its requests end with an error
+_SUSPECT_S = 2.0  # what a worker has to answer in, once others waited for it in vain
 
 
 class Phase(Enum):
@@ -41,7 +45,6 @@ class _InFlight:
     plan: StepPlan
     micro_batches: list[list[SequenceStep]]
     attempts: int = 1
-    answered: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,23 +85,30 @@ class StepGroup:
         self._joined: set[WorkerName] = set()
         self._in_flight: dict[WorkerName, _InFlight] = {}
         self._failed: dict[WorkerName, _InFlight] = {}
+        self._suspects: set[str] = set()
         self._step_started = 0.0
         self._phase_started = time.monotonic()
 
     @property
-    def ready(self) -> bool:
-        """All experts and at least one attention worker can step."""
-        return self._phase is Phase.STEPPING and any(name in self._joined for name in self.attention)
+    def live_attention(self) -> list[WorkerName]:
+        """The attention workers that can step now: none while an expert worker is missing or a recovery goes on."""
+        return [name for name in self.attention if name in self._joined] if self._phase is Phase.STEPPING else []
 
     @property
-    def live_attention(self) -> list[WorkerName]:
-        return [name for name in self.attention if name in self._joined]
+    def ready(self) -> bool:
+        """All experts and at least one attention worker can step."""
+        return bool(self.live_attention)
+
+    @property
+    def complete(self) -> bool:
+        """All workers can step."""
+        return len(self.live_attention) == len(self.attention)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def start_step(self) -> None:
         """Plan and send the next step, if none is running and there is work."""
-        if self._phase is not Phase.STEPPING or self._in_flight:
+        if self._in_flight:
             return
         for name in self.live_attention:
             if (failed := self._failed.pop(name, None)) is not None:
@@ -111,7 +121,6 @@ class StepGroup:
         self._step_started = time.monotonic()
         participants = self._participants()
         for name, part in list(self._in_flight.items()):
-            part.answered = False
             self._fleet.send(self._fleet.workers[name], self._step_message(part, participants))
 
     def _participants(self) -> list[list[int]]:
@@ -179,9 +188,7 @@ class StepGroup:
             self._failed[worker.name] = part
         if failure.reason == "timeout":
             _log.error("%s: %s", worker.name, failure.message)
-            for name in (*self.attention, *self.experts):
-                if str(name) in failure.peers:
-                    self._fleet.workers[name].kill()
+            self._suspects.update(failure.peers)
         if failure.reason != "aborted" and self._control is not None and self._phase is Phase.STEPPING:
             self._begin_recovery()
         self._advance()
@@ -217,18 +224,22 @@ class StepGroup:
         self._advance()
 
     def on_tick(self) -> None:
-        """Kill workers that have not answered for twice the workers' own timeout: they would have said why."""
-        late = 2 * self._timeout_s
-        now = time.monotonic()
-        if self._in_flight and now - max(self._step_started, self._phase_started) > late:
-            for name in self._in_flight:
-                _log.error("%s has not answered step for %.0f s: killing it", name, late)
+        """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. Suspects have
+        less time, once the step they hold up has been given up."""
+        waited_s = time.monotonic() - max(self._step_started, self._phase_started)
+        owing = set(self._in_flight)
+        if self._phase is Phase.JOINING:
+            owing |= {worker.name for worker in self._loaded()} - self._joined
+        for name in owing:
+            suspect = str(name) in self._suspects and self._phase is not Phase.STEPPING
+            if waited_s > (min(_SUSPECT_S, self._timeout_s) if suspect else 2 * self._timeout_s):
+                _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
                 self._fleet.workers[name].kill()
-        if self._phase is Phase.JOINING and now - self._phase_started > late:
-            for worker in self._loaded():
-                if worker.name not in self._joined:
-                    _log.error("%s has not joined epoch %d for %.0f s: killing it", worker.name, self._epoch, late)
-                    worker.kill()
+
+    def close(self) -> None:
+        """The workers have ended: let go of the exchange's memory."""
+        if self._control is not None:
+            self._control.close()
 
     def _begin_recovery(self) -> None:
         assert self._control is not None, "only workers of an exchange recover together"
@@ -256,6 +267,7 @@ class StepGroup:
                 self._fleet.send(worker, Reset(self._epoch))
         everyone_joined = all(worker.name in self._joined for worker in self._loaded())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
+            self._suspects.clear()
             self._enter(Phase.STEPPING)
 
     def _experts_loaded(self) -> bool:

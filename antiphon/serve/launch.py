@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
+from antiphon.base.units import format_bytes
 from antiphon.comm.m2n.layout import RegionLayout
 from antiphon.comm.m2n.shared_memory import create_region
 from antiphon.comm.m2n.shm import ControlPage
-from antiphon.kernels.select import resolve_dtype
+from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker, kv_cache_block_bytes
@@ -42,14 +41,18 @@ class Launcher:
         Checkpoint(config.model)  # a missing or damaged shard is found before any process starts
         self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
         self._dtype = resolve_dtype(self.config.dtype)
+        check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
         self.context_length = config.context_length(self.spec)
         self._placement = config.expert_placement(self.spec)
         block_bytes = kv_cache_block_bytes(self.spec, config.block_size, self._dtype.itemsize)
-        free_bytes = psutil.virtual_memory().available
+        free_bytes = free_memory_bytes(config.device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
         self.kv_bytes = self.num_blocks * block_bytes * config.num_attention
-        if config.device == "cpu" and self.kv_bytes > free_bytes:
-            raise ResourceError(f"--kv-bytes {self.kv_bytes} is more than the {free_bytes} bytes free: lower it")
+        if self.kv_bytes > free_bytes:
+            raise ResourceError(
+                f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
+                f"lower it"
+            )
         self.fleet = Fleet()
         self._descriptor: int | None = None
         self._shape = exchange_shape(
@@ -176,14 +179,15 @@ def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> En
 
     `UserError` (one line) if the checkpoint, the budget or a worker's start is at fault. The caller stops it."""
     launcher = Launcher(config)
+    _log.info("layout: %s", config.layout)
     engine = launcher.engine()
     try:
         for name in launcher.worker_names():
             launcher.launch(name)
         engine.start()
-        while not engine.stats().healthy:
+        while not engine.complete:
             if engine.fatal is not None:
-                raise UserError(engine.fatal)
+                raise engine.failure()
             if report is not None:
                 report(*engine.loading_progress())
             time.sleep(0.02)

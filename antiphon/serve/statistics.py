@@ -2,13 +2,17 @@
 
 Idle shares are relative to the time in which steps ran, over roughly the last half minute: when `_WINDOW_S` of step
 time is full, everything that feeds a ratio is halved, so old behaviour fades. Totals only grow.
+
+Plain numbers are read as they stand; what is iterated over is guarded by a lock.
 """
 
+import threading
 from collections import defaultdict
 
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _WINDOW_S = 30.0
+_MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 
 
 class EngineStatistics:
@@ -17,11 +21,11 @@ class EngineStatistics:
     def __init__(self) -> None:
         self.num_steps = 0
         self.prompt_tokens = 0
-        self.generation_tokens = 0
         self.num_worker_restarts = 0
         self.dispatch_bytes = 0
         self.exposed_communication_s = 0.0
-        self.queue_times_s: list[float] = []
+        self._lock = threading.Lock()
+        self._queue_times_s: list[float] = []
         self._attention_step_s = 0.0
         self._attention_wait_s = 0.0
         self._group_step_s = 0.0
@@ -43,19 +47,33 @@ class EngineStatistics:
             self._fade()
 
     def record_experts(self, report: ExpertReport) -> None:
-        self._expert_busy_s[report.index] += report.busy_s
-        for layer, rows in report.rows_per_layer.items():
-            self._rows[layer][report.index] += rows
+        with self._lock:
+            self._expert_busy_s[report.index] += report.busy_s
+            for layer, rows in report.rows_per_layer.items():
+                self._rows[layer][report.index] += rows
+
+    def record_queue_time(self, waited_s: float) -> None:
+        """A request was scheduled for the first time after `waited_s`."""
+        with self._lock:
+            self._queue_times_s.append(waited_s)
+            del self._queue_times_s[:-_MAX_QUEUE_TIMES]
+
+    def take_queue_times(self) -> list[float]:
+        """Queue times since the last call."""
+        with self._lock:
+            taken, self._queue_times_s = self._queue_times_s, []
+        return taken
 
     def _fade(self) -> None:
-        self._group_step_s /= 2
-        self._attention_step_s /= 2
-        self._attention_wait_s /= 2
-        for index in self._expert_busy_s:
-            self._expert_busy_s[index] /= 2
-        for per_worker in self._rows.values():
-            for index in per_worker:
-                per_worker[index] /= 2
+        with self._lock:
+            self._group_step_s /= 2
+            self._attention_step_s /= 2
+            self._attention_wait_s /= 2
+            for index in self._expert_busy_s:
+                self._expert_busy_s[index] /= 2
+            for per_worker in self._rows.values():
+                for index in per_worker:
+                    per_worker[index] /= 2
 
     @property
     def attention_idle_ratio(self) -> float:
@@ -65,16 +83,22 @@ class EngineStatistics:
     @property
     def expert_idle_ratio(self) -> float:
         """Share of step time in which expert workers did not compute; 0 without expert workers."""
-        if not self._expert_busy_s or not self._group_step_s:
+        with self._lock:
+            busy_s = list(self._expert_busy_s.values())
+            step_s = self._group_step_s
+        if not busy_s or not step_s:
             return 0.0
-        busy_s = sum(self._expert_busy_s.values()) / len(self._expert_busy_s)
-        return min(1.0, max(0.0, 1.0 - busy_s / self._group_step_s))
+        return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
 
     def balancedness_per_layer(self) -> dict[int, float]:
         """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
+        with self._lock:
+            rows_of = {
+                layer: [per_worker.get(index, 0.0) for index in self._expert_busy_s]
+                for layer, per_worker in sorted(self._rows.items())
+            }
         result = {}
-        for layer, per_worker in sorted(self._rows.items()):
-            counts = [per_worker.get(index, 0.0) for index in self._expert_busy_s]
+        for layer, counts in rows_of.items():
             if counts and max(counts) > 0:
                 result[layer] = sum(counts) / len(counts) / max(counts)
         return result
@@ -82,7 +106,8 @@ class EngineStatistics:
     def rows_per_worker(self) -> dict[int, float]:
         """Rows each expert worker was sent over all layers, in the window."""
         totals: dict[int, float] = defaultdict(float)
-        for per_worker in self._rows.values():
-            for index, rows in per_worker.items():
-                totals[index] += rows
+        with self._lock:
+            for per_worker in self._rows.values():
+                for index, rows in per_worker.items():
+                    totals[index] += rows
         return dict(totals)

@@ -9,6 +9,7 @@ import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
+from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineOutput
 
 
@@ -43,6 +44,8 @@ class AsyncSink:
                 pending.put_nowait(output)
 
     def open(self, request_id: str) -> None:
+        if request_id in self._queues:
+            raise UserError(f"request id {request_id!r} is in use: choose another")
         self._queues[request_id] = asyncio.Queue()
 
     def close(self, request_id: str) -> None:

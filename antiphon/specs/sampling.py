@@ -67,8 +67,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of one token (natural log, after penalties and bias, before temperature truncation by top-p/k),
-    with the `top` most likely alternatives, best first."""
+    """Log-probability of one token (natural log) under the raw logits: before bias, penalties, grammar and temperature.
+
+    `rank` is 1 plus the number of more likely tokens; `top` holds the most likely alternatives, best first."""
 
     token_id: int
     logprob: float

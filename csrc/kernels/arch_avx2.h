@@ -14,7 +14,7 @@ struct Avx2 {
     static constexpr bool has_tiles = false;
     using Vector = Avx2;
     template <class E>
-    static constexpr int tile_rows = 4;
+    static constexpr int tile_sums = 4;
     static constexpr int tile_panels = 1;
 
     struct F {

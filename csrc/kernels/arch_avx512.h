@@ -89,7 +89,7 @@ struct Avx512 : Avx512Base {
     static constexpr const char* name = "avx512";
     using Vector = Avx512;
     template <class E>
-    static constexpr int tile_rows = E::per_step == 2 ? 4 : 6;
+    static constexpr int tile_sums = E::per_step == 2 ? 16 : 24;
 
     using Avx512Base::dot;
     static ANTIPHON_INLINE F dot(Bf16, F acc, A a, B b) {

@@ -8,9 +8,9 @@ namespace antiphon::kernels {
 struct Avx512Bf16 : Avx512Base {
     static constexpr const char* name = "avx512_bf16";
     using Vector = Avx512Bf16;
-    // 6 rows by 4 panels: 24 sums, 4 operands and one broadcast fill 29 of 32 registers.
+    // 24 sums, up to 4 operands and one broadcast fill 29 of 32 registers.
     template <class E>
-    static constexpr int tile_rows = 6;
+    static constexpr int tile_sums = 24;
 
     using Avx512Base::dot;
     static ANTIPHON_INLINE F dot(Bf16, F acc, A a, B b) {

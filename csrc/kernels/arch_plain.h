@@ -15,9 +15,9 @@ struct Plain {
     static constexpr const char* name = "plain";
     static constexpr bool has_tiles = false;
     using Vector = Plain;
-    // Largest register tile of the matrix kernel: rows by panels.
+    // Register tile of the matrix kernel: most sums (rows times panels), most panels.
     template <class E>
-    static constexpr int tile_rows = 2;
+    static constexpr int tile_sums = 2;
     static constexpr int tile_panels = 1;
 
     struct F {

@@ -55,22 +55,49 @@ struct AttentionState {
     }
 };
 
-// One sequence's cache as seen by one KV head.
+// One sequence's cache as seen by one KV head: where each panel of 16 tokens lies.
 struct SequenceCache {
     const KVLayout& cache;
     const int32_t* table;
-    int64_t layer, kv_head;
+    const char* first_block;
+    size_t block_bytes, key_panel_bytes, value_panel_bytes, value_offset;
+    uint32_t panels_per_block;
 
-    const char* keys(int64_t position) const {
-        const int64_t panel = position % cache.block_size / panel_width;
-        return cache.keys(layer, table[position / cache.block_size], kv_head) + panel * cache.key_steps() * panel_bytes;
-    }
-    const char* values(int64_t position) const {
-        const int64_t panel = position % cache.block_size / panel_width;
-        return cache.values(layer, table[position / cache.block_size], kv_head) +
-               panel * cache.panel_steps() * panel_bytes;
+    SequenceCache(const AttentionCall& call, const AttentionItem& item)
+        : cache(call.cache), table(call.batch.block_tables + item.sequence * call.batch.table_stride),
+          first_block(cache.keys(call.layer, 0, item.kv_head)),
+          block_bytes(static_cast<size_t>(cache.num_kv_heads) * cache.head_bytes()),
+          key_panel_bytes(static_cast<size_t>(cache.key_steps() * panel_bytes)),
+          value_panel_bytes(static_cast<size_t>(cache.panel_steps() * panel_bytes)), value_offset(cache.key_bytes()),
+          panels_per_block(static_cast<uint32_t>(cache.block_size / panel_width)) {}
+
+    const char* keys(int64_t position) const { return panel_at(position, key_panel_bytes); }
+    const char* values(int64_t position) const { return panel_at(position, value_panel_bytes) + value_offset; }
+
+  private:
+    const char* panel_at(int64_t position, size_t bytes) const {
+        const auto panel = static_cast<uint32_t>(position / panel_width);
+        const uint32_t block = panels_per_block == 1 ? panel : panel / panels_per_block;
+        return first_block + static_cast<size_t>(table[block]) * block_bytes + (panel - block * panels_per_block) * bytes;
     }
 };
+
+// Fetches an item's first tile all at once; later tiles are fetched while the one before is computed.
+inline void prefetch_first_tile(const SequenceCache& sequence, int64_t first, int64_t num_keys) {
+    const int64_t end = smaller(num_keys, first + tile_keys);
+    for (int64_t position = first; position < end; position += panel_width) {
+        const char* keys = sequence.keys(position);
+        for (size_t i = 0; i < sequence.key_panel_bytes; i += 64) __builtin_prefetch(keys + i);
+    }
+    for (int64_t position = first; position < end; position += panel_width) {
+        const char* values = sequence.values(position);
+        const size_t stride = sequence.value_panel_bytes * sequence.panels_per_block;
+        for (int64_t panel = 0; panel < sequence.cache.value_panels(); ++panel) {
+            const char* from = values + static_cast<size_t>(panel) * stride;
+            for (size_t i = 0; i < sequence.value_panel_bytes; i += 64) __builtin_prefetch(from + i);
+        }
+    }
+}
 
 template <class E>
 void start_item(const AttentionCall& call, const AttentionItem& item, AttentionState<E>& state) {
@@ -219,13 +246,13 @@ void finish_item(const AttentionCall& call, const AttentionItem& item, const Att
 template <class V, class E>
 void attend(const AttentionCall& call, const AttentionItem& item) {
     const int64_t group = call.num_heads / call.cache.num_kv_heads;
-    AttentionState<E> state(call.cache, item.num_queries * group);
-    start_item<E>(call, item, state);
-    const SequenceCache sequence{call.cache, call.batch.block_tables + item.sequence * call.batch.table_stride,
-                                 call.layer, item.kv_head};
+    const SequenceCache sequence(call, item);
     const int64_t first_position = item.num_keys - item.num_queries;
     const int64_t window = call.sliding_window > 0 ? call.sliding_window : item.num_keys;
     int64_t first = larger(0, first_position - window + 1) / tile_keys * tile_keys;
+    prefetch_first_tile(sequence, first, item.num_keys);
+    AttentionState<E> state(call.cache, item.num_queries * group);
+    start_item<E>(call, item, state);
     for (; first < item.num_keys; first += tile_keys) {
         const int64_t count = smaller(tile_keys, item.num_keys - first);
         score_tile<V, E>(sequence, state, first, count, item.num_keys);

@@ -6,6 +6,8 @@ namespace antiphon::kernels {
 
 namespace {
 constexpr int64_t rows_per_item = 48;
+
+int64_t cost(const AttentionItem& item) { return item.num_keys * item.num_queries; }
 }
 
 AttentionPlan plan_attention(const AttentionCall& call) {
@@ -30,9 +32,7 @@ AttentionPlan plan_attention(const AttentionCall& call) {
         }
     }
     std::sort(items, items + num_items, [](const AttentionItem& a, const AttentionItem& b) {
-        const int64_t cost_a = a.num_keys * a.num_queries;
-        const int64_t cost_b = b.num_keys * b.num_queries;
-        if (cost_a != cost_b) return cost_a > cost_b;
+        if (cost(a) != cost(b)) return cost(a) > cost(b);
         if (a.sequence != b.sequence) return a.sequence < b.sequence;
         if (a.first_query != b.first_query) return a.first_query < b.first_query;
         return a.kv_head < b.kv_head;

@@ -1,5 +1,7 @@
-// Any number of rows against up to 4 panels: cut into register tiles of nearly equal height, with the prefetch of what
-// comes next spread over the passes, so that memory stays busy while a block already in the cache is used again.
+// Any number of rows against up to 4 panels, cut into register tiles.
+//
+// As long as one tile holds all rows, it takes 4 or 2 panels at a time and every operand is read once. More rows make
+// several passes of nearly equal height over 4 panels, with the prefetch of what comes next spread over them.
 #pragma once
 
 #include "kernels/micro_kernel.h"
@@ -18,17 +20,18 @@ struct TilePosition {
 
 template <class Arch, class E>
 void multiply_block_at(const Block& block, const TilePosition& at) {
-    Segment segments[max_segments];
-    for (int s = 0; s < block.num_segments; ++s) {
+    Segment shifted[max_segments];
+    const bool is_shifted = at.first_panel != 0 || at.first_prefetch != 0;
+    for (int s = 0; is_shifted && s < block.num_segments; ++s) {
         const Segment& whole = block.segments[s];
-        segments[s].steps = whole.steps;
-        for (int n = 0; n < at.num_panels; ++n) segments[s].panel[n] = whole.panel[at.first_panel + n];
-        for (int n = 0; n < at.num_prefetch; ++n) segments[s].prefetch[n] = whole.prefetch[at.first_prefetch + n];
+        shifted[s].steps = whole.steps;
+        for (int n = 0; n < at.num_panels; ++n) shifted[s].panel[n] = whole.panel[at.first_panel + n];
+        for (int n = 0; n < at.num_prefetch; ++n) shifted[s].prefetch[n] = whole.prefetch[at.first_prefetch + n];
     }
     tile_function<Arch, E>(at.num_rows, at.num_panels)({
         .rows = block.rows + at.first_row * block.row_bytes,
         .row_bytes = block.row_bytes,
-        .segments = segments,
+        .segments = is_shifted ? shifted : block.segments,
         .num_segments = block.num_segments,
         .step_bytes = block.step_bytes,
         .num_prefetch = at.num_prefetch,
@@ -38,13 +41,24 @@ void multiply_block_at(const Block& block, const TilePosition& at) {
     });
 }
 
+// Panels of a tile that holds num_rows rows; 0 if there are too many for one. With one panel of several, broadcasting
+// rows would cost more than a second pass.
+template <class Arch, class E>
+constexpr int single_pass_panels(int64_t num_rows) {
+    for (int panels = Arch::tile_panels; panels > 0; panels /= 2) {
+        if (num_rows <= tile_rows<Arch, E>(panels) && (panels > 1 || Arch::tile_panels == 1)) return panels;
+    }
+    return 0;
+}
+
 template <class Arch, class E>
 void multiply_block(const Block& block) {
     if constexpr (Arch::has_tiles && E::type == ElementType::bf16) {
         multiply_block_in_tiles<typename Arch::Tiles>(block);
     } else {
-        constexpr int max_panels = Arch::tile_panels;
-        const int64_t passes = divide_up(block.num_rows, Arch::template tile_rows<E>);
+        const int single = single_pass_panels<Arch, E>(block.num_rows);
+        const int max_panels = single > 0 ? single : Arch::tile_panels;
+        const int64_t passes = divide_up(block.num_rows, tile_rows<Arch, E>(max_panels));
         for (int panel = 0; panel < block.num_panels; panel += max_panels) {
             const int num_panels = static_cast<int>(smaller(max_panels, block.num_panels - panel));
             for (int64_t pass = 0; pass < passes; ++pass) {

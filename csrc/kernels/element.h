@@ -40,4 +40,13 @@ inline int64_t inner_steps(ElementType type, int64_t width) {
     return padded_inner(type, width) / (type == ElementType::bf16 ? Bf16::per_step : Fp32::per_step);
 }
 
+
+// Elements from row to row for copies of rows of `width`: an odd number of cache lines, so that rows read side by side
+// do not fall into the same few sets of the first-level cache.
+inline int64_t spread_stride(ElementType type, int64_t width) {
+    const auto size = static_cast<int64_t>(element_bytes(type));
+    const int64_t lines = divide_up(padded_inner(type, width) * size, 64) | 1;
+    return lines * 64 / size;
+}
+
 }  // namespace antiphon::kernels

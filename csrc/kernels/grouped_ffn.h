@@ -64,16 +64,17 @@ Rows gather_pairs(const GroupedFfnCall& call, const ExpertPairs& pairs, ThreadPo
     using T = typename E::Storage;
     const int64_t width = call.experts.hidden;
     const int64_t padded = padded_inner(E::type, width);
-    T* gathered = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(pairs.num_pairs * padded));
+    const int64_t stride = spread_stride(E::type, width);
+    T* gathered = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(pairs.num_pairs * stride));
     pool.for_each(divide_up(pairs.num_pairs, rows_worth_a_thread), [&](int64_t item) {
         const int64_t end = smaller(pairs.num_pairs, (item + 1) * rows_worth_a_thread);
         for (int64_t pair = item * rows_worth_a_thread; pair < end; ++pair) {
-            T* row = gathered + pair * padded;
+            T* row = gathered + pair * stride;
             std::memcpy(row, row_at<E>(call.x, pairs.tokens[pair]), static_cast<size_t>(width) * sizeof(T));
             std::memset(row + width, 0, static_cast<size_t>(padded - width) * sizeof(T));
         }
     });
-    return {gathered, pairs.num_pairs, padded};
+    return {gathered, pairs.num_pairs, stride};
 }
 
 // act(gate) * up for one group: sums hold [gate panels | up panels], out gets the group's intermediate columns.
@@ -186,9 +187,11 @@ void grouped_ffn(const GroupedFfnCall& call, ThreadPool& pool) {
     const Rows x = gather_pairs<E>(call, pairs, pool);
     const int64_t hidden_stride = call.experts.hidden_stride();
     T* hidden = Scratch::get<T>(ScratchUse::activations, static_cast<size_t>(pairs.num_pairs * hidden_stride));
+    // Panels end at a multiple of 16, the inner dimension of the second half maybe later.
     const int64_t written = round_up(call.experts.intermediate, panel_width);
-    for (int64_t pair = 0; written < hidden_stride && pair < pairs.num_pairs; ++pair) {
-        std::memset(hidden + pair * hidden_stride + written, 0, static_cast<size_t>(hidden_stride - written) * sizeof(T));
+    const int64_t read = padded_inner(E::type, call.experts.intermediate);
+    for (int64_t pair = 0; written < read && pair < pairs.num_pairs; ++pair) {
+        std::memset(hidden + pair * hidden_stride + written, 0, static_cast<size_t>(read - written) * sizeof(T));
     }
     gate_up_groups<Arch, E>(call, pairs, x, hidden, pool);
     const int64_t num_groups = divide_up(call.experts.hidden, group_width);

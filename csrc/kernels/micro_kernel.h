@@ -1,8 +1,11 @@
-// The register tile of every matrix product: up to tile_rows rows against up to 4 panels of 16 outputs.
+// The register tile of every matrix product: few rows against 4 panels of 16 outputs, more rows against 2.
 //
 // Each of the 16-lane sums walks the inner dimension once, front to back, in the same order whatever the tile's shape:
 // a row's bits do not depend on which rows or panels share its tile.
 #pragma once
+
+#include <array>
+#include <utility>
 
 #include "kernels/packed_layout.h"
 
@@ -49,22 +52,28 @@ void multiply_tile(const TileCall& call) {
             acc[m][n] = call.accumulate ? Arch::load(call.sums + m * call.sums_stride + n * panel_width) : Arch::zero();
         }
     }
-    const char* row[num_rows];
-    for (int m = 0; m < num_rows; ++m) row[m] = call.rows + m * call.row_bytes;
+    // Rows are addressed as one of two bases plus a multiple of the stride, which keeps them all in registers.
+    const size_t row_bytes = call.row_bytes;
+    const char* base[2] = {call.rows, call.rows + 8 * row_bytes};
     const size_t step_bytes = call.step_bytes;
     const int num_prefetch = call.num_prefetch;
-    size_t inner = 0;  // bytes into each row
+    const bool prefetch_all = num_prefetch == num_panels;
     for (int s = 0; s < call.num_segments; ++s) {
         const Segment& segment = call.segments[s];
-        const size_t end = inner + static_cast<size_t>(segment.steps) * 4;
-        for (size_t offset = 0; inner < end; inner += 4, offset += step_bytes) {
+        const size_t end = static_cast<size_t>(segment.steps) * step_bytes;
+        for (size_t offset = 0; offset < end; offset += step_bytes) {
             typename Arch::B operand[num_panels];
             for (int n = 0; n < num_panels; ++n) operand[n] = Arch::load_operand(segment.panel[n] + offset);
-            for (int n = 0; n < num_prefetch; ++n) __builtin_prefetch(segment.prefetch[n] + offset, 0, 2);
+            if (prefetch_all) {
+                for (int n = 0; n < num_panels; ++n) __builtin_prefetch(segment.prefetch[n] + offset);
+            } else {
+                for (int n = 0; n < num_prefetch; ++n) __builtin_prefetch(segment.prefetch[n] + offset);
+            }
             for (int m = 0; m < num_rows; ++m) {
-                const auto a = Arch::broadcast(row[m] + inner);
+                const auto a = Arch::broadcast(base[m / 8] + (m % 8) * row_bytes);
                 for (int n = 0; n < num_panels; ++n) acc[m][n] = Arch::dot(E{}, acc[m][n], a, operand[n]);
             }
+            for (int i = 0; i < 2; ++i) base[i] += 4;
         }
     }
     for (int m = 0; m < num_rows; ++m) {
@@ -76,21 +85,27 @@ void multiply_tile(const TileCall& call) {
 
 using TileFunction = void (*)(const TileCall&);
 
-// The tile function for num_rows <= tile_rows and num_panels <= tile_panels.
+constexpr int most_tile_rows = 12;
+
+template <class Arch, class E>
+constexpr int tile_rows(int num_panels) {
+    constexpr int sums = Arch::template tile_sums<E>;
+    return sums / num_panels < most_tile_rows ? sums / num_panels : most_tile_rows;
+}
+
+// Tile functions of 1, 2, ... rows for a given number of panels; null where the sums do not fit the registers.
+template <class Arch, class E, int num_panels, int... index>
+constexpr std::array<TileFunction, most_tile_rows> tile_functions(std::integer_sequence<int, index...>) {
+    constexpr int rows = num_panels <= Arch::tile_panels ? tile_rows<Arch, E>(num_panels) : 0;
+    return {(index < rows ? &multiply_tile<Arch, E, index < rows ? index + 1 : 1, rows != 0 ? num_panels : 1> : nullptr)...};
+}
+
 template <class Arch, class E>
 ANTIPHON_INLINE TileFunction tile_function(int num_rows, int num_panels) {
-    constexpr int max_rows = Arch::template tile_rows<E>;
-    constexpr int max_panels = Arch::tile_panels;
-    static_assert(max_rows <= 6 && (max_panels == 1 || max_panels == 4));
-#define ANTIPHON_TILE(m, n) \
-    &multiply_tile<Arch, E, (m) <= max_rows ? (m) : max_rows, (n) <= max_panels ? (n) : max_panels>
-#define ANTIPHON_TILES(n)                                                                       \
-    {ANTIPHON_TILE(1, n), ANTIPHON_TILE(2, n), ANTIPHON_TILE(3, n), ANTIPHON_TILE(4, n), \
-     ANTIPHON_TILE(5, n), ANTIPHON_TILE(6, n)}
-    static constexpr TileFunction functions[group_panels][6] = {ANTIPHON_TILES(1), ANTIPHON_TILES(2),
-                                                                ANTIPHON_TILES(3), ANTIPHON_TILES(4)};
-#undef ANTIPHON_TILES
-#undef ANTIPHON_TILE
+    constexpr auto all = std::make_integer_sequence<int, most_tile_rows>();
+    static constexpr std::array<TileFunction, most_tile_rows> functions[group_panels] = {
+        tile_functions<Arch, E, 1>(all), tile_functions<Arch, E, 2>(all), tile_functions<Arch, E, 3>(all),
+        tile_functions<Arch, E, 4>(all)};
     return functions[num_panels - 1][num_rows - 1];
 }
 

@@ -42,8 +42,8 @@ struct ExpertWeights {
     size_t gate_up_bytes() const { return packed_bytes(type, gate_up_outputs(), hidden); }
     size_t down_bytes() const { return packed_bytes(type, hidden, intermediate); }
     size_t num_bytes() const { return static_cast<size_t>(num_experts) * (gate_up_bytes() + down_bytes()); }
-    // Elements from row to row of the activations between the two halves: whole panels, whole inner steps.
-    int64_t hidden_stride() const { return round_up(padded_inner(type, intermediate), panel_width); }
+    // Elements from row to row of the activations between the two halves: room for whole panels.
+    int64_t hidden_stride() const { return spread_stride(type, round_up(intermediate, panel_width)); }
 
     PackedMatrix gate_up(int64_t expert) const {
         return packed_matrix(type, data + static_cast<size_t>(expert) * gate_up_bytes(), gate_up_outputs(), hidden);

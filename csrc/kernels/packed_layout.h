@@ -1,10 +1,11 @@
 // Where a packed weight lies in memory.
 //
-// Outputs are cut into panels of 16, panels into groups of up to 4. A group is one contiguous stream
-//     [step][panel in group][16 outputs][4 bytes]
-// so that few rows read memory front to back, 256 bytes a step. The 4 bytes are two consecutive inner bfloat16 values
-// or one float: 64 bytes are one vector operand, and 16 steps of one panel are one AMX tile (row stride 256 bytes).
-// The last group of a matrix holds only the panels that exist. Padding is zero.
+// Outputs are cut into panels of 16, each one contiguous stream
+//     [step][16 outputs][4 bytes]
+// The 4 bytes are two consecutive inner bfloat16 values or one float: 64 bytes are one vector operand, and 16 steps of a
+// panel are one AMX tile. Work is shared out in groups of up to 4 panels. Padding is zero.
+// Rejected: interleaving a group's panels step by step. It is one stream for up to 6 rows, but more rows then pass over
+// memory twice, while here they take 2 panels or 1 at a time and still read every byte once.
 #pragma once
 
 #include "kernels/element.h"
@@ -27,7 +28,8 @@ struct PackedMatrix {
     int group_size(int64_t group) const {
         return static_cast<int>(smaller(group_panels, num_panels() - group * group_panels));
     }
-    const char* group(int64_t index) const { return data + index * group_panels * steps * panel_bytes; }
+    const char* group(int64_t index) const { return data + index * group_panels * panel_stride(); }
+    int64_t panel_stride() const { return steps * panel_bytes; }
 };
 
 inline PackedMatrix packed_matrix(ElementType type, const char* data, int64_t outputs, int64_t inner) {

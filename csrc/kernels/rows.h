@@ -23,21 +23,24 @@ ANTIPHON_INLINE const typename E::Storage* row_at(const Rows& rows, int64_t inde
 
 constexpr int64_t rows_worth_a_thread = 32;
 
-// The rows themselves if `width` needs no padding, else a zero-padded copy in the caller's scratch.
+// The rows themselves, or a copy in the caller's scratch where the kernels could not read them well: width to be padded
+// with zeros, or more rows than one narrow tile side by side at a stride that makes them collide in the cache.
 template <class E>
 Rows padded_rows(const Rows& rows, int64_t width, ThreadPool& pool) {
     using T = typename E::Storage;
     const int64_t padded = padded_inner(E::type, width);
-    if (padded == width) return rows;
-    T* copy = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(rows.count * padded));
+    const bool collides = rows.count > 6 && rows.count <= 32 && rows.stride * sizeof(T) % 512 == 0;
+    if (padded == width && !collides) return rows;
+    const int64_t stride = spread_stride(E::type, width);
+    T* copy = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(rows.count * stride));
     pool.for_each(divide_up(rows.count, rows_worth_a_thread), [&](int64_t item) {
         const int64_t end = smaller(rows.count, (item + 1) * rows_worth_a_thread);
         for (int64_t row = item * rows_worth_a_thread; row < end; ++row) {
-            std::memcpy(copy + row * padded, row_at<E>(rows, row), static_cast<size_t>(width) * sizeof(T));
-            std::memset(copy + row * padded + width, 0, static_cast<size_t>(padded - width) * sizeof(T));
+            std::memcpy(copy + row * stride, row_at<E>(rows, row), static_cast<size_t>(width) * sizeof(T));
+            std::memset(copy + row * stride + width, 0, static_cast<size_t>(padded - width) * sizeof(T));
         }
     });
-    return {copy, rows.count, padded};
+    return {copy, rows.count, stride};
 }
 
 // Applies f(first lane's index, lanes) over [0, width) in vectors of 16; the last may be shorter.

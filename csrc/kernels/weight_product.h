@@ -1,16 +1,18 @@
 // Rows against one panel group of a packed weight, the whole inner dimension, sums in float32.
 //
-// The group is walked in blocks of 128 KiB that stay in the second-level cache while all rows pass over them. With few
-// rows the kernel waits for memory: what comes next is prefetched all the time, a little ahead when there is a single
-// pass, a whole block ahead when the block is used several times.
+// Few rows wait for memory: one pass over the whole inner dimension, prefetching a little ahead in every panel and, at
+// its end, the start of what comes next. More rows take the inner dimension in blocks (32 or 128 KiB) that stay in the
+// cache while all rows pass over them, and prefetch the next block meanwhile.
 #pragma once
 
 #include "kernels/block_product.h"
 
 namespace antiphon::kernels {
 
-constexpr int64_t block_steps = 512;
-constexpr int64_t lead_steps = 32;      // 8 KiB of a full group
+constexpr int64_t block_steps = 512;       // with many rows, when arithmetic is the limit
+constexpr int64_t short_block_steps = 128;  // with few, so that the prefetch pauses less
+constexpr int64_t max_short_rows = 24;
+constexpr int64_t lead_steps = 128;  // over all panels read side by side: 8 KiB
 constexpr int64_t rows_per_chunk = 256;  // rows whose sums one thread holds at a time
 
 struct WeightProduct {
@@ -19,44 +21,57 @@ struct WeightProduct {
     int64_t num_rows;
     const char* group;
     int num_panels;
-    int64_t steps;
-    const char* next;  // what this thread will read after this group, or null
+    int64_t steps;     // of the inner dimension; panels lie that far apart
+    const char* next;  // the group this thread reads after this one, with panels as far apart; or null
     float* sums;       // [num_rows][group_width]
 };
 
+// Steps [first, first + steps) of every panel; ahead of step s, `lead` steps on, is prefetched.
+ANTIPHON_INLINE Segment segment_of(const WeightProduct& product, int64_t first, int64_t steps, const char* ahead) {
+    Segment segment;
+    segment.steps = steps;
+    for (int n = 0; n < product.num_panels; ++n) {
+        const int64_t panel = n * product.steps * panel_bytes;
+        segment.panel[n] = product.group + panel + first * panel_bytes;
+        segment.prefetch[n] = ahead + panel;
+    }
+    return segment;
+}
+
+template <class Arch, class E>
+void multiply_steps(const WeightProduct& product, int64_t first, const Segment* segments, int num_segments) {
+    multiply_block<Arch, E>({
+        .rows = product.rows + first * 4,
+        .row_bytes = product.row_bytes,
+        .num_rows = product.num_rows,
+        .segments = segments,
+        .num_segments = num_segments,
+        .num_panels = product.num_panels,
+        .step_bytes = panel_bytes,
+        .sums = product.sums,
+        .sums_stride = group_width,
+        .accumulate = first > 0,
+    });
+}
+
 template <class Arch, class E>
 void multiply_group(const WeightProduct& product) {
-    const size_t step_bytes = static_cast<size_t>(product.num_panels) * panel_bytes;
-    const bool single_pass = product.num_rows <= (Arch::has_tiles ? 2 * tile_height : Arch::template tile_rows<E>);
-    for (int64_t first = 0; first < product.steps; first += block_steps) {
-        const int64_t steps = smaller(block_steps, product.steps - first);
-        const char* start = product.group + static_cast<size_t>(first) * step_bytes;
-        const char* following = first + steps < product.steps ? start + static_cast<size_t>(steps) * step_bytes
-                                                              : product.next;
-        if (following == nullptr) following = start;
-        const int64_t tail = single_pass ? smaller(lead_steps, steps) : steps;
-        const char* tail_start = start + static_cast<size_t>(steps - tail) * step_bytes;
-        Segment segments[2];
-        for (int n = 0; n < product.num_panels; ++n) {
-            segments[0].panel[n] = start + n * panel_bytes;
-            segments[0].prefetch[n] = start + n * panel_bytes + static_cast<size_t>(tail) * step_bytes;
-            segments[1].panel[n] = tail_start + n * panel_bytes;
-            segments[1].prefetch[n] = following + n * panel_bytes;
-        }
-        segments[0].steps = steps - tail;
-        segments[1].steps = tail;
-        multiply_block<Arch, E>({
-            .rows = product.rows + first * 4,
-            .row_bytes = product.row_bytes,
-            .num_rows = product.num_rows,
-            .segments = segments,
-            .num_segments = 2,
-            .num_panels = product.num_panels,
-            .step_bytes = step_bytes,
-            .sums = product.sums,
-            .sums_stride = group_width,
-            .accumulate = first > 0,
-        });
+    const char* next = product.next != nullptr ? product.next : product.group;
+    const bool tiles = Arch::has_tiles && E::type == ElementType::bf16;
+    const int panels = tiles ? group_panels : single_pass_panels<Arch, E>(product.num_rows);
+    if (tiles ? product.num_rows <= 2 * tile_height : panels > 0) {
+        const int64_t lead = smaller(lead_steps / panels, product.steps);
+        const int64_t body = product.steps - lead;
+        const Segment segments[2] = {segment_of(product, 0, body, product.group + lead * panel_bytes),
+                                     segment_of(product, body, lead, next)};
+        return multiply_steps<Arch, E>(product, 0, segments, 2);
+    }
+    const int64_t block = product.num_rows <= max_short_rows ? short_block_steps : block_steps;
+    for (int64_t first = 0; first < product.steps; first += block) {
+        const int64_t steps = smaller(block, product.steps - first);
+        const char* ahead = first + steps < product.steps ? product.group + (first + steps) * panel_bytes : next;
+        const Segment segment = segment_of(product, first, steps, ahead);
+        multiply_steps<Arch, E>(product, first, &segment, 1);
     }
 }
 

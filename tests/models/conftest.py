@@ -1,6 +1,6 @@
 """Small random checkpoints of every family, saved by transformers, and ways to run them through the decoder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,15 @@ def family_config(family: str, **changes: Any) -> Any:
         return transformers.DbrxConfig(**(sizes | changes))
     maker, own = makers[family]
     return maker(**(SIZES | own | changes))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are so small that more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

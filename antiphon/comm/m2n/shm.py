@@ -8,6 +8,7 @@ An epoch (word 0) numbers the incarnations of the exchange. The engine raises it
 and raises `StepAborted`, late messages of an older epoch are ignored.
 """
 
+import os
 import time
 
 import torch
@@ -25,9 +26,10 @@ _SLICE_S = 0.25  # longest sleep before looking at the epoch again; doorbells no
 
 
 class ControlPage:
-    """The engine's hand on the exchange: it owns the epoch and can wake everyone."""
+    """The engine's hand on the exchange: it owns the descriptor and the epoch, and can wake everyone."""
 
     def __init__(self, descriptor: int, shape: ExchangeShape) -> None:
+        self._descriptor: int | None = descriptor
         self._region = Region(descriptor)
         self._layout = RegionLayout(shape)
 
@@ -40,6 +42,13 @@ class ControlPage:
         for expert in range(self._layout.shape.num_experts):
             self._region.ring(self._layout.expert_doorbell(expert))
         return epoch
+
+    def close(self) -> None:
+        """Let go of descriptor and mapping, so that the memory goes with the last worker. Nothing may follow."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            del self._region  # a mapping holds a descriptor of its own
 
 
 class _Endpoint:
@@ -95,6 +104,8 @@ class SharedMemoryAttentionExchange(_Endpoint):
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._step = step
         self._participants = participants
+        for slot in self._in.values():
+            slot.synchronise()  # an expert may have published a reply of the last epoch after our `reset`
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         self._check_epoch()

@@ -47,9 +47,7 @@ class CpuBackend:
         assert isinstance(weight, CpuLinear)
         x_TI = self._rows(x_TI, weight.in_features)
         num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
-        out = torch.empty(
-            (num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype
-        )
+        out = torch.empty((num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype)
         residual, residual_stride = 0, 0
         if residual_TO is not None:
             residual_TO = self._rows(residual_TO, weight.out_features)
@@ -67,7 +65,14 @@ class CpuBackend:
         self._check(x, weight, width)
         out = torch.empty_like(x)
         _native.rms_norm(
-            self._is_bf16, x.data_ptr(), x.numel() // max(1, width), width, width, weight.data_ptr(), eps, out.data_ptr()
+            self._is_bf16,
+            x.data_ptr(),
+            x.numel() // max(1, width),
+            width,
+            width,
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
         )
         return out
 

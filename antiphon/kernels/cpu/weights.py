@@ -42,9 +42,7 @@ class CpuLinear:
 class CpuExperts:
     """Gate and up interleaved in one stream, down in another, for each expert."""
 
-    def __init__(
-        self, num_experts: int, hidden: int, intermediate: int, activation: str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, activation: str, dtype: torch.dtype) -> None:
         if activation not in {"silu", "gelu"}:
             raise ValueError(f"activation {activation!r} is not known to the cpu back-end: use silu or gelu")
         self.num_experts = num_experts

@@ -95,10 +95,23 @@ def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
     return DrainingServer(config, app.state.context)
 
 
-def run_server(app: FastAPI, settings: ServerSettings, on_listening: Callable[[str], None] | None = None) -> None:
+def run_server(
+    app: FastAPI,
+    settings: ServerSettings,
+    on_listening: Callable[[str], None] | None = None,
+    address: socket.socket | None = None,
+) -> None:
     """Serve `app` until a signal ends it (from the main thread only are signals seen). `on_listening` is called once
-    with the server's URL when it accepts connections. `UserError` when the address cannot be used."""
-    listener = bind(settings.host, settings.port)
+    with the server's URL when it accepts connections. `UserError` when the address cannot be used.
+
+    `address`: a socket from `reserve`, for callers that want to know early; it is closed at the end in any case.
+    """
+    listener = address or reserve(settings.host, settings.port)
+    try:
+        listen(listener, settings.host)
+    except BaseException:
+        listener.close()
+        raise
     url = url_of(listener)
     server = make_server(app, settings)
 
@@ -116,21 +129,43 @@ def run_server(app: FastAPI, settings: ServerSettings, on_listening: Callable[[s
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket on `host:port` (port 0: any free one), or `UserError` with the reason."""
+    listener = reserve(host, port)
+    try:
+        listen(listener, host)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket bound to `host:port` that refuses connections until `listen`; `UserError` if somebody listens there.
+
+    For the time between the start and the loaded model: a wrong port is found at once, and nobody's request hangs."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        reserved = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UserError(f"--host {host} is not an address of this machine: {error.strerror}") from error
+        raise UserError(
+            f"--host {host} is not an address of this machine ({error.strerror}): use 127.0.0.1, or 0.0.0.0 for all"
+        ) from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
     except OSError as error:
-        listener.close()
+        reserved.close()
         raise UserError(_bind_problem(error, host, port)) from error
-    return listener
+    return reserved
+
+
+def listen(reserved: socket.socket, host: str) -> None:
+    """Let connections in. `UserError` if another process began to listen on this port meanwhile."""
+    try:
+        reserved.listen(_BACKLOG)
+    except OSError as error:
+        raise UserError(_bind_problem(error, host, reserved.getsockname()[1])) from error
 
 
 def _bind_problem(error: OSError, host: str, port: int) -> str:

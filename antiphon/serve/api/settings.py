@@ -33,12 +33,19 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise UserError(f"port is {self.port}: use 1 to 65535, or 0 for any free port")
-        for name in ("max_body_bytes", "max_concurrent_streams", "max_n", "max_prompts_per_request"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+            raise UserError(f"--port is {self.port}: use 1 to 65535, or 0 for any free port")
+        counts = (
+            ("--max-body-bytes", self.max_body_bytes),
+            ("--max-streams", self.max_concurrent_streams),
+            ("--max-prompt-tokens", 1 if self.max_prompt_tokens is None else self.max_prompt_tokens),
+            ("max_n", self.max_n),
+            ("max_prompts_per_request", self.max_prompts_per_request),
+        )
+        for name, value in counts:
+            if value < 1:
+                raise UserError(f"{name} is {value}: it must be at least 1")
         if self.drain_timeout_s < 0:
-            raise UserError(f"drain_timeout_s is {self.drain_timeout_s}: it must be at least 0")
+            raise UserError(f"--drain-timeout is {self.drain_timeout_s:g} s: it must be at least 0")
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -50,7 +57,8 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the API key file {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UserError(f"the API key file {path} cannot be read ({reason}): write one key a line into it") from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
     if not keys:
         raise UserError(f"the API key file {path} holds no key: write one key a line")

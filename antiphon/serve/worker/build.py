@@ -135,12 +135,26 @@ def _build_attention(
     recorder: SpanRecorder,
     progress: ReportProgress,
 ) -> AttentionWorker:
-    half = load_attention_half(checkpoint, spec, backend, progress, max_positions=configure.max_model_len)
+    # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
+    expected = 0 if configure.exchange else sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
+    half = load_attention_half(
+        checkpoint,
+        spec,
+        backend,
+        lambda done, total: progress(done, max(total, expected)),
+        max_positions=configure.max_model_len,
+    )
     weight_bytes = half.weight_bytes
     exchange: AttentionExchange | None = None
     experts: LocalExperts | RemoteExperts
     if configure.exchange is None:
-        expert_half = load_expert_half(checkpoint, spec, backend, tuple(range(spec.router.num_experts)), progress)
+        expert_half = load_expert_half(
+            checkpoint,
+            spec,
+            backend,
+            tuple(range(spec.router.num_experts)),
+            lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
+        )
         weight_bytes += expert_half.num_bytes
         experts = LocalExperts(expert_half)
     else:

@@ -10,7 +10,7 @@ import torch
 from antiphon.comm.m2n.api import ExpertExchange
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
-from antiphon.serve.worker.spans import EXPERTS, GATHER, SpanRecorder
+from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
 
 
 class ExpertRunner:
@@ -37,7 +37,7 @@ class ExpertRunner:
         compute_ns = time.monotonic_ns()
         rows = batch.rows_RH.shape[0]
         self._recorder.step = batch.step
-        self._recorder.add(GATHER, start_ns, batch.layer, batch.micro_batch, rows)
+        self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
         device = self._half.backend.device
         rows_RH, weights_RK = batch.rows_RH.to(device), batch.weights_RK.to(device)
         local_RK = self._half.to_local(batch.layer, batch.ids_RK.to(device))
@@ -47,6 +47,7 @@ class ExpertRunner:
             partial_RH = partial_RH.cpu()
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
+        self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True

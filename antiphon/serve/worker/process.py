@@ -2,13 +2,17 @@
 
     python -m antiphon.serve.worker.process --fd N
 
-If the engine goes away, however, the socket closes and the worker exits.
+If the engine goes away, however that happens, the socket closes and the worker exits: by itself at its next message,
+or by a watching thread if it is still loading, computing or waiting for another worker then.
 """
 
 import argparse
+import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 
@@ -38,6 +42,7 @@ _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
 _LOOK_S = 0.5  # a busy one this often
 _FOREVER_S = 365.0 * 86400
+_LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
 
 
 def serve_attention(worker: AttentionWorker, channel: Channel) -> None:
@@ -127,11 +132,22 @@ def _start(channel: Channel, configure: Configure) -> AttentionWorker | ExpertWo
     return worker
 
 
+def _exit_after_engine(descriptor: int) -> None:
+    """End this process soon after the other end of the engine's socket has closed. Runs in a thread of its own."""
+    hang_up = select.poll()
+    hang_up.register(descriptor, 0)  # no event is asked for: a hang-up is reported always
+    hang_up.poll()
+    time.sleep(_LAST_WORDS_S)
+    os._exit(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the engine")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, or service: the engine decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_after_engine, args=[arguments.fd], daemon=True).start()
     channel = Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)
     try:
         configure = channel.receive(_FOREVER_S)

@@ -81,14 +81,18 @@ class RowSampler:
             count = len(logit_rows(step))
             num_reported = step.logprob_end - step.logprob_begin
             if num_reported > 0:
-                prompt_reports[step.request_id] = self._report_prompt(logits_RV[row : row + num_reported], step)
+                report = self._report_prompt(logits_RV[row : row + num_reported], step)
+                prompt_reports.setdefault(step.request_id, []).extend(report)  # a chunk may come in several pieces
             row += count
             if step.samples:
                 sampling.append(step)
                 rows.append(row - 1)
         chosen = self._choose(logits_RV, sampling, rows, bitmasks) if sampling else {}
-        reported = [s.request_id for s in steps if s.request_id in prompt_reports and s.request_id not in chosen]
-        result = [Sampled(request_id, None, None, prompt_reports[request_id]) for request_id in reported]
+        result = [
+            Sampled(request_id, None, None, report)
+            for request_id, report in prompt_reports.items()
+            if request_id not in chosen
+        ]
         for request_id, (token_id, logprob) in chosen.items():
             result.append(Sampled(request_id, token_id, logprob, prompt_reports.get(request_id)))
         return result

@@ -10,8 +10,8 @@ from antiphon.serve.worker.messages import Spans
 
 MAX_SPANS = 2_000_000  # about 200 MB; beyond it, recording stops and `Spans` says so by its length
 
-NAMES = ["attention", "dispatch", "experts", "combine", "wait", "sample", "gather", "step"]
-ATTENTION, DISPATCH, EXPERTS, COMBINE, WAIT, SAMPLE, GATHER, STEP = range(len(NAMES))
+NAMES = ["attention", "dispatch", "experts", "combine", "reply", "sample", "receive", "step"]
+ATTENTION, DISPATCH, EXPERTS, COMBINE, REPLY, SAMPLE, RECEIVE, STEP = range(len(NAMES))
 
 
 class SpanRecorder:

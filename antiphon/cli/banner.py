@@ -1,0 +1,91 @@
+"""What `antiphon serve` says when it is ready: to people what runs and how to ask, to machines the same as JSON."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from antiphon import __version__, _native
+from antiphon.base.units import format_bytes
+from antiphon.kernels.select import resolve_dtype
+from antiphon.serve.config import ServeConfig, kv_cache_block_bytes
+from antiphon.serve.engine import Engine
+from antiphon.serve.engine_api import EngineInfo
+from antiphon.serve.fleet import WorkerName
+from antiphon.serve.launch import describe
+from antiphon.specs.model import ModelSpec
+
+EXAMPLE_BODY = '{"prompt": "class Stack:", "max_tokens": 32}'
+
+
+def worker_names(info: EngineInfo) -> list[WorkerName]:
+    """Every worker of a running engine."""
+    if info.layout == "colocated":
+        return [WorkerName("replica", index) for index in range(info.num_attention)]
+    attention = [WorkerName("attention", index) for index in range(info.num_attention)]
+    return attention + [WorkerName("experts", index) for index in range(info.num_experts_workers)]
+
+
+def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str, url: str) -> dict[str, Any]:
+    """The server as JSON: where it listens, which processes it has, what it can hold."""
+    info = engine.info
+    num_tokens = engine.stats().kv_blocks_total * config.block_size
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    bytes_per_token = kv_cache_block_bytes(spec, 1, resolve_dtype(dtype).itemsize)
+    return {
+        "version": __version__,
+        "model": name,
+        "architecture": describe(spec),
+        "dtype": dtype,
+        "device": config.device,
+        "layout": info.layout,
+        "num_attention": info.num_attention,
+        "num_experts_workers": info.num_experts_workers,
+        "num_micro_batches": info.num_micro_batches,
+        "kernels": sorted(engine.kernels()),
+        "max_model_len": info.max_model_len,
+        "kv_cache_tokens": num_tokens,
+        "kv_cache_bytes": num_tokens * bytes_per_token,
+        "url": url,
+        "pid": os.getpid(),
+        "workers": [{"name": str(worker), "pid": engine.worker_pid(worker)} for worker in worker_names(info)],
+    }
+
+
+def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
+    """The same for people, with a request to copy."""
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    kernels = ", ".join(f"{name} ({_native.isa()})" if name == "cpu" else name for name in facts["kernels"])
+    lines = [
+        f"Antiphon {facts['version']} serves {facts['model']}",
+        f"  model     {facts['architecture']}, {facts['dtype']} on {facts['device']}",
+        f"  layout    {layout_line(facts)}",
+        f"  workers   {workers_line(facts['workers'])}",
+        f"  kernels   {kernels}",
+        f"  KV cache  {facts['kv_cache_tokens']:,} tokens, {format_bytes(facts['kv_cache_bytes'])}; "
+        f"a request may have {facts['max_model_len']:,}",
+        f"  URL       {facts['url']}",
+        "",
+        f"  curl {facts['url']}/v1/completions -H 'Content-Type: application/json'{key} \\",
+        f"    -d '{EXAMPLE_BODY}'",
+        "",
+        "Ctrl-C finishes what runs and stops.",
+    ]
+    return "\n".join(lines)
+
+
+def layout_line(facts: dict[str, Any]) -> str:
+    """``disaggregated: 1 attention + 2 expert workers, 2 micro-batches in turn``."""
+    if facts["layout"] == "colocated":
+        return f"colocated: {plural(facts['num_attention'], 'replica')} with attention and experts in one process"
+    experts = plural(facts["num_experts_workers"], "expert worker")
+    batches = plural(facts["num_micro_batches"], "micro-batch", "micro-batches")
+    return f"disaggregated: {facts['num_attention']} attention + {experts}, {batches} in turn"
+
+
+def workers_line(workers: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(f"{worker['name']} {worker['pid']}" for worker in workers)
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """``plural(2, "replica")`` -> ``"2 replicas"``."""
+    return f"{count} {one if count == 1 else many or one + 's'}"

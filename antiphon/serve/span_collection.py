@@ -1,0 +1,50 @@
+"""One request for the workers' recorded spans: any thread asks, the engine's carries it out, for it owns the channels.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from antiphon.serve.fleet import Fleet, WorkerName
+from antiphon.serve.worker.messages import Spans, TakeSpans
+
+
+class SpanCollection:
+    """`wait` in the thread that asks; `begin`, `add` and `forget` in the engine's thread."""
+
+    def __init__(self) -> None:
+        self._wanted: set[WorkerName] = set()
+        self._spans: dict[WorkerName, Spans] = {}
+        self._done = threading.Event()
+
+    def begin(self, fleet: Fleet) -> None:
+        """Ask all workers that are up."""
+        self._wanted = {name for name, worker in fleet.workers.items() if worker.ready}
+        for name in list(self._wanted):
+            fleet.send(fleet.workers[name], TakeSpans())
+        self._finish_if_complete()
+
+    def add(self, name: WorkerName, spans: Spans) -> bool:
+        """Take a worker's answer; False: it was not asked for here, or has come before."""
+        if name not in self._wanted or name in self._spans:
+            return False
+        self._spans[name] = spans
+        self._finish_if_complete()
+        return True
+
+    def forget(self, names: Iterable[WorkerName]) -> None:
+        """These workers are gone, and with them what they recorded."""
+        self._wanted.difference_update(names)
+        self._finish_if_complete()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> dict[WorkerName, Spans]:
+        """What has arrived; after `timeout_s` possibly not from all."""
+        self._done.wait(timeout_s)
+        return dict(self._spans)
+
+    def _finish_if_complete(self) -> None:
+        if self._wanted <= set(self._spans):
+            self._done.set()

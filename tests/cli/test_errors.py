@@ -1,0 +1,230 @@
+"""What a user reads who asked wrongly, or whose checkpoint is broken: one line, the right exit code, no traceback.
+
+Through `main` itself, in this process: what can be refused is refused before any worker is started.
+"""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from antiphon.cli import main as cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+
+
+class Cli:
+    """Runs the command in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capfd = capfd
+
+    def run(self, *arguments: object) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)"""
+        self._monkeypatch.setattr(sys, "argv", ["antiphon", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        printed = self._capfd.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, printed.out, printed.err
+
+    def refuses(self, code: int, message: str, *arguments: object) -> None:
+        """It must fail with `code` and one line that `message`, a pattern, describes whole."""
+        found, out, err = self.run(*arguments)
+        (line,) = [text for text in err.splitlines() if " INFO " not in text and not text.startswith("loading weights")]
+        assert re.fullmatch(f"error: {message}", line), line
+        assert found == code
+        assert out == ""
+
+
+@pytest.fixture
+def antiphon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(monkeypatch, capfd)
+
+
+# Arguments after `antiphon generate MODEL`, the exit code, and the line.
+WRONG_OPTIONS: list[tuple[str, int, str]] = [
+    ("", 2, "give one of --prompt TEXT and --token-ids 1,2,3"),
+    ("--prompt x --token-ids 1", 2, "give one of --prompt TEXT and --token-ids 1,2,3"),
+    ("--token-ids 1,a", 2, "--token-ids '1,a' is not a list of numbers: write for example 1,2,3"),
+    ("--token-ids 1,512", 2, "--token-ids names token 512: this model's are 0 to 511"),
+    ("--token-ids 1 --max-tokens 0", 2, "--max-tokens is 0: it must be at least 1"),
+    (
+        "--token-ids 1 --max-tokens x",
+        2,
+        "--max-tokens is 'x': it must be a valid integer; see 'antiphon generate --help'",
+    ),
+    ("--token-ids 1 --temperature -1", 2, "temperature is -1.0: it must be between 0 and 100"),
+    ("--token-ids 1 --logprobs 50", 2, "logprobs is 50: it must be between 0 and 20"),
+    ("--token-ids 1 --layout apart", 2, "--layout apart does not exist: use auto, colocated or disaggregated"),
+    (
+        "--token-ids 1 --layout colocated --experts 2",
+        2,
+        "--experts 2 does not apply to --layout colocated: leave it out or use disaggregated",
+    ),
+    ("--token-ids 1 --experts -1", 2, "--experts is -1: it must be at least 1, or 0 for the default"),
+    ("--token-ids 1 --experts 9", 2, "9 expert workers for 8 experts: use 1 to 8"),
+    ("--token-ids 1 --experts 100000", 2, "100000 expert workers for 8 experts: use 1 to 8"),
+    ("--token-ids 1 --attention 0", 2, "--attention is 0: it must be 1 to 10"),
+    ("--token-ids 1 --attention 11", 2, "--attention is 11: it must be 1 to 10"),
+    ("--token-ids 1 --micro-batches 65", 2, "--micro-batches is 65: it must be 1 to 64"),
+    ("--token-ids 1 --dtype int3", 2, "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
+    ("--token-ids 1 --device tpu", 2, "--device tpu is not supported: use cpu or cuda"),
+    ("--token-ids 1 --kernels fast", 2, "--kernels fast do not exist: use auto, cpu or reference"),
+    ("--token-ids 1 --kernels cpu --dtype float16", 2, "--kernels cpu: the native kernels .* use --kernels reference"),
+    ("--token-ids 1 --threads -1", 2, "--threads is -1: it must be at least 1, or 0 to share the cores"),
+    ("--token-ids 1 --timeout 0", 2, "--timeout is 0.0: it must be above 0 s"),
+    ("--token-ids 1 --max-model-len 9000", 2, "--max-model-len is 9000: the model's context ends at 8192"),
+    ("--token-ids 1 --kv-bytes much", 2, "--kv-bytes 'much' is not a size in bytes: write for example 4GiB.*"),
+    (
+        "--token-ids 1 --kv-bytes 1KiB",
+        1,
+        "--kv-bytes 1.0 KiB is too small: one sequence of 8192 tokens on each of 1 workers needs 2.0 MiB; "
+        "raise it or lower --max-model-len",
+    ),
+    ("--token-ids 1 --kv-bytes 900TiB", 1, "--kv-bytes 900.0 TiB is more than the .* of memory free: lower it"),
+    ("--token-ids 1 --timeline none/t.json", 2, "--timeline none/t.json: the folder .*none does not exist; create it"),
+    ("--frobnicate", 2, "No such option: --frobnicate.*; see 'antiphon generate --help'"),
+    ("--token-ids", 2, "Option '--token-ids' requires an argument; see 'antiphon.* --help'"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "message"), WRONG_OPTIONS)
+def test_wrong_options(antiphon: Cli, checkpoint: Path, options: str, code: int, message: str) -> None:
+    antiphon.refuses(code, message, "generate", checkpoint, *options.split())
+
+
+WRONG_SERVER_OPTIONS: list[tuple[str, str]] = [
+    ("--port 99999", "--port is 99999: use 1 to 65535, or 0 for any free port"),
+    ("--host 192.0.2.1", "--host 192.0.2.1 is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for all of .*"),
+    ("--api-key-file none", "the API key file none cannot be read \\(No such file or directory\\): write one key a .*"),
+    ("--max-body-bytes 0", "--max-body-bytes is 0: it must be at least 1"),
+    ("--max-body-bytes big", "--max-body-bytes 'big' is not a size in bytes: .*"),
+    ("--max-streams 0", "--max-streams is 0: it must be at least 1"),
+    ("--max-waiting 0", "--max-waiting is 0: it must be at least 1"),
+    ("--max-prompt-tokens -4", "--max-prompt-tokens is -4: it must be at least 1"),
+    ("--max-running 4000", "--max-batch-tokens is 2048: it must be at least --max-running, which is 4000"),
+    ("--drain-timeout -1", "--drain-timeout is -1 s: it must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_SERVER_OPTIONS)
+def test_wrong_server_options(antiphon: Cli, checkpoint: Path, options: str, message: str) -> None:
+    antiphon.refuses(2, message, "serve", checkpoint, *options.split())
+
+
+def test_key_files_that_hold_no_key(antiphon: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# nothing yet\n")
+    message = f"the API key file {keys} holds no key: write one key a line"
+    antiphon.refuses(2, message, "serve", checkpoint, "--api-key-file", keys)
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(antiphon: Cli, checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = rf"port {port} on 127.0.0.1 is in use: choose another with --port \(0 takes any free one\)"
+        antiphon.refuses(2, message, "serve", checkpoint, "--port", port)
+
+
+@pytest.mark.parametrize("command", [("generate", "--token-ids", "1"), ("generate", "--prompt", "x"), ("serve",)])
+def test_no_such_folder(antiphon: Cli, tmp_path: Path, command: tuple[str, ...]) -> None:
+    missing = tmp_path / "none"
+    message = f"{missing} is missing: give a checkpoint folder in Hugging Face format"
+    antiphon.refuses(1, message, command[0], missing, *command[1:])
+
+
+def test_no_config(antiphon: Cli, folder: Path) -> None:
+    (folder / "config.json").unlink()
+    message = f"{folder}/config.json is missing: give a checkpoint folder in Hugging Face format"
+    antiphon.refuses(1, message, "serve", folder)
+
+
+def test_an_unknown_architecture(antiphon: Cli, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    antiphon.refuses(1, "config.json: model_type = 'llama' is not supported: use one of dbrx, .*", "serve", folder)
+
+
+def test_no_tokenizer(antiphon: Cli, folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    message = f"{folder} has no tokenizer: expected tokenizer.json there; copy it from the model's source"
+    antiphon.refuses(1, message, "serve", folder)
+    antiphon.refuses(1, message, "generate", folder, "--prompt", "x")
+
+
+def test_a_missing_shard(antiphon: Cli, folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    message = f"{folder}: 1 of 3 shards missing, the first is model-00002-of-00003.safetensors: download it"
+    antiphon.refuses(1, message, "serve", folder, "--port", 0)
+
+
+@pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
+def test_a_truncated_shard(antiphon: Cli, folder: Path, layout: str) -> None:
+    shard = folder / "model-00002-of-00003.safetensors"
+    size = shard.stat().st_size
+    with shard.open("r+b") as file:
+        file.truncate(size - 100)
+    message = f"{shard.name}: truncated: {size - 100:,} bytes, its header promises {size:,}: download it again"
+    antiphon.refuses(1, message, "generate", folder, "--token-ids", "1", "--layout", layout)
+
+
+def test_a_tensor_of_the_wrong_shape(antiphon: Cli, folder: Path) -> None:
+    shard = folder / "model-00001-of-00003.safetensors"
+    tensors = load_file(shard)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    message = (
+        rf"{shard.name}: tensor lm_head.weight has shape \[511, 64\], config.json asks for \[512, 64\]: "
+        r"weights and config.json are of different models, download both again"
+    )
+    antiphon.refuses(1, message, "serve", folder, "--port", 0)
+
+
+def test_cuda_without_a_device(antiphon: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    message = "--device cuda: this PyTorch sees no CUDA device; use --device cpu or install a CUDA build"
+    antiphon.refuses(2, message, "serve", checkpoint, "--device", "cuda", "--port", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("frobnicate",), "No such command 'frobnicate'; see 'antiphon --help'"),
+        (("serve",), "Missing argument 'MODEL'; see 'antiphon serve --help'"),
+        (("bench", "nothing"), "No such command 'nothing'; see 'antiphon bench --help'"),
+        (("bench", "serve", "x", "--concurrency", "a"), "--concurrency 'a' is not a list of numbers: .*"),
+        (("bench", "serve", "x", "--layouts", "1+"), "'1\\+' is no contestant: write colocated, .*"),
+        (("bench", "serve", "x", "--peers", "y"), "peer 'y' is not known: use transformers or vllm, or --against-url"),
+    ],
+)
+def test_wrong_commands(antiphon: Cli, arguments: tuple[str, ...], message: str) -> None:
+    antiphon.refuses(2, message, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "serve", "none"), ("serve", "none", "--debug")])
+def test_debug_shows_where_it_happened(antiphon: Cli, arguments: tuple[str, ...]) -> None:
+    code, _, err = antiphon.run(*arguments)
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith("error: none is missing: give a checkpoint folder in Hugging Face format\n")
+
+
+def test_the_installed_command_does_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "antiphon.cli.main", "serve", str(tmp_path / "none")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr == f"error: {tmp_path / 'none'} is missing: give a checkpoint folder in Hugging Face format\n"

@@ -1,0 +1,73 @@
+"""`antiphon generate` as users run it: a process of its own, workers and all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+APART = ("--layout", "disaggregated")
+
+
+def generate(checkpoint: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "antiphon.cli.main", "generate", str(checkpoint), *options]
+    ended = subprocess.run(
+        [*command, "--dtype", "float32"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stdout
+
+
+def as_json(checkpoint: Path, *options: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(generate(checkpoint, *options, "--json", "-"))
+    return result
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint: Path) -> dict[str, Any]:
+    return as_json(checkpoint, *APART, "--prompt", "bada do", "--max-tokens", "12", "--logprobs", "2")
+
+
+def test_json_holds_tokens_text_and_alternatives(result: dict[str, Any]) -> None:
+    assert set(result) == {"token_ids", "text", "finish_reason", "logprobs"}
+    assert len(result["token_ids"]) == len(result["logprobs"]) == 12
+    assert result["finish_reason"] == "length"
+    for token_id, entry in zip(result["token_ids"], result["logprobs"], strict=True):
+        assert entry["token_id"] == token_id == entry["top"][0][0]
+        assert entry["logprob"] == entry["top"][0][1] < 0
+        assert len(entry["top"]) == 2
+
+
+def test_text_is_printed_as_it_comes_and_the_same_in_both_layouts(
+    checkpoint: Path, result: dict[str, Any], tmp_path: Path
+) -> None:
+    timeline = tmp_path / "trace.json"
+    printed = generate(checkpoint, "--prompt", "bada do", "--max-tokens", "12", "--timeline", str(timeline))
+    assert printed.startswith(result["text"] + "\n")
+    assert "steps took" in printed
+    assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} == {"M", "X"}
+
+
+def test_token_ids_need_no_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.glob("*"):
+        if "token" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    printed = generate(tmp_path, *APART, "--token-ids", "5,6,7", "--max-tokens", "6", "--logprobs", "1")
+    ids, _, table = printed.partition("\n")
+    assert len(ids.split()) == 6
+    assert all(0 <= int(token) < 512 for token in ids.split())
+    assert table.splitlines()[0].split() == ["token", "logprob", "alternatives"]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ids.split()
+
+
+def test_a_seed_repeats_and_a_file_takes_the_json(checkpoint: Path, tmp_path: Path) -> None:
+    sampled = ("--prompt", "bada", "--temperature", "1.5", "--max-tokens", "10", "--seed", "4")
+    target = tmp_path / "result.json"
+    printed = generate(checkpoint, *sampled, "--json", str(target))
+    written = json.loads(target.read_text())
+    assert printed == written["text"] + "\n"
+    assert as_json(checkpoint, *sampled, *APART)["token_ids"] == written["token_ids"]

@@ -1,0 +1,23 @@
+"""Every instruction set this machine can run, AMX in emulation and portable C++ included."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from antiphon import _native
+
+
+@pytest.fixture(params=_native.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _native.isa()
+    _native.set_isa(request.param)
+    yield request.param
+    _native.set_isa(before)
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = _native.num_threads()
+    _native.set_num_threads(request.param)
+    yield request.param
+    _native.set_num_threads(before)

@@ -1,0 +1,84 @@
+"""Rotary embedding, the packed cache and paged attention: values, chunks, batch mates, reused blocks."""
+
+import pytest
+import torch
+
+from antiphon.base.errors import ResourceError
+from antiphon.kernels.api import KVCacheSpec
+from antiphon.kernels.cpu import CpuBackend
+from tests.kernels.attention_harness import Heads, Sequences
+
+DTYPES = [torch.bfloat16, torch.float32]
+HEADS = {
+    "plain": Heads(),
+    "window, interleaved, odd groups": Heads(
+        num_heads=6, num_kv_heads=2, key_dim=40, value_dim=24, rotary_dim=20, interleaved=True, window=7,
+        block_size=32, norm=False,
+    ),
+    "one kv head, window past a tile": Heads(num_heads=3, num_kv_heads=1, key_dim=16, value_dim=16, rotary_dim=16, window=70),
+    "wide, partly rotated": Heads(
+        num_heads=2, key_dim=256, value_dim=256, rotary_dim=64, norm=False, block_size=64
+    ),
+    "odd widths, not rotated": Heads(num_heads=5, num_kv_heads=5, key_dim=33, value_dim=17, rotary_dim=0, norm=False),
+    "more heads than rows in an item": Heads(num_heads=56, num_kv_heads=1, key_dim=32, value_dim=32, rotary_dim=32),
+}  # fmt: skip
+LENGTHS = [130, 1, 77]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+def test_values_and_chunks(isa: str, dtype: torch.dtype, heads: Heads) -> None:
+    backend = CpuBackend(dtype)
+    sequences = Sequences(heads, LENGTHS, dtype)
+    spec = heads.cache_spec(sequences.num_blocks)
+    whole = sequences.run(backend, backend.new_kv_cache(spec), [LENGTHS])
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-5
+    for index, out in enumerate(whole):
+        torch.testing.assert_close(out.double(), sequences.expected(index), atol=tolerance, rtol=tolerance)
+    steps = [[5, 0, 70], [1, 1, 1], [64, 0, 0], [1, 0, 6], [59, 0, 0]]
+    chunked = sequences.run(backend, backend.new_kv_cache(spec), steps)
+    for one, other in zip(whole, chunked, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_batch_mates(isa: str, num_threads: int, dtype: torch.dtype) -> None:
+    backend = CpuBackend(dtype)
+    sequences = Sequences(Heads(), LENGTHS, dtype)
+    spec = sequences.heads.cache_spec(sequences.num_blocks)
+    together = sequences.run(backend, backend.new_kv_cache(spec), [[100, 1, 70], [30, 0, 7]])
+    alone = sequences.run(backend, backend.new_kv_cache(spec), [[130, 0, 0], [0, 1, 0], [0, 0, 77]])
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stale", [3.0, float("inf"), float("nan")])
+def test_reused_blocks_leave_no_trace(isa: str, stale: float) -> None:
+    backend = CpuBackend(torch.bfloat16)
+    fresh = Sequences(Heads(norm=False), [37, 50], torch.bfloat16)
+    cache = backend.new_kv_cache(fresh.heads.cache_spec(fresh.num_blocks))
+    before = Sequences(Heads(norm=False), [64, 64], torch.bfloat16)
+    before.tables = fresh.tables.clone()
+    for rows in before.rows:
+        rows.fill_(stale)
+    before.run(backend, cache, [[64, 64]])
+    reused = fresh.run(backend, cache, [[20, 50], [1, 0], [16, 0]])
+    clean = fresh.run(backend, backend.new_kv_cache(fresh.heads.cache_spec(fresh.num_blocks)), [[37, 50]])
+    for one, other in zip(reused, clean, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_latent_caches_are_the_references() -> None:
+    backend = CpuBackend(torch.bfloat16)
+    spec = KVCacheSpec(
+        num_layers=1, num_blocks=2, block_size=16, num_kv_heads=1, key_dim=24, value_dim=16, values_in_keys=True
+    )
+    assert type(backend.new_kv_cache(spec)).__name__ == "ReferenceCache"
+
+
+def test_impossible_caches_are_refused() -> None:
+    backend = CpuBackend(torch.bfloat16)
+    with pytest.raises(ValueError, match="block_size 20 does not fit the cpu back-end: use a multiple of 16"):
+        backend.new_kv_cache(Heads(block_size=20).cache_spec(4))
+    with pytest.raises(ResourceError, match="lower the number of blocks"):
+        backend.new_kv_cache(Heads().cache_spec(1 << 40))

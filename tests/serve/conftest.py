@@ -1,0 +1,26 @@
+"""Checkpoints that many tests share: saved once, for they cost more than most tests."""
+
+import pytest
+import torch
+
+from tests.serve.engine_harness import Prompts, TinyModel, random_prompts, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Qwen3-MoE with 5 experts, two layers, all of them with experts."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    return save_tiny_model(folder, num_hidden_layers=2, decoder_sparse_step=1, max_position_embeddings=256)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Prompts:
+    """64 prompts: one token, less than a block, more than one, and many."""
+    return random_prompts([1, 9, 33, 90] * 16)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: TinyModel, prompts: Prompts) -> list[list[int]]:
+    """Transformers' 64 greedy tokens of each prompt."""
+    return tiny_model.greedy(prompts)

@@ -1,0 +1,157 @@
+"""Workers die at bad moments. Every stream ends with exactly the reference tokens: none missing, none twice."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.engine import Engine
+from antiphon.serve.fleet import WorkerName
+from antiphon.serve.launch import start_engine
+from tests.serve.engine_harness import (
+    GREEDY,
+    NUM_TOKENS,
+    Prompts,
+    Run,
+    TinyModel,
+    Tokens,
+    config,
+    is_alive,
+    kill,
+    running,
+    wait_until,
+    wait_until_idle,
+)
+
+TOTAL = 64 * NUM_TOKENS
+
+
+def at(marks: dict[float, Callable[[], object]]) -> Callable[[int], None]:
+    """Call each function once the given share of all tokens is out."""
+    left = sorted(marks.items())
+
+    def on_output(num_tokens: int) -> None:
+        while left and num_tokens >= left[0][0] * TOTAL:
+            left.pop(0)[1]()
+
+    return on_output
+
+
+def run_with_deaths(
+    engine: Engine, prompts: Prompts, reference: Tokens, marks: dict[float, Callable[[], object]]
+) -> None:
+    finished = Run(engine, prompts, GREEDY).finish(at(marks))
+    assert [request.error for request in finished] == [None] * len(prompts)
+    assert [request.token_ids for request in finished] == reference
+    assert all(request.last.finish_reason == "length" for request in finished)
+    wait_until_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("layout", "victims"),
+    [
+        ("1", ["replica[0]", "replica[0]"]),
+        ("2", ["replica[0]", "replica[1]"]),
+        ("1+1/m2", ["experts[0]", "attention[0]"]),
+        ("2+2/m2", ["attention[0]", "experts[1]", "attention[1]"]),
+    ],
+)
+def test_killed_workers_cost_no_token(
+    layout: str, victims: list[str], tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        killed: list[int] = []
+
+        def killer(victim: str) -> Callable[[], object]:
+            role, index = victim.rstrip("]").split("[")
+            return lambda: killed.append(kill(engine, role, int(index)))
+
+        marks = {0.02 + 0.3 * turn: killer(victim) for turn, victim in enumerate(victims)}
+        run_with_deaths(engine, prompts, reference, marks)
+        assert len(killed) == len(victims)
+        assert engine.stats().num_worker_restarts == len(victims)
+        assert not any(is_alive(pid) for pid in killed)
+        wait_until(lambda: engine.complete, "all workers are back")
+        run_with_deaths(engine, prompts, reference, {})
+
+
+def test_all_workers_killed_at_once(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    with running(config(tiny_model, "1+1/m2")) as engine:
+
+        def massacre() -> None:
+            kill(engine, "attention", 0)
+            kill(engine, "experts", 0)
+
+        run_with_deaths(engine, prompts, reference, {0.3: massacre})
+        assert engine.stats().num_worker_restarts == 2
+
+
+@pytest.mark.parametrize(("layout", "role"), [("1", "replica"), ("1+2/m2", "experts"), ("2+1/m2", "attention")])
+def test_a_replacement_killed_while_it_loads(
+    layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        first = engine.worker_pid(WorkerName(role, 0))
+
+        def kill_twice() -> None:
+            kill(engine, role, 0)
+            wait_until(lambda: engine.worker_pid(WorkerName(role, 0)) != first, "a replacement")
+            kill(engine, role, 0)
+
+        run_with_deaths(engine, prompts, reference, {0.2: kill_twice})
+        assert engine.stats().num_worker_restarts == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"), [("1", "replica"), ("1+1/m2", "experts"), ("2+2/m2", "attention"), ("2+2/m2", "experts")]
+)
+def test_a_hanging_worker_is_replaced(
+    layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """SIGSTOP: the process lives and says nothing. Only the workers' timeout can tell."""
+    with running(config(tiny_model, layout, timeout_s=1.5)) as engine:
+        first = engine.worker_pid(WorkerName(role, 0))
+        run_with_deaths(engine, prompts, reference, {0.2: lambda: kill(engine, role, 0, signal.SIGSTOP)})
+        assert engine.worker_pid(WorkerName(role, 0)) != first
+        assert engine.stats().num_worker_restarts >= 1
+
+
+def test_a_worker_that_cannot_start_is_one_line(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The header of the checkpoint is sound, so only the worker that reads the expert finds it missing."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in tiny_model.folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"moe_intermediate_size": 25}))
+    broken = TinyModel(folder, None)
+    for layout in ("1", "1+1/m2"):
+        with pytest.raises(UserError, match=r"experts") as caught:
+            start_engine(config(broken, layout))
+        assert "\n" not in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+
+
+def test_repeated_deaths_end_requests_with_an_error(tiny_model: TinyModel, prompts: Prompts) -> None:
+    with running(config(tiny_model, "1+1/m2")) as engine:
+        run = Run(engine, prompts[:8], GREEDY)
+
+        def pid() -> int:
+            return engine.worker_pid(WorkerName("experts", 0))
+
+        def kill_for_ever(num_tokens: int) -> None:
+            while num_tokens == 8 and engine.fatal is None:
+                killed = kill(engine, "experts", 0)
+                wait_until(lambda killed=killed: engine.fatal is not None or pid() != killed, "another, or the end")
+
+        finished = run.finish(kill_for_ever)
+        assert engine.fatal is not None
+        assert "experts[0] died 6 times in a row, the last time killed by SIGKILL" in engine.fatal
+        assert all(request.last.finish_reason == "error" for request in finished)
+        assert all("experts[0] died" in (request.error or "") for request in finished)
+        assert not engine.stats().healthy
+        with pytest.raises(UserError, match="the engine has stopped: experts"):
+            Run(engine, prompts[:1], GREEDY)

@@ -1,0 +1,170 @@
+"""Little memory, short queues, odd placements, and the end of an engine."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.serve.engine import Engine
+from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
+from antiphon.serve.launch import Launcher
+from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.sampling import SamplingParams
+from tests.serve.engine_harness import (
+    GREEDY,
+    Prompts,
+    Run,
+    TinyModel,
+    Tokens,
+    complete,
+    config,
+    is_alive,
+    kill,
+    random_prompts,
+    running,
+    wait_until,
+    wait_until_idle,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=["1", "1+2/m2"])
+def tight(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Engine]:
+    """Rows for a fifth of the longest prompt in a step, memory for two requests of the 16 that may run."""
+    settings = config(tiny_model, request.param, num_blocks=22, max_running=16, max_batch_tokens=20)
+    with running(settings) as engine:
+        yield engine
+
+
+def test_little_memory_and_small_steps_change_nothing(tight: Engine, prompts: Prompts, reference: Tokens) -> None:
+    assert complete(tight, prompts) == reference
+    assert tight.stats().num_preemptions > 0
+    wait_until_idle(tight)
+
+
+def test_prompt_logprobs_of_a_prompt_in_many_pieces(tight: Engine) -> None:
+    prompts = random_prompts([180, 170, 75], seed=21)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    for prompt, request in zip(prompts, Run(tight, prompts, params).finish(), strict=True):
+        reports = request.outputs[0].prompt_logprobs
+        assert reports is not None
+        assert [report.token_id for report in reports if report is not None] == prompt[1:]
+
+
+def test_more_than_the_memory_holds_is_refused(tiny_model: TinyModel) -> None:
+    settings = config(tiny_model, "1", num_blocks=5, max_model_len=80)
+    with pytest.raises(ResourceError, match="is too small: one sequence of 80 tokens"):
+        Launcher(config(tiny_model, "1", num_blocks=4, max_model_len=80))
+    with running(settings) as engine:
+        with pytest.raises(RequestTooLong, match="above the context length of 80"):
+            Run(engine, [[5] * 17], GREEDY)
+        complete(engine, [[5] * 16], GREEDY)
+
+
+def test_a_full_queue_refuses_and_recovers(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    with running(config(tiny_model, "1", max_running=2, max_waiting=3)) as engine:
+        kill(engine, "replica", 0, signal.SIGSTOP)
+        runs = [Run(engine, prompts[:2], GREEDY)]
+        wait_until(lambda: engine.stats().num_running == 2, "two requests in a step that does not end")
+        runs.append(Run(engine, prompts[2:5], GREEDY))
+        with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3") as caught:
+            Run(engine, prompts[:1], GREEDY)
+        assert caught.value.retry_after_s > 0
+        kill(engine, "replica", 0, signal.SIGCONT)
+        finished = [request for run in runs for request in run.finish()]
+        assert [request.token_ids for request in finished] == reference[:5]
+        assert complete(engine, prompts[:3]) == reference[:3]
+
+
+def test_draining_lets_requests_finish(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    with running(config(tiny_model, "1")) as engine:
+        run = Run(engine, prompts[:8], GREEDY)
+        asyncio.run(engine.drain(60.0))
+        assert [request.token_ids for request in run.finish()] == reference[:8]
+        with pytest.raises(ShuttingDown):
+            Run(engine, prompts[:1], GREEDY)
+
+
+def test_draining_aborts_what_takes_too_long(tiny_model: TinyModel, prompts: Prompts) -> None:
+    with running(config(tiny_model, "1")) as engine:
+        kill(engine, "replica", 0, signal.SIGSTOP)
+        run = Run(engine, prompts[:8], GREEDY)
+        asyncio.run(engine.drain(0.1))
+        assert [request.last.finish_reason for request in run.finish()] == ["abort"] * 8
+        kill(engine, "replica", 0, signal.SIGCONT)
+
+
+def test_stopping_ends_requests_and_may_be_repeated(tiny_model: TinyModel, prompts: Prompts) -> None:
+    with running(config(tiny_model, "1+1/m2")) as engine:
+        run = Run(engine, prompts[:8], GREEDY)
+        engine.stop()
+        assert {request.last.finish_reason for request in run.finish()} <= {"abort", "length"}
+        with pytest.raises(ShuttingDown):
+            Run(engine, prompts[:1], GREEDY)
+        engine.abort("too late")
+        assert engine.take_spans() == {}
+        engine.stop()
+
+
+def test_replicas_and_uneven_shares_of_experts(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """Worker 0 holds three experts, worker 2 all five; two workers hold some twice."""
+    placement = ExpertPlacement(num_workers=3, owners=((0, 2), (2,), (0, 1, 2), (2, 1), (0, 2)))
+    with running(config(tiny_model, "2+3/m2", placement=placement)) as engine:
+        assert complete(engine, prompts) == reference
+    with pytest.raises(UserError, match="the placement is for 5 experts on 3 workers, the model has 5 and 2"):
+        Launcher(config(tiny_model, "1+2", placement=placement))
+    with pytest.raises(UserError, match="6 expert workers for 5 experts: use 1 to 5"):
+        Launcher(config(tiny_model, "1+6"))
+
+
+LAUNCHING = """
+import sys, threading
+from pathlib import Path
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.launch import Launcher
+from antiphon.serve.streams import ThreadSink
+from antiphon.specs.sampling import SamplingParams
+
+launcher = Launcher(ServeConfig(model=Path(sys.argv[1]), layout="disaggregated", num_threads=1))
+engine = launcher.engine()
+for name in launcher.worker_names():
+    launcher.launch(name)
+if sys.argv[2] == "loading":
+    print(*engine.worker_pids(), flush=True)
+engine.start()
+sink = ThreadSink()
+for index in range(8):
+    engine.submit_to(sink, str(index), [5, 6, 7], SamplingParams(max_tokens=240, temperature=0.0, ignore_eos=True))
+for number, _ in enumerate(sink.outputs(8)):
+    if number == 20:
+        print(*engine.worker_pids(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["loading", "serving", "waiting for an expert"])
+def test_a_killed_launcher_leaves_no_worker_behind(moment: str, tiny_model: TinyModel) -> None:
+    command = [sys.executable, "-c", LAUNCHING, str(tiny_model.folder), moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+        try:
+            assert launcher.stdout is not None
+            pids = [int(word) for word in launcher.stdout.readline().split()]
+            assert len(pids) == 2
+            assert all(is_alive(pid) for pid in pids)
+            if moment == "waiting for an expert":
+                os.kill(pids[1], signal.SIGSTOP)
+        finally:
+            launcher.kill()
+    alive = pids[:1] if moment == "waiting for an expert" else pids
+    try:
+        wait_until(lambda: not any(is_alive(pid) for pid in alive), "the workers are gone", patience_s=20.0)
+    finally:
+        if alive != pids:
+            os.kill(pids[1], signal.SIGCONT)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "the stopped worker is gone", patience_s=20.0)

@@ -1,0 +1,130 @@
+"""Which rows get logits, and that each report comes from its row: whole prompts, chunks, and pieces of chunks."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.worker.messages import Sampled
+from antiphon.serve.worker.row_sampler import RowSampler, logit_rows, needs_logits, rows_with_logits
+from antiphon.specs.sampling import SamplingParams
+
+VOCAB_SIZE = 33
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def step(
+    request_id: str, num_rows: int, start: int = 0, samples: bool = False, logprobs: tuple[int, int] = (0, 0)
+) -> SequenceStep:
+    tokens = tuple((start + row) % VOCAB_SIZE for row in range(num_rows))
+    return SequenceStep(request_id, 0, tokens, start, 0, (), samples, *logprobs)
+
+
+def sampler(*starts: tuple[str, int, SamplingParams]) -> RowSampler:
+    made = RowSampler(ReferenceBackend())
+    for request_id, num_prompt, params in starts:
+        prompt = tuple(position % VOCAB_SIZE for position in range(num_prompt))
+        made.add(SequenceStart(request_id, 0, prompt, num_prompt, params, 5, ()))
+    return made
+
+
+def logits_of(steps: list[SequenceStep]) -> Tensor:
+    """Logits of the rows asked for, of a model that at position p prefers token 2p."""
+    rows = rows_with_logits(steps)
+    positions = [sequence.start + row for sequence in steps for row in range(len(sequence.token_ids))]
+    logits = torch.zeros(len(rows), VOCAB_SIZE)
+    for index, row in enumerate(rows):
+        logits[index, 2 * positions[row] % VOCAB_SIZE] = 5.0
+    return logits
+
+
+def by_id(results: list[Sampled]) -> dict[str, Sampled]:
+    assert len({result.request_id for result in results}) == len(results), "one answer for each request"
+    return {result.request_id: result for result in results}
+
+
+def test_rows_that_need_logits() -> None:
+    steps = [
+        step("decode", 1, 9, samples=True),
+        step("chunk", 5),
+        step("end of prompt", 4, samples=True),
+        step("reports", 5, logprobs=(1, 4)),
+        step("reports and samples", 5, samples=True, logprobs=(0, 4)),
+        step("one row does both", 3, samples=True, logprobs=(1, 3)),
+    ]
+    assert [needs_logits(s) for s in steps] == [True, False, True, True, True, True]
+    assert [logit_rows(s) for s in steps] == [[0], [], [3], [1, 2, 3], [0, 1, 2, 3, 4], [1, 2]]
+    assert rows_with_logits(steps) == [0, 9, 11, 12, 13, 15, 16, 17, 18, 19, 21, 22]
+    assert rows_with_logits([]) == []
+
+
+def test_each_request_gets_the_token_of_its_row() -> None:
+    made = sampler(("a", 10, GREEDY), ("b", 4, GREEDY), ("c", 20, GREEDY))
+    steps = [step("a", 1, 9, samples=True), step("b", 4, samples=True), step("c", 3, 17, samples=True)]
+    found = by_id(made.sample(logits_of(steps), steps, {}))
+    assert {key: result.token_id for key, result in found.items()} == {"a": 18, "b": 6, "c": 38 % VOCAB_SIZE}
+    assert all(result.logprob is None and result.prompt_logprobs is None for result in found.values())
+
+
+def test_prompt_reports_name_the_token_that_follows_each_row() -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=2)
+    made = sampler(("p", 12, params), ("other", 30, GREEDY))
+    steps = [step("other", 1, 29, samples=True), step("p", 12, samples=True, logprobs=(0, 11))]
+    found = by_id(made.sample(logits_of(steps), steps, {}))
+    reports = found["p"].prompt_logprobs
+    assert reports is not None
+    assert [report.token_id for report in reports] == list(range(1, 12))
+    assert [report.top[0][0] for report in reports] == [2 * row for row in range(11)]
+    assert found["p"].token_id == 22
+    assert found["p"].logprob is not None
+    assert len(found["p"].logprob.top) == 2
+
+
+def test_chunks_and_pieces_report_every_row_once() -> None:
+    """A chunk of a prompt, cut into two micro-batches of the same step, with another request between the pieces."""
+    made = sampler(("p", 21, SamplingParams(temperature=0.0, prompt_logprobs=0)), ("x", 5, GREEDY))
+    first = [
+        step("p", 6, 0, logprobs=(0, 6)),
+        step("x", 1, 4, samples=True),
+        step("p", 4, 6, logprobs=(0, 4)),
+    ]
+    found = by_id(made.sample(logits_of(first), [s for s in first if needs_logits(s)], {}))
+    assert [report.token_id for report in found["p"].prompt_logprobs or []] == list(range(1, 11))
+    assert found["p"].token_id is None
+    second = [step("p", 5, 10, logprobs=(0, 5)), step("p", 6, 15, samples=True, logprobs=(0, 5))]
+    found = by_id(made.sample(logits_of(second), second, {}))
+    assert [report.token_id for report in found["p"].prompt_logprobs or []] == list(range(11, 21))
+    assert found["p"].token_id == 40 % VOCAB_SIZE
+
+
+def test_grammar_masks_reach_their_own_rows() -> None:
+    made = sampler(("free", 5, GREEDY), ("bound", 5, GREEDY), ("also free", 5, GREEDY))
+    steps = [step(name, 1, 4, samples=True) for name in ("free", "bound", "also free")]
+    bits = np.zeros(64, dtype=np.uint8)
+    bits[[3, 32]] = 1
+    masks = {"bound": np.packbits(bits, bitorder="little").tobytes(), "not here": b"\0" * 8}
+    found = by_id(made.sample(logits_of(steps), steps, masks))
+    assert [found[name].token_id for name in ("free", "bound", "also free")] == [8, 3, 8]
+
+
+def test_a_step_that_is_run_again_counts_no_token_twice() -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    made, again = sampler(("a", 5, params)), sampler(("a", 5, params))
+    for position in range(5, 9):
+        sequence = SequenceStep("a", 0, (8,), position, 0, (), True, 0, 0)
+        logits = torch.zeros(1, VOCAB_SIZE)
+        logits[0, 8], logits[0, 9] = 7.0, 1.0
+        once = made.sample(logits, [sequence], {})
+        for _ in range(3):
+            repeated = again.sample(logits, [sequence], {})
+        assert repeated == once
+    assert once[0].token_id == 9, "four times counted, the token has lost"
+
+
+def test_a_request_that_is_removed_is_forgotten() -> None:
+    made = sampler(("a", 5, SamplingParams(prompt_logprobs=0)))
+    made.remove("a")
+    made.remove("a")
+    assert not made._states
+    assert not made._prompts
