@@ -5,7 +5,8 @@ Usage: `python benchmarks/kernels.py [--threads N] [--repeat N] [--only experts,
 Method
 1. Every case checks its result against PyTorch first.
 2. Ours, PyTorch's and a plain read of memory run in turn, one short call each a round after a pause and a call that
-   wakes the threads; best and median of many rounds are printed. On a shared machine single rounds mean nothing, and only neighbours in time compare.
+   wakes the threads; best and median of many rounds are printed. On a shared machine single rounds mean nothing, and
+   only neighbours in time compare.
 3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB.
 4. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
 """

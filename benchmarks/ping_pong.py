@@ -24,8 +24,6 @@ from antiphon.serve.timeline import write_trace
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, STEP
 
-INPUT_TOKENS = 32
-
 
 @dataclass(frozen=True)
 class LayerTimes:
@@ -85,19 +83,26 @@ def predicted_layer_s(times: LayerTimes, exchange_s: float, micro_batches: int) 
     return max(micro_batches * slower_s, times.attention_s + times.experts_s + 2 * exchange_s)
 
 
-def run(model: Path, micro_batches: int, micro_batch_size: int, output_tokens: int, trace: Path | None) -> LayerTimes:
+def run(
+    model: Path,
+    micro_batches: int,
+    micro_batch_size: int,
+    input_tokens: int,
+    output_tokens: int,
+    trace: Path | None,
+) -> LayerTimes:
     """One run with spans; writes its trace if asked to."""
     spec = load_model_spec(model)
     rows = micro_batches * micro_batch_size
     engine = AntiphonEngine(
-        f"1+1/m{micro_batches}", model, max_concurrency=rows, max_tokens=INPUT_TOKENS + output_tokens, trace=True
+        f"1+1/m{micro_batches}", model, max_concurrency=rows, max_tokens=input_tokens + output_tokens, trace=True
     )
     engine.start()
     try:
-        workload = make_workload(WorkloadSize(rows, INPUT_TOKENS, output_tokens), spec.vocab_size)
-        engine.run(workload)
+        workload = make_workload(WorkloadSize(rows, input_tokens, output_tokens), spec.vocab_size)
+        engine.steady_decode_tokens_per_s(workload)  # fills the prefix cache
         engine.take_spans()
-        engine.run(workload)
+        engine.steady_decode_tokens_per_s(workload)
         spans = engine.take_spans()
     finally:
         engine.close()
@@ -110,7 +115,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--micro-batch", type=int, default=128, help="requests per micro-batch")
-    parser.add_argument("--output-tokens", type=int, default=24)
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--m", default="1,2,3")
     parser.add_argument("--traces", type=Path, help="folder for one Perfetto trace per m")
     parser.add_argument("--json", type=Path)
@@ -120,7 +126,16 @@ def main() -> None:
     results = []
     for m in (int(part) for part in arguments.m.split(",")):
         trace = arguments.traces / f"m{m}.json" if arguments.traces is not None else None
-        results.append(run(arguments.model, m, arguments.micro_batch, arguments.output_tokens, trace))
+        results.append(
+            run(
+                arguments.model,
+                m,
+                arguments.micro_batch,
+                arguments.input_tokens,
+                arguments.output_tokens,
+                trace,
+            )
+        )
     rows = report(results)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"bench": "ping_pong", "rows": rows}, indent=2))

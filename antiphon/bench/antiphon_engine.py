@@ -124,13 +124,10 @@ class AntiphonEngine:
         """(duration, times to first token, times between tokens, token ids)."""
         assert self._engine is not None, "start() comes first"
         self._runs += 1
-        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         vocab_size = self._engine.info.vocab_size
-        sink = ThreadSink()
+        fresh = [[(prompt[0] + self._runs) % vocab_size, *prompt[1:]] for prompt in prompts]
         started = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            fresh = [(prompt[0] + self._runs) % vocab_size, *prompt[1:]]
-            self._engine.submit_to(sink, str(index), fresh, params)
+        sink = self._submit(fresh, output_tokens)
         last: dict[str, float] = {}
         ttft_s, itl_s = [], []
         token_ids: list[list[int]] = [[] for _ in prompts]
@@ -145,6 +142,38 @@ class AntiphonEngine:
             last[output.request_id] = now
             token_ids[int(output.request_id)].extend(output.token_ids)
         return time.perf_counter() - started, ttft_s, itl_s, token_ids
+
+    def steady_decode_tokens_per_s(self, workload: Workload) -> float:
+        """Tokens per second while all requests decode: from the last one's first token to the first one's last.
+
+        The prompts stay as they are, so after the first call they come from the prefix cache."""
+        sink = self._submit(workload.prompts, workload.output_tokens)
+        times: list[float] = []
+        first: dict[str, float] = {}
+        window_end = float("inf")
+        for output in sink.outputs(len(workload.prompts)):
+            now = time.perf_counter()
+            if output.error is not None:
+                raise UserError(f"{self._name}: {output.error}")
+            first.setdefault(output.request_id, now)
+            times.append(now)
+            if output.finish_reason is not None:
+                window_end = min(window_end, now)
+        window_begin = max(first.values())
+        if window_end <= window_begin:
+            raise UserError(
+                f"{workload.output_tokens} output tokens are too few: never did all requests decode at once"
+            )
+        counted = sum(window_begin < moment <= window_end for moment in times)
+        return counted / (window_end - window_begin)
+
+    def _submit(self, prompts: list[list[int]], output_tokens: int) -> ThreadSink:
+        assert self._engine is not None, "start() comes first"
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        sink = ThreadSink()
+        for index, prompt in enumerate(prompts):
+            self._engine.submit_to(sink, str(index), prompt, params)
+        return sink
 
     def take_spans(self) -> dict[WorkerName, Spans]:
         """What the workers recorded since the last call (with `trace`)."""

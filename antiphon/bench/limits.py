@@ -133,6 +133,25 @@ def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) 
         torch.set_num_threads(before)
 
 
+def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
+    """The same of an accelerator ("cuda"), which has no threads to count: one entry with 0 of them."""
+    words = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
+    left, right = torch.randn(2, GEMM_SIZE, GEMM_SIZE, device=device).to(torch.bfloat16)
+
+    def read() -> None:
+        words.sum().item()  # the copy back waits for the device
+
+    def multiply() -> None:
+        (left @ right)[0, 0].item()
+
+    limits = ThreadLimits(
+        num_threads=0,
+        read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(read, num_passes),
+        gemm_flops_per_s=2 * GEMM_SIZE**3 / _best_time_s(multiply, num_passes),
+    )
+    return MachineLimits(per_threads=(limits,))
+
+
 def _measure(
     words: torch.Tensor, left: torch.Tensor, right: torch.Tensor, num_threads: int, num_passes: int
 ) -> ThreadLimits:

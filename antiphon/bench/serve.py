@@ -20,6 +20,7 @@ from antiphon.bench.limits import (
     DecoderSizes,
     MachineLimits,
     decode_bound_tokens_per_s,
+    measure_device_limits,
     measure_machine_limits,
     prefill_bound_tokens_per_s,
 )
@@ -47,13 +48,19 @@ def make_workload(size: WorkloadSize, vocab_size: int, seed: int = 0) -> Workloa
 
 
 def bench_serve(
-    model: Path, peers: Sequence[Peer], sizes: Sequence[WorkloadSize], *, max_rounds: int, say: Say
+    model: Path,
+    peers: Sequence[Peer],
+    sizes: Sequence[WorkloadSize],
+    *,
+    max_rounds: int,
+    say: Say,
+    device: str = "cpu",
 ) -> tuple[list[dict[str, Any]], MachineLimits]:
     """Rows of `bench serve`, and the machine's limits (the better of two measurements, before and after)."""
     config = json.loads((model / "config.json").read_text())
     decoder = DecoderSizes.from_config(config)
     say("measuring the machine's limits")
-    limits = measure_machine_limits()
+    limits = measure_limits(device)
     running = _start(peers, say)
     rows: list[dict[str, Any]] = []
     try:
@@ -67,10 +74,15 @@ def bench_serve(
     finally:
         for peer in peers:
             peer.close()
-    limits = better_limits(limits, measure_machine_limits())
+    limits = better_limits(limits, measure_limits(device))
     for row in rows:
         row.update(_bounds(row, decoder, limits))
     return rows, limits
+
+
+def measure_limits(device: str) -> MachineLimits:
+    """What the device that computes could do at best."""
+    return measure_machine_limits() if device == "cpu" else measure_device_limits(device)
 
 
 def better_limits(before: MachineLimits, after: MachineLimits) -> MachineLimits:

@@ -22,6 +22,7 @@ from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
 from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.kernels.select import resolve_device
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
 _COLUMNS = (
@@ -65,32 +66,41 @@ def serve(
     sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
     if not sizes:
         raise UserError("nothing to measure: give --concurrency or --prefill")
+    resolve_device(device, 0)
     contestants: list[Peer] = [
         AntiphonEngine(
             name,
             model,
             max_concurrency=max(size.concurrency for size in sizes),
             max_tokens=max(size.input_tokens + size.output_tokens for size in sizes),
+            device=device,
             threads=threads,
         )
         for name in layouts.split(",")
         if name
     ]
-    contestants += [make_peer(name, model) for name in peers.split(",") if name]
+    contestants += [make_peer(name, model, device) for name in peers.split(",") if name]
     if against_url is not None:
         contestants.append(OpenAIPeer(against_url))
     rows, limits = bench_serve(
-        model, contestants, sizes, max_rounds=rounds, say=lambda text: print(text, file=sys.stderr)
+        model,
+        contestants,
+        sizes,
+        max_rounds=rounds,
+        say=lambda text: print(text, file=sys.stderr),
+        device=device,
     )
     show(result_table(rows), json=json)
-    emit_json(json, {"bench": "serve", **provenance(limits), "rows": rows})
+    emit_json(json, {"bench": "serve", **provenance(limits, device), "rows": rows})
 
 
-def make_peer(name: str, model: Path) -> Peer:
+def make_peer(name: str, model: Path, device: str) -> Peer:
     """A peer by its name on the command line."""
     if name == "transformers":
-        return transformers_peer(model)
+        return transformers_peer(model, device=device)
     if name == "vllm":
+        if device != "cpu":
+            raise UserError(f"peer vllm is set up for the CPU: with --device {device} use --peers transformers")
         return vllm_peer(model)
     raise UserError(f"peer {name!r} is not known: use transformers or vllm, or --against-url")
 
@@ -115,7 +125,7 @@ def parse_prefill(text: str) -> list[tuple[int, int]]:
         raise UserError(f"--prefill {text!r} is not a list like 1x512,8x512") from error
 
 
-def provenance(limits: MachineLimits) -> dict[str, Any]:
+def provenance(limits: MachineLimits, device: str) -> dict[str, Any]:
     """Where figures come from: commit, command, machine."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -123,13 +133,18 @@ def provenance(limits: MachineLimits) -> dict[str, Any]:
         "command": " ".join(["antiphon", *sys.argv[1:]]),
         "machine": {
             "cpus": psutil.cpu_count(),
-            "device": "cpu",
+            "device": device_name(device),
             "cpu": cpu_name(),
             "memory_bytes": psutil.virtual_memory().total,
             "torch": torch.__version__,
             "limits": jsonlib.loads(jsonlib.dumps(asdict(limits))),
         },
     }
+
+
+def device_name(device: str) -> str:
+    """``cpu``, or the accelerator's own name behind its kind."""
+    return device if device == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
 
 
 def cpu_name() -> str:

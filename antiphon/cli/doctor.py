@@ -163,7 +163,7 @@ def probe_native() -> list[Finding]:
     except ImportError as error:
         detail = f"cannot be loaded: {error}"
         return [Finding(area="native", name="antiphon._native", status="broken", detail=detail, mend="make setup")]
-    findings = [Finding(area="native", name="antiphon._native", status="ok", detail=str(native.__file__))]
+    findings = [Finding(area="native", name="antiphon._native", status="ok", detail=Path(str(native.__file__)).name)]
     if isa := getattr(native, "isa", None):
         findings.append(Finding(area="native", name="kernels chosen", status="ok", detail=str(isa())))
     return findings

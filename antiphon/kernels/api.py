@@ -150,7 +150,9 @@ class KernelBackend(Protocol):
 
         A row's result must not depend on which other rows share the call, nor on how its prompt was cut into chunks."""
 
-    def gate(self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec) -> tuple[Tensor, Tensor]:
+    def gate(
+        self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
+    ) -> tuple[Tensor, Tensor]:
         """Router scores and choice: (expert ids int32 [T, K], weights float32 [T, K]), best first."""
 
     def new_experts(self, num_experts: int, hidden: int, intermediate: int, activation: str) -> PackedExperts:

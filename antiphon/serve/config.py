@@ -18,7 +18,7 @@ from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
 Layout = Literal["colocated", "disaggregated"]
 SPIN_S = 50e-6
-MAX_ATTENTION_WORKERS = 10  # the exchange's header names the participants of a batch
+MAX_ATTENTION_WORKERS = 10  # the exchange's header has room for the names of more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The engine: one thread that plans steps, talks to workers, and turns their answers into outputs.
+"""The engine (long because all that shares its lock is here): one thread plans steps and talks to the workers.
 
     loop:  take new requests and aborts
            start a step in every group that stands still            (policy, microseconds to milliseconds)

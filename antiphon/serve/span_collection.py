@@ -1,4 +1,6 @@
-"""One request for the workers' recorded spans: any thread asks, the engine's carries it out, for it owns the channels.
+"""One request for the workers' recorded spans. Any thread asks; the engine's carries it out, for it owns the channels.
+
+A worker answers between two steps, so an answer may take as long as a step.
 """
 
 import threading

@@ -1,6 +1,8 @@
 // Index of the first largest value of every row: the greedy choice over a vocabulary.
 #pragma once
 
+#include <limits>
+
 #include "kernels/operations.h"
 
 namespace antiphon::kernels {

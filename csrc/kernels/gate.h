@@ -1,6 +1,9 @@
 // Router: float32 logits, scores, the best experts of every row and their weights.
 #pragma once
 
+#include <cmath>
+#include <limits>
+
 #include "kernels/linear.h"
 #include "kernels/operations.h"
 #include "kernels/vector_math.h"

@@ -17,16 +17,28 @@ namespace {
 constexpr uint32_t open_bit = 1u << 31;
 constexpr int spins_before_yield = 512;
 
-void pin_current_thread(int core) {
 #if defined(__linux__)
+int current_core() { return sched_getcpu(); }
+
+void pin_current_thread(int core) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(core, &set);
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
-#else
-    (void)core;
-#endif
 }
+
+// Leaves the current thread every core it may use but one.
+void avoid_core(int core) {
+    cpu_set_t set;
+    if (core < 0 || pthread_getaffinity_np(pthread_self(), sizeof(set), &set) != 0) return;
+    CPU_CLR(core, &set);
+    if (CPU_COUNT(&set) > 0) pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+}
+#else
+int current_core() { return -1; }
+void pin_current_thread(int) {}
+void avoid_core(int) {}
+#endif
 
 }  // namespace
 
@@ -72,12 +84,17 @@ void ThreadPool::stop() {
 void ThreadPool::spawn() {
     const uint32_t generation = generation_.load();
     for (; spawned_ < wanted_; ++spawned_) {
-        std::thread(&ThreadPool::worker, this, spawned_, generation, epoch_).detach();
+        std::thread(&ThreadPool::worker, this, spawned_, generation, epoch_, current_core()).detach();
     }
 }
 
-void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch) {
-    if (thread < static_cast<int>(cores_.size())) pin_current_thread(cores_[thread]);
+void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch, int caller_core) {
+    if (thread < static_cast<int>(cores_.size())) {
+        pin_current_thread(cores_[thread]);
+    } else {
+        // A woken thread is often put on its waker's core, which is busy: it would wait for a time slice there.
+        avoid_core(caller_core);
+    }
     while (true) {
         const int64_t spin_ns = spin_ns_.load(std::memory_order_relaxed);
         if (!wait_u32(&epoch_, seen_epoch, spin_ns, spin_ns)) {

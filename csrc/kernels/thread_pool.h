@@ -82,7 +82,7 @@ class ThreadPool {
     int64_t take_next(int64_t num_items);
     void spawn();
     void stop();
-    void worker(int thread, uint32_t generation, uint32_t seen_epoch);
+    void worker(int thread, uint32_t generation, uint32_t seen_epoch, int caller_core);
     static void after_fork_in_child();
 
     int wanted_ = 1;

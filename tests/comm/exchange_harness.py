@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class Exchange:
 
     def serve(self) -> None:
         for index in range(self.shape.num_experts):
-            self.start(lambda index=index: self._serve(index))
+            self.start(partial(self._serve, index))
 
     def _serve(self, index: int) -> None:
         while not self._stop.is_set():
@@ -104,10 +105,10 @@ class Exchange:
             if batch is not None:
                 self.served.add(index, batch)
                 start_ns = time.monotonic_ns()
-                partial = self.partial(batch)
-                self.experts[index].reply(batch, partial, (start_ns, time.monotonic_ns()))
+                sums = self.partial_sums(batch)
+                self.experts[index].reply(batch, sums, (start_ns, time.monotonic_ns()))
 
-    def partial(self, batch: ExpertBatch) -> Tensor:
+    def partial_sums(self, batch: ExpertBatch) -> Tensor:
         total = torch.zeros(batch.rows_RH.shape)
         for position in range(self.shape.top_k):
             for row in range(total.shape[0]):

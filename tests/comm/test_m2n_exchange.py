@@ -4,6 +4,7 @@ import errno
 import math
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import PeerTimeout, ResourceError
-from antiphon.comm.m2n.api import ExchangeShape, StepAborted
+from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange, StepAborted
 from antiphon.comm.m2n.layout import RegionLayout
 from antiphon.comm.m2n.routing import RowRouter
 from antiphon.comm.m2n.shared_memory import create_region
@@ -76,7 +77,7 @@ def run_step(made: Exchange, step: int, rows_of: dict[tuple[int, int], int], num
 
     threads = []
     for attention in range(shape.num_attention):
-        made.start(lambda attention=attention: work(attention))
+        made.start(partial(work, attention))
         threads.append(made._threads[-1])
     for thread in threads:
         thread.join(TIMEOUT_S)
@@ -201,7 +202,7 @@ def test_missing_experts_are_named() -> None:
         dispatch_one(made, 0, [0])
         batch = made.experts[1].receive(1.0, 1.0)
         assert batch is not None
-        made.experts[1].reply(batch, made.partial(batch), (0, 1))
+        made.experts[1].reply(batch, made.partial_sums(batch), (0, 1))
         with pytest.raises(PeerTimeout, match=r"combine, layer 0: nothing from experts\[0\], experts\[2\]") as caught:
             made.attention[0].combine(0, 0, 0.05)
         assert caught.value.peers == ["experts[0]", "experts[2]"]
@@ -255,7 +256,8 @@ def test_a_new_epoch_wakes_all_who_wait() -> None:
 
 def reset_all(made: Exchange) -> int:
     epoch = made.control.abort_step()
-    for end in (*made.attention, *made.experts):
+    ends: list[AttentionExchange | ExpertExchange] = [*made.attention, *made.experts]
+    for end in ends:
         end.reset(epoch)
     return epoch
 
@@ -320,8 +322,7 @@ def test_a_replacement_joins_where_the_dead_one_left() -> None:
         epoch = made.control.abort_step()
         made.attention[0] = made.new_attention(0)
         made.experts[1] = made.new_experts(1)
-        for end in (*made.attention, *made.experts):
-            end.reset(epoch)
+        reset_all(made)
         made.serve()
         run_step(made, 1, {(0, 0): 3, (1, 0): 4, (1, 1): 8}, num_layers=3)
 

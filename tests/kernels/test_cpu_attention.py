@@ -15,7 +15,9 @@ HEADS = {
         num_heads=6, num_kv_heads=2, key_dim=40, value_dim=24, rotary_dim=20, interleaved=True, window=7,
         block_size=32, norm=False,
     ),
-    "one kv head, window past a tile": Heads(num_heads=3, num_kv_heads=1, key_dim=16, value_dim=16, rotary_dim=16, window=70),
+    "one kv head, window past a tile": Heads(
+        num_heads=3, num_kv_heads=1, key_dim=16, value_dim=16, rotary_dim=16, window=70
+    ),
     "wide, partly rotated": Heads(
         num_heads=2, key_dim=256, value_dim=256, rotary_dim=64, norm=False, block_size=64
     ),

@@ -6,7 +6,6 @@ Weights are computed with in float32, so that greedy text does not depend on how
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -128,7 +127,3 @@ def event_texts(lines: Iterator[str]) -> Iterator[str]:
             event = json.loads(line.removeprefix("data: "))
             assert "error" not in event, event
             yield from (choice["text"] for choice in event["choices"])
-
-
-def has_ansi(text: str) -> bool:
-    return re.search(r"\x1b\[", text) is not None

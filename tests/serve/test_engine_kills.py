@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,13 +140,13 @@ def test_repeated_deaths_end_requests_with_an_error(tiny_model: TinyModel, promp
     with running(config(tiny_model, "1+1/m2")) as engine:
         run = Run(engine, prompts[:8], GREEDY)
 
-        def pid() -> int:
-            return engine.worker_pid(WorkerName("experts", 0))
+        def replaced_or_over(killed: int) -> bool:
+            return engine.fatal is not None or engine.worker_pid(WorkerName("experts", 0)) != killed
 
         def kill_for_ever(num_tokens: int) -> None:
             while num_tokens == 8 and engine.fatal is None:
                 killed = kill(engine, "experts", 0)
-                wait_until(lambda killed=killed: engine.fatal is not None or pid() != killed, "another, or the end")
+                wait_until(partial(replaced_or_over, killed), "another, or the end")
 
         finished = run.finish(kill_for_ever)
         assert engine.fatal is not None

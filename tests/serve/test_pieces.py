@@ -41,7 +41,8 @@ def test_pieces_in_order_make_up_each_sequence(steps: list[SequenceStep], num_mi
         assert all(piece.slot == whole.slot for piece in pieces)
         assert [token for piece in pieces for token in piece.token_ids] == list(whole.token_ids)
         assert [piece.samples for piece in pieces] == [False] * (len(pieces) - 1) + [whole.samples]
-        position, blocks, reported = whole.start, whole.first_new_block, []
+        position, blocks = whole.start, whole.first_new_block
+        reported: list[int] = []
         for piece in pieces:
             assert piece.start == position, "no gap"
             assert piece.first_new_block == blocks, "no piece says that the table begins anew, but the first"

@@ -58,7 +58,8 @@ class RunResult:
     `output_tokens_per_s`: generated tokens over the whole duration, prefill included (what load clients call
     output throughput).
     `decode_tokens_per_s`: tokens after each request's first, over the duration less the prefill's; to be held
-    against the decode bound. None for `output_tokens == 1`.
+    against the decode bound. None for `output_tokens == 1`, and when the longer
+    pass was not the slower one.
     `prefill_tokens_per_s`: prompt tokens over the duration of the one-token pass.
     `ttft_s`: time to first token, one per request where the engine tells them apart, else one for all.
     `itl_s`: times between tokens.
@@ -113,10 +114,10 @@ def run_result(workload: Workload, raw: RawRun, peak_rss_bytes: int) -> RunResul
     """Turn an engine's durations into rates; every engine goes through here, so all are defined alike."""
     num_outputs = len(workload.prompts) * workload.output_tokens
     num_decoded = len(workload.prompts) * (workload.output_tokens - 1)
-    decode_s = max(raw.total_s - raw.prefill_s, 1e-9)
+    decode_s = raw.total_s - raw.prefill_s  # not above 0 when noise exceeds a very short decode
     return RunResult(
         output_tokens_per_s=num_outputs / raw.total_s,
-        decode_tokens_per_s=num_decoded / decode_s if num_decoded else None,
+        decode_tokens_per_s=num_decoded / decode_s if num_decoded and decode_s > 0 else None,
         prefill_tokens_per_s=workload.num_prompt_tokens / raw.prefill_s,
         ttft_s=raw.ttft_s,
         itl_s=raw.itl_s,

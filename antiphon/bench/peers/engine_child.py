@@ -14,14 +14,18 @@ out through a private copy.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Engine = Callable[[list[list[int]], int], dict[str, Any]]
 
@@ -31,6 +35,12 @@ def private_stdout() -> TextIO:
     copy = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return copy
+
+
+def end_with_parent() -> None:
+    """Be killed when the benchmark dies (Linux): a stopped engine would otherwise hold its memory for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def reply(stream: TextIO, message: dict[str, Any]) -> None:
@@ -51,6 +61,7 @@ def timed_run(engine: Engine, prompts: list[list[int]], output_tokens: int) -> d
 
 
 def main() -> int:
+    end_with_parent()
     replies = private_stdout()
     engine_file, options = sys.argv[1], json.loads(sys.argv[2])
     try:
@@ -67,5 +78,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Fork or spawn: helper processes of the engine must not start a second loop.
+    # Guarded: helper processes that an engine spawns import this file again.
     sys.exit(main())

@@ -61,7 +61,10 @@ class EngineProcess:
         return self._process.pid if self._process else None
 
     def start(self) -> Mapping[str, str]:
-        """Start the process and wait until the model is loaded and warm."""
+        """Start the process and wait until the model is loaded and warm.
+
+        Call it from a thread that outlives the engine: Linux ends the child with the thread that started it.
+        """
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             self._command,

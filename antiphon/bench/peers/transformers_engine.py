@@ -27,7 +27,7 @@ class StepClock(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         self.times_s.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class TransformersEngine:
@@ -39,7 +39,7 @@ class TransformersEngine:
     def __call__(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         if len({len(prompt) for prompt in prompts}) != 1:
             raise ValueError("the transformers engine batches without padding; give it prompts of equal length")
-        input_ids = torch.tensor(prompts)
+        input_ids = torch.tensor(prompts, device=self.model.device)
         clock = StepClock()
         config = GenerationConfig(do_sample=False, max_new_tokens=output_tokens, eos_token_id=None, pad_token_id=0)
         start_s = time.perf_counter()
@@ -73,10 +73,10 @@ def trials_s(engine: TransformersEngine) -> dict[str, float]:
 
 
 def load(options: dict[str, Any]) -> tuple[TransformersEngine, dict[str, str]]:
-    """`options`: `model` (folder), `num_threads`, and `experts_implementation` (None: choose by trial)."""
+    """`options`: `model` (folder), `device`, `num_threads`, and `experts_implementation` (None: choose by trial)."""
     torch.set_num_threads(options["num_threads"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
-    model.eval()
+    model.to(options["device"]).eval()
     model.generation_config.eos_token_id = None
     engine = TransformersEngine(model)
     details = {"version": transformers.__version__, "torch": torch.__version__}

@@ -12,7 +12,7 @@ ENGINE_FILE = Path(__file__).with_name("transformers_engine.py")
 
 
 def transformers_peer(
-    model: Path, *, num_threads: int | None = None, experts_implementation: str | None = None
+    model: Path, *, device: str = "cpu", num_threads: int | None = None, experts_implementation: str | None = None
 ) -> EngineProcess:
     """transformers' batched `generate` in bf16; prompts must be of equal length.
 
@@ -22,7 +22,12 @@ def transformers_peer(
     return EngineProcess(
         "transformers",
         ENGINE_FILE,
-        {"model": str(model), "num_threads": threads, "experts_implementation": experts_implementation},
+        {
+            "model": str(model),
+            "device": device,
+            "num_threads": threads,
+            "experts_implementation": experts_implementation,
+        },
         interpreter=sys.executable,
         environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"},
     )

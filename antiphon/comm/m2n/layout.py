@@ -19,7 +19,7 @@ HEADER_BYTES = 128
 
 # Header words (int32), one slot: sequence is the word that publishes all others.
 SEQUENCE, EPOCH, STEP, LAYER, NUM_ROWS, NUM_SOURCES, FIRST_SOURCE = 0, 1, 2, 3, 4, 5, 6
-MAX_ATTENTION = HEADER_BYTES // 4 - FIRST_SOURCE
+MAX_ATTENTION = HEADER_BYTES // 4 - FIRST_SOURCE  # the header names the participants of a batch
 
 
 def _round_up(value: int, unit: int) -> int:
