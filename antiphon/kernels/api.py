@@ -66,7 +66,7 @@ class AttentionBatch:
     """Where the T rows of a micro-batch stand. Rows of a sequence are consecutive; sequences keep their order.
 
     All tensors are int32 on the compute device; the tuples repeat what the host needs to know without a copy back.
-    Beyond its last block a row of `block_tables_SB` holds any valid block id. `slots_T` = block * block_size + offset in block.
+    Beyond its last block a row of `block_tables_SB` holds any valid block id. `slots_T` = block * block_size + offset.
     """
 
     positions_T: Tensor
@@ -109,7 +109,7 @@ class KernelBackend(Protocol):
         residual_TO: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """x @ weight.T + bias (+ residual), summed in float32, returned as `out_dtype` (default: the back-end's dtype)."""
+        """x @ weight.T + bias (+ residual), summed in float32, returned as `out_dtype` (default: the back-end's)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis: x / sqrt(mean(x²) + eps) * weight, statistics in float32."""
@@ -134,7 +134,8 @@ class KernelBackend(Protocol):
         eps: float,
     ) -> Tensor:
         """From fused rows [q | k | v] of one projection: optional per-head RMS norm of q and k, rotary embedding, keys
-        and values written to the cache at `batch.slots_T`. Returns q [T, N, D]. The first 2*rotary-width/2 dims rotate."""
+        and values written to the cache at `batch.slots_T`. Returns q [T, N, D]. The table's width says how many of the
+        first dims rotate (none: width 0). With `values_in_keys` the rows are the keys alone, rotated by the caller."""
 
     def paged_attention(
         self,

@@ -319,7 +319,7 @@ def test_a_replacement_joins_where_the_dead_one_left() -> None:
         made._stop.clear()
         dispatch_one(made, 0, [0, 1])
         assert made.experts[1]._arrivals(0) == ([0], [1]), "one of two messages has come"
-        epoch = made.control.abort_step()
+        made.control.abort_step()
         made.attention[0] = made.new_attention(0)
         made.experts[1] = made.new_experts(1)
         reset_all(made)
