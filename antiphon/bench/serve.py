@@ -1,9 +1,12 @@
 """The serving benchmark: Antiphon's layouts and its peers on the same prompts, interleaved, beside the limits.
 
-1. measure the limits (read bandwidth, bf16 products) before and after: the machine drifts
-2. start all contestants; each is stopped (SIGSTOP) while another runs
-3. for each workload repeat rounds over all contestants until each has three repetitions with little foreign CPU
-4. one row per contestant and workload: medians, best, fraction of the bound, foreign share
+1. start all contestants; each is stopped (SIGSTOP) while another runs
+2. for each workload repeat rounds over all contestants, and over the measurement of the machine's limits (read
+   bandwidth, bf16 products), until each has three repetitions with little foreign CPU
+3. one row per contestant and workload: medians, best, fraction of the bound, foreign share
+
+The limits are one contestant among others because machines drift: virtual ones may give two cores at one minute and two
+threads of one core at the next, and a bound measured at another minute says nothing.
 """
 
 import json
@@ -28,6 +31,8 @@ from antiphon.bench.peers.api import Peer, PeerUnavailableError, RunResult, Work
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
 
 Say = Callable[[str], None]
+Outcome = RunResult | MachineLimits
+_LIMITS = "the machine's limits"
 _NO_SIZES = dict.fromkeys(("layout", "attention", "experts", "micro_batches"))
 
 
@@ -56,38 +61,39 @@ def bench_serve(
     say: Say,
     device: str = "cpu",
 ) -> tuple[list[dict[str, Any]], MachineLimits]:
-    """Rows of `bench serve`, and the machine's limits (the better of two measurements, before and after)."""
+    """Rows of `bench serve`, and the machine's limits as measured between the runs (the last workload's median)."""
     config = json.loads((model / "config.json").read_text())
     decoder = DecoderSizes.from_config(config)
-    say("measuring the machine's limits")
-    limits = measure_limits(device)
     running = _start(peers, say)
     rows: list[dict[str, Any]] = []
+    limits = measure_limits(device)
     try:
         for size in sizes:
             workload = make_workload(size, int(config["vocab_size"]))
             say(f"{size.concurrency} x {size.input_tokens} + {size.output_tokens} tokens")
             pids = [peer.pid for peer in running if peer.pid is not None]
-            contestants = {peer.name: partial(_run_alone, peer, workload) for peer in running}
-            results = repeat_until_quiet(contestants, max_rounds=max_rounds, extra_root_pids=pids)
-            rows.extend(_row(peer, size, results[peer.name]) for peer in running)
+            contestants: dict[str, Callable[[], Outcome]] = {_LIMITS: partial(measure_limits, device)}
+            contestants |= {peer.name: partial(_run_alone, peer, workload) for peer in running}
+            outcomes = repeat_until_quiet(contestants, max_rounds=max_rounds, extra_root_pids=pids)
+            limits = median_limits(outcomes[_LIMITS])
+            for peer in running:
+                row = _row(peer, size, outcomes[peer.name])
+                rows.append(row | _bounds(row, decoder, limits))
     finally:
         for peer in peers:
             peer.close()
-    limits = better_limits(limits, measure_limits(device))
-    for row in rows:
-        row.update(_bounds(row, decoder, limits))
     return rows, limits
 
 
 def measure_limits(device: str) -> MachineLimits:
     """What the device that computes could do at best."""
-    return measure_machine_limits() if device == "cpu" else measure_device_limits(device)
+    return measure_machine_limits(num_passes=4) if device == "cpu" else measure_device_limits(device)
 
 
-def better_limits(before: MachineLimits, after: MachineLimits) -> MachineLimits:
-    """The measurement with the higher bandwidth: limits are what the machine can do undisturbed."""
-    return max(before, after, key=lambda limits: limits.read_bytes_per_s)
+def median_limits(repetitions: Repetitions[Outcome]) -> MachineLimits:
+    """The measurement with the median bandwidth."""
+    measured = [r.value for r in repetitions.counted if isinstance(r.value, MachineLimits)]
+    return sorted(measured, key=lambda limits: limits.read_bytes_per_s)[len(measured) // 2]
 
 
 def _start(peers: Sequence[Peer], say: Say) -> list[Peer]:
@@ -114,28 +120,28 @@ def _run_alone(peer: Peer, workload: Workload) -> RunResult:
         peer.pause()
 
 
-def _row(peer: Peer, size: WorkloadSize, results: Repetitions[RunResult]) -> dict[str, Any]:
-    best = results.best(lambda result: result.output_tokens_per_s)
-    itl_s = sorted(value for repetition in results.counted for value in repetition.value.itl_s)
-    ttft_s = [value for repetition in results.counted for value in repetition.value.ttft_s]
-    decode_rates = [r.value.decode_tokens_per_s for r in results.counted if r.value.decode_tokens_per_s is not None]
+def _row(peer: Peer, size: WorkloadSize, outcomes: Repetitions[Outcome]) -> dict[str, Any]:
+    runs = [repetition.value for repetition in outcomes.counted if isinstance(repetition.value, RunResult)]
+    itl_s = sorted(value for run in runs for value in run.itl_s)
+    ttft_s = [value for run in runs for value in run.ttft_s]
+    decode_rates = [run.decode_tokens_per_s for run in runs if run.decode_tokens_per_s is not None]
     return {
         "engine": peer.name,
         **(peer.sizes() if isinstance(peer, AntiphonEngine) else _NO_SIZES),
         "concurrency": size.concurrency,
         "input_tokens": size.input_tokens,
         "output_tokens": size.output_tokens,
-        "output_tokens_per_s": results.median(lambda result: result.output_tokens_per_s),
-        "output_tokens_per_s_best": best.output_tokens_per_s,
+        "output_tokens_per_s": median(run.output_tokens_per_s for run in runs),
+        "output_tokens_per_s_best": max(run.output_tokens_per_s for run in runs),
         "decode_tokens_per_s": median(decode_rates) if decode_rates else None,
-        "prefill_tokens_per_s": results.median(lambda result: result.prefill_tokens_per_s),
+        "prefill_tokens_per_s": median(run.prefill_tokens_per_s for run in runs),
         "ttft_s_median": median(ttft_s) if ttft_s else None,
         "itl_s_median": median(itl_s) if itl_s else None,
         "itl_s_p99": quantiles(itl_s, n=100)[-1] if len(itl_s) > 1 else None,
-        "peak_rss_bytes": best.peak_rss_bytes,
-        "foreign_cpu_share": results.foreign_share,
-        "repetitions": len(results.counted),
-        "quiet": results.is_quiet,
+        "peak_rss_bytes": max(run.peak_rss_bytes for run in runs),
+        "foreign_cpu_share": outcomes.foreign_share,
+        "repetitions": len(runs),
+        "quiet": outcomes.is_quiet,
     }
 
 
@@ -143,7 +149,12 @@ def _bounds(row: dict[str, Any], decoder: DecoderSizes, limits: MachineLimits) -
     """The physical limit of a row's workload and what fraction of it was reached."""
     context = row["input_tokens"] + row["output_tokens"] // 2
     prefill = prefill_bound_tokens_per_s(decoder, limits, row["concurrency"], row["input_tokens"])
-    bounds = {"prefill_bound_tokens_per_s": prefill, "prefill_fraction_of_bound": row["prefill_tokens_per_s"] / prefill}
+    bounds = {
+        "read_bytes_per_s": limits.read_bytes_per_s,
+        "gemm_flops_per_s": limits.gemm_flops_per_s,
+        "prefill_bound_tokens_per_s": prefill,
+        "prefill_fraction_of_bound": row["prefill_tokens_per_s"] / prefill,
+    }
     if row["decode_tokens_per_s"] is not None:
         decode = decode_bound_tokens_per_s(decoder, limits, row["concurrency"], context)
         bounds |= {"decode_bound_tokens_per_s": decode, "decode_fraction_of_bound": row["decode_tokens_per_s"] / decode}

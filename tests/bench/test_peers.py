@@ -41,6 +41,13 @@ def test_rates_come_from_the_two_passes() -> None:
     assert result.decode_tokens_per_s == 8 * 63 / 2.0
 
 
+def test_disturbed_prefill_pass_does_not_flatter_the_decode() -> None:
+    raw = RawRun(prefill_s=2.4, total_s=2.5, ttft_s=[0.3, 0.5], itl_s=[], token_ids=None)
+    result = run_result(Workload([[1] * 128] * 2, 64), raw, 0)
+    assert result.prefill_tokens_per_s == 2 * 128 / 2.4
+    assert result.decode_tokens_per_s == 2 * 63 / 2.0
+
+
 def test_one_token_has_no_decode_rate() -> None:
     assert run_result(Workload([[1]], 1), raw_run(0.5, 0.5), 0).decode_tokens_per_s is None
 

@@ -57,9 +57,9 @@ class RunResult:
 
     `output_tokens_per_s`: generated tokens over the whole duration, prefill included (what load clients call
     output throughput).
-    `decode_tokens_per_s`: tokens after each request's first, over the duration less the prefill's; to be held
-    against the decode bound. None for `output_tokens == 1`, and when the longer
-    pass was not the slower one.
+    `decode_tokens_per_s`: tokens after each request's first, over the duration less the prefill's (the one-token pass,
+    or the time until all had their first token if that was shorter); to be held against the decode bound. None for
+    `output_tokens == 1`, and when the longer pass was not the slower one.
     `prefill_tokens_per_s`: prompt tokens over the duration of the one-token pass.
     `ttft_s`: time to first token, one per request where the engine tells them apart, else one for all.
     `itl_s`: times between tokens.
@@ -114,7 +114,9 @@ def run_result(workload: Workload, raw: RawRun, peak_rss_bytes: int) -> RunResul
     """Turn an engine's durations into rates; every engine goes through here, so all are defined alike."""
     num_outputs = len(workload.prompts) * workload.output_tokens
     num_decoded = len(workload.prompts) * (workload.output_tokens - 1)
-    decode_s = raw.total_s - raw.prefill_s  # not above 0 when noise exceeds a very short decode
+    # A disturbed one-token pass would flatter the decode; the second pass's own prefill is the limit where known.
+    prefill_s = min(raw.prefill_s, max(raw.ttft_s, default=raw.prefill_s))
+    decode_s = raw.total_s - prefill_s  # not above 0 when noise exceeds a very short decode
     return RunResult(
         output_tokens_per_s=num_outputs / raw.total_s,
         decode_tokens_per_s=num_decoded / decode_s if num_decoded and decode_s > 0 else None,

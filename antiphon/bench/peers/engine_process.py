@@ -120,7 +120,7 @@ class EngineProcess:
         except queue.Empty:
             raise self._failure(f"no answer within {timeout_s:.0f} s") from None
         if not line:
-            raise self._failure("it ended unexpectedly")
+            raise self._failure(f"it ended unexpectedly, with status {self._running().wait(timeout=30)}")
         message = json.loads(line)
         if key not in message:
             raise self._failure(str(message.get("error", message)))
