@@ -6,12 +6,12 @@ Two loads must be even at once: rows (projections and experts) and cost, which a
 1. Deal sequences, the costliest first, each to the micro-batch whose larger share (of all rows, of all cost) is the
    smallest. An empty micro-batch has share 0, so none stays empty while another gets a second sequence.
 2. If the largest share is then more than `TOLERANCE` above 1/m, cut the chunks that cost more than half a fair share
-   into consecutive row ranges of equal cost, one for each micro-batch in order, deal the rest around them, and keep
-   this if it is better.
+   into row ranges of equal cost for consecutive micro-batches, deal the rest around them, and keep this if it is
+   better and leaves no micro-batch empty while another holds two pieces.
 
 Why a chunk may be cut: in layer l, row r of a sequence attends to keys of rows up to r of the same layer, and to
 nothing else of other rows. All rows of a part write their layer-l keys before they are read. A worker runs the
-micro-batches in order within each layer, (l, 0), (l, 1), …, and part j lies in micro-batch j, so when a later part
+micro-batches in order within each layer, (l, 0), (l, 1), …, and later parts lie in later ones, so when a later part
 reads layer l, every earlier part has written it. Expert and projection rows are independent anyway. The result is the
 one the whole chunk would give, as with chunked prefill over two steps. So one long prompt alone can use ping-pong too.
 
@@ -60,8 +60,14 @@ def split_into_micro_batches(
     if whole.largest_share * num_micro_batches > TOLERANCE:
         parts = _cut_large_chunks(sequences, costs, num_micro_batches, context_tokens_per_row)
         cut = _Deal(rows, costs, num_micro_batches, parts) if parts else whole
-        best = cut if cut.largest_share < whole.largest_share else whole
+        if cut.largest_share < whole.largest_share and not _wastes_one(cut.micro_batches(), num_micro_batches):
+            best = cut
     return best.micro_batches()
+
+
+def _wastes_one(batches: Sequence[MicroBatch], num_micro_batches: int) -> bool:
+    """Whether a micro-batch is empty while another holds two pieces."""
+    return len(batches) < num_micro_batches and any(len(batch) > 1 for batch in batches)
 
 
 def chunk_cost(start: int, num_rows: int, context_tokens_per_row: float) -> float:
@@ -96,7 +102,7 @@ def _equal_cost_boundaries(start: int, num_rows: int, num_parts: int, context_to
 
 
 class _Deal:
-    """One assignment of sequences to micro-batches. `parts`: sequences that are cut, part j to micro-batch j."""
+    """One assignment of sequences to micro-batches. `parts`: sequences that are cut, into consecutive micro-batches."""
 
     def __init__(
         self, rows: Sequence[int], costs: Sequence[float], num_micro_batches: int, parts: dict[int, list[int]]
@@ -107,11 +113,20 @@ class _Deal:
         per_row, per_cost = 1 / sum(rows), 1 / sum(costs)
         self._rows_shares = [0.0] * num_micro_batches
         self._cost_shares = [0.0] * num_micro_batches
+        self._first_owner: dict[int, int] = {}
         for index, boundaries in parts.items():
-            for part in range(len(boundaries) - 1):
-                self._rows_shares[part] += (boundaries[part + 1] - boundaries[part]) * per_row
-                self._cost_shares[part] += costs[index] / (len(boundaries) - 1) * per_cost
+            num_parts = len(boundaries) - 1
+            first = self._emptiest_run(num_parts)
+            self._first_owner[index] = first
+            for part in range(num_parts):
+                self._rows_shares[first + part] += (boundaries[part + 1] - boundaries[part]) * per_row
+                self._cost_shares[first + part] += costs[index] / num_parts * per_cost
         self.largest_share = self._deal_whole(costs, per_row, per_cost)
+
+    def _emptiest_run(self, length: int) -> int:
+        """First of the `length` consecutive micro-batches that hold the fewest rows together."""
+        shares = self._rows_shares
+        return min(range(len(shares) - length + 1), key=lambda first: sum(shares[first : first + length]))
 
     def _deal_whole(self, costs: Sequence[float], per_row: float, per_cost: float) -> float:
         """Step 1 for all sequences that are not cut; returns the largest share."""
@@ -137,5 +152,5 @@ class _Deal:
             boundaries = self._parts[index]
             for part in range(len(boundaries) - 1):
                 begin, end = boundaries[part], boundaries[part + 1]
-                batches[part].append(RowRange(index, begin, end - begin))
+                batches[self._first_owner[index] + part].append(RowRange(index, begin, end - begin))
         return [tuple(batch) for batch in batches if batch]
