@@ -38,7 +38,7 @@ def measure(
     try:
         for engine in engines:
             engine.start()
-            engine.steady_decode_tokens_per_s(workload)
+            engine.fill_prefix_cache(workload)
             engine.pause()
         contestants = {engine.name: partial(steady_alone, engine, workload) for engine in engines}
         pids = [engine.pid for engine in engines if engine.pid is not None]

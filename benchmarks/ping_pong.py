@@ -100,7 +100,7 @@ def run(
     engine.start()
     try:
         workload = make_workload(WorkloadSize(rows, input_tokens, output_tokens), spec.vocab_size)
-        engine.steady_decode_tokens_per_s(workload)  # fills the prefix cache
+        engine.fill_prefix_cache(workload)
         engine.take_spans()
         engine.steady_decode_tokens_per_s(workload)
         spans = engine.take_spans()
