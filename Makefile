@@ -22,6 +22,7 @@ YARDSTICK := out/yardstick-tiny
 PYTHON_STAMP := $(VENV)/.python.stamp
 TORCH_STAMP := $(VENV)/.$(subst =,-,$(TORCH)).stamp
 PACKAGES_STAMP := $(VENV)/.packages.stamp
+LIBFABRIC_STAMP := $(VENV)/.libfabric.stamp
 NATIVE_STAMP := $(VENV)/.native.stamp
 
 export PYTHONUNBUFFERED := 1
@@ -103,7 +104,12 @@ $(PACKAGES_STAMP): $(TORCH_STAMP) requirements.lock
 	$(PIP) install --no-deps --requirement $(VENV)/requirements-without-torch.txt
 	@touch $@
 
-$(NATIVE_STAMP): $(PACKAGES_STAMP) CMakeLists.txt pyproject.toml $(NATIVE_SOURCES)
+# libfabric is optional: without it (exit 3, with one line that says why) only that back-end of the M2N library is missing.
+$(LIBFABRIC_STAMP): $(PYTHON_STAMP) scripts/fetch_libfabric.sh
+	@bash scripts/fetch_libfabric.sh $(VENV)/libfabric || [ $$? -eq 3 ]
+	@touch $@
+
+$(NATIVE_STAMP): $(PACKAGES_STAMP) $(LIBFABRIC_STAMP) CMakeLists.txt pyproject.toml $(NATIVE_SOURCES)
 	@echo "== native code"
 	@bash scripts/build_native.sh $(PY)
 	@touch $@

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from antiphon.bench.antiphon_engine import AntiphonEngine
 from antiphon.bench.serve import WorkloadSize, make_workload
@@ -90,12 +91,20 @@ def run(
     input_tokens: int,
     output_tokens: int,
     trace: Path | None,
+    *,
+    num_experts: int = 1,
+    changes: Mapping[str, Any] | None = None,
 ) -> LayerTimes:
-    """One run with spans; writes its trace if asked to."""
+    """One run with spans; writes its trace if asked to. `changes`: to the engine's configuration."""
     spec = load_model_spec(model)
     rows = micro_batches * micro_batch_size
     engine = AntiphonEngine(
-        f"1+1/m{micro_batches}", model, max_concurrency=rows, max_tokens=input_tokens + output_tokens, trace=True
+        f"1+{num_experts}/m{micro_batches}",
+        model,
+        max_concurrency=rows,
+        max_tokens=input_tokens + output_tokens,
+        trace=True,
+        changes=changes,
     )
     engine.start()
     try:

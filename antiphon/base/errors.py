@@ -46,3 +46,33 @@ class PeerTimeout(TimeoutError):
     def __init__(self, what: str, peers: list[str], timeout_s: float) -> None:
         super().__init__(f"{what}: nothing from {', '.join(peers)} within {timeout_s:.1f} s")
         self.peers = peers
+
+    @classmethod
+    def from_message(cls, message: str, peers: list[str]) -> "PeerTimeout":
+        """One whose message is already written."""
+        error = cls.__new__(cls)
+        TimeoutError.__init__(error, message)
+        error.peers = peers
+        return error
+
+
+class NoCredit(PeerTimeout):
+    """All slots of a pair are in use: the receiver has released none of them in time. Nothing was sent."""
+
+
+class Refused(ConnectionError):
+    """A peer turned the connection down, in its own words; or one of the two does not know the shared secret."""
+
+
+class Interrupted(RuntimeError):
+    """A wait ended early because this process asked it to."""
+
+
+def native_error(code: str, message: str, peers: list[str], reason: str) -> Exception:
+    """The exception for an error of the native communication library (`csrc/m2n/error.h`)."""
+    if code == "peer_lost":
+        return PeerLost(peers[0] if peers else "a peer", reason)
+    if code in ("timeout", "no_credit"):
+        return (PeerTimeout if code == "timeout" else NoCredit).from_message(message, peers)
+    plain: dict[str, type[Exception]] = {"invalid": UserError, "refused": Refused, "interrupted": Interrupted}
+    return plain.get(code, OSError)(message)

@@ -10,7 +10,9 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -50,7 +52,9 @@ class AntiphonEngine:
         device: str = "cpu",
         threads: int = 0,
         trace: bool = False,
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
+        """`changes`: fields of `ServeConfig` that differ from what the contestant's name says."""
         self.layout, self.num_attention, self.num_experts, self.num_micro_batches = parse_contestant(contestant)
         self._name = f"antiphon {contestant}"
         self._model = model
@@ -59,6 +63,7 @@ class AntiphonEngine:
         self._device = device
         self._threads = threads
         self._trace = trace
+        self._changes = changes or {}
         self._engine: Engine | None = None
         self._runs = 0
         self._peak_rss_bytes = 0
@@ -77,7 +82,7 @@ class AntiphonEngine:
         blocks = per_worker * (-(-self._max_tokens // BLOCK_SIZE) + 1) + 16
         bytes_per_element = 4 if spec.dtype == "float32" else 2
         block_bytes = kv_cache_block_bytes(spec, BLOCK_SIZE, bytes_per_element)
-        return ServeConfig(
+        config = ServeConfig(
             model=self._model,
             layout=self.layout,
             num_attention=self.num_attention,
@@ -94,6 +99,7 @@ class AntiphonEngine:
             timeout_s=120.0,
             trace=self._trace,
         )
+        return replace(config, **self._changes)
 
     def sizes(self) -> dict[str, int | str | None]:
         """What a report's row says of this contestant."""

@@ -20,11 +20,13 @@ from antiphon.bench.peers.transformers_peer import transformers_peer
 from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
+from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.kernels.select import resolve_device
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
+app.command(context_settings=CONTEXT_SETTINGS)(m2n)
 _COLUMNS = (
     "engine",
     "conc.",

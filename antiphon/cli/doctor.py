@@ -11,13 +11,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import typer
@@ -26,9 +24,9 @@ from rich.text import Text
 
 from antiphon import __version__
 from antiphon.base.units import format_bytes
+from antiphon.cli.doctor_transports import probe_transports
+from antiphon.cli.finding import Finding, Status
 from antiphon.cli.output import JsonOption, emit_json, show, table
-
-Status = Literal["ok", "info", "missing", "broken"]
 
 STYLES: dict[Status, str] = {"ok": "green", "info": "", "missing": "yellow", "broken": "bold red"}
 ISA_FLAGS = (
@@ -45,20 +43,7 @@ ISA_FLAGS = (
 )
 NAMED_PACKAGES = ("torch", "transformers")
 MIN_PYTHON = (3, 11)
-SHARED_MEMORY = Path("/dev/shm")
-MIN_SHARED_MEMORY_BYTES = 256 * 2**20
 GPU_LIBRARIES = {"triton": "comes with a CUDA build of torch", "flashinfer": "pip install flashinfer-python"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report. `mend` says what to do about it, empty when there is nothing to do."""
-
-    area: str
-    name: str
-    status: Status
-    detail: str
-    mend: str = ""
 
 
 def doctor(json: JsonOption = None) -> None:
@@ -114,7 +99,7 @@ def examine() -> list[Finding]:
     for area, probe in probes:
         try:
             findings += probe()
-        except Exception as error:
+        except Exception as error:  # a probe that breaks is a finding too
             findings.append(Finding(area=area, name="probe", status="info", detail=f"could not look: {error}"))
     return findings
 
@@ -213,36 +198,6 @@ def probe_memory() -> list[Finding]:
     if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
         detail += f", this container may use {format_bytes(int(text))}"
     return [Finding(area="memory", name="main memory", status="info", detail=detail)]
-
-
-def probe_transports() -> list[Finding]:
-    return [probe_shared_memory(SHARED_MEMORY), *_probe_collectives()]
-
-
-def probe_shared_memory(folder: Path) -> Finding:
-    """Workers on one machine exchange activations through files here."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="antiphon-doctor-") as file:
-            file.truncate(4096)
-        free_bytes = shutil.disk_usage(folder).free
-    except OSError as error:
-        detail, mend = f"{folder}: {error.strerror}", f"mount a tmpfs at {folder}"
-        return Finding(area="transports", name="shared memory", status="broken", detail=detail, mend=mend)
-    detail = f"{folder}, {format_bytes(free_bytes)} free"
-    if free_bytes < MIN_SHARED_MEMORY_BYTES:
-        mend = f"enlarge it to {format_bytes(MIN_SHARED_MEMORY_BYTES)} or more (containers: --shm-size=1g)"
-        return Finding(area="transports", name="shared memory", status="missing", detail=detail, mend=mend)
-    return Finding(area="transports", name="shared memory", status="ok", detail=detail)
-
-
-def _probe_collectives() -> list[Finding]:
-    distributed: Any = importlib.import_module("torch.distributed")
-    if not distributed.is_available():
-        detail = "this torch was built without torch.distributed; training is limited to one process"
-        return [Finding(area="transports", name="collectives", status="missing", detail=detail, mend="make setup")]
-    backends = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
-    names = [name for name, available in backends.items() if available]
-    return [Finding(area="transports", name="collectives", status="ok", detail=" ".join(names) or "none")]
 
 
 def probe_gpu_libraries() -> list[Finding]:

@@ -1,14 +1,17 @@
 """`antiphon generate`: complete prompts offline, with the same engine that serves."""
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli import options
+from antiphon.cli.engine_run import report_timeline, start_with_progress
+from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, emit_json, show, table
-from antiphon.cli.serve import report_timeline, start_with_progress
 from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
@@ -16,68 +19,71 @@ from antiphon.serve.streams import ThreadSink
 from antiphon.serve.text.tokenizer import TextTokenizer, load_tokenizer
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
+_CAPACITY = options.CapacityOptions(max_running=32)  # one request runs; memory is set aside for no more than a few
 
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What to complete: text or token ids."""
+
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to complete.")] = None
+    token_ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids instead, e.g. 1,2,3.")] = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.token_ids is None):
+            raise UserError("give one of --prompt TEXT and --token-ids 1,2,3")
+
+    def read(self, model: Path) -> tuple[list[int], TextTokenizer | None]:
+        """The token ids, and the tokenizer if text was given: ids need none."""
+        spec = load_model_spec(model)
+        if self.prompt is None:
+            return parse_token_ids(str(self.token_ids), spec.vocab_size), None
+        tokenizer = load_tokenizer(model)
+        if ids := tokenizer.encode(self.prompt, add_special_tokens=True):
+            return ids, tokenizer
+        raise UserError(f"--prompt {self.prompt!r} holds no token: give at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate.")] = 64
+    temperature: Annotated[float, typer.Option(metavar="T", help="Randomness; 0: greedy.")] = 0.0
+    seed: Annotated[int | None, typer.Option(metavar="N", help="For a temperature above 0.")] = None
+    logprobs: Annotated[int | None, typer.Option(metavar="K", help="Report K alternatives a token.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.")] = False
+
+    def params(self) -> SamplingParams:
+        if self.max_tokens < 1:
+            raise UserError(f"--max-tokens is {self.max_tokens}: it must be at least 1")
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            logprobs=self.logprobs,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@takes_groups
 def generate(
     model: options.ModelFolder,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to complete.")] = None,
-    token_ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids instead, e.g. 1,2,3.")] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(metavar="T", help="Randomness; 0: greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="For a temperature above 0.")] = None,
-    logprobs: Annotated[int | None, typer.Option(metavar="K", help="Report K alternatives a token.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.")] = False,
-    layout: options.LayoutOption = "auto",
-    attention: options.AttentionOption = 1,
-    experts: options.ExpertsOption = 0,
-    micro_batches: options.MicroBatchesOption = 0,
-    device: options.DeviceOption = "cpu",
-    dtype: options.DtypeOption = "auto",
-    kernels: options.KernelsOption = "auto",
-    max_model_len: options.MaxModelLenOption = 0,
-    kv_bytes: options.KvBytesOption = "0",
-    threads: options.ThreadsOption = 0,
-    timeout: options.TimeoutOption = 30.0,
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    workers: options.WorkerOptions,
     timeline: options.TimelineOption = None,
     json: JsonOption = None,
 ) -> None:
     """Complete a prompt with MODEL, without a server."""
-    if (prompt is None) == (token_ids is None):
-        raise UserError("give one of --prompt TEXT and --token-ids 1,2,3")
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens is {max_tokens}: it must be at least 1")
     options.check_output_file("--timeline", timeline)
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos
-    )
-    config = options.serve_config(
-        model,
-        layout=layout,
-        attention=attention,
-        experts=experts,
-        micro_batches=micro_batches,
-        device=device,
-        dtype=dtype,
-        kernels=kernels,
-        max_model_len=max_model_len,
-        kv_bytes=kv_bytes,
-        max_running=32,
-        max_batch_tokens=2048,
-        threads=threads,
-        timeout=timeout,
-        trace=timeline is not None,
-    )
-    spec = load_model_spec(model)
-    tokenizer = load_tokenizer(model) if prompt is not None else None
-    if tokenizer is not None:
-        ids = tokenizer.encode(str(prompt), add_special_tokens=True)
-    else:
-        ids = parse_token_ids(str(token_ids), spec.vocab_size)
-    if not ids:
-        raise UserError("--prompt '' holds no token: give at least one")
+    params = sampling.params()
+    config = workers.config(model, _CAPACITY, trace=timeline is not None)
+    ids, tokenizer = prompt.read(model)
     engine = start_with_progress(config)
     try:
         result = complete(engine, ids, params, tokenizer, stream=json != "-")
-        if logprobs is not None:
+        if params.logprobs is not None:
             show_logprobs(result, tokenizer, json)
         emit_json(json, result)
         if timeline is not None:

@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": CommandPlace("antiphon.cli.doctor", "doctor", "What this machine offers, what is missing, how to get it"),
     "serve": CommandPlace("antiphon.cli.serve", "serve", "Serve a model over HTTP, with OpenAI's API"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
+    "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
     "bench": CommandPlace("antiphon.cli.bench", "app", "Measure Antiphon beside other engines"),
 }
 DEBUG = "--debug"

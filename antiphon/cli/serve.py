@@ -1,91 +1,98 @@
 """`antiphon serve`: an OpenAI-compatible server over one checkpoint."""
 
+import re
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from antiphon.base.progress import progress
-from antiphon.base.units import format_bytes, format_seconds
+from antiphon.base.errors import UserError
 from antiphon.cli import options
 from antiphon.cli.banner import banner, server_facts
-from antiphon.cli.output import emit_json, show, table
+from antiphon.cli.engine_run import report_timeline, start_with_progress
+from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.output import emit_json, show
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings, read_api_keys
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.engine import Engine
-from antiphon.serve.launch import start_engine
+from antiphon.serve.join_secret import read_join_secret
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import load_tokenizer
-from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
+
+ReadyOption = Annotated[str | None, typer.Option(metavar="FILE", help="When ready, write URL and processes as JSON.")]
 
 
-def serve(
-    model: options.ModelFolder,
-    layout: options.LayoutOption = "auto",
-    attention: options.AttentionOption = 1,
-    experts: options.ExpertsOption = 0,
-    micro_batches: options.MicroBatchesOption = 0,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any.")] = 8000,
-    device: options.DeviceOption = "cpu",
-    dtype: options.DtypeOption = "auto",
-    kernels: options.KernelsOption = "auto",
-    max_model_len: options.MaxModelLenOption = 0,
-    kv_bytes: options.KvBytesOption = "0",
-    max_running: options.MaxRunningOption = 256,
-    max_batch_tokens: options.MaxBatchTokensOption = 2048,
-    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.")] = 1024,
-    max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = 1024,
-    max_body_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.")] = "8MiB",
-    max_prompt_tokens: Annotated[int, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.")] = 0,
-    threads: options.ThreadsOption = 0,
-    timeout: options.TimeoutOption = 30.0,
-    drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.")] = 30.0,
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys, one a line.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """Where the server listens, to whom, and how much one request may ask."""
+
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any.")] = 8000
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys, one a line.")] = None
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
-    ] = None,
+    ] = None
+    max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = 1024
+    max_body_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.")] = "8MiB"
+    max_prompt_tokens: Annotated[int, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.")] = 0
+    drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.")] = 30.0
+
+    def settings(self) -> ServerSettings:
+        """The validated settings; `UserError` for a wrong value or key file."""
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            api_keys=read_api_keys(self.api_key_file) if self.api_key_file else (),
+            served_model_name=self.served_model_name,
+            max_body_bytes=options.parse_size("--max-body-bytes", self.max_body_bytes),
+            max_prompt_tokens=self.max_prompt_tokens or None,
+            max_concurrent_streams=self.max_streams,
+            drain_timeout_s=self.drain_timeout,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Workers of other machines (`antiphon worker`)."""
+
+    join_address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where workers join.")] = ""
+    join_workers: Annotated[
+        str, typer.Option(metavar="A+E", show_default=False, help="How many join: attention + experts, as in 0+2.")
+    ] = "0+0"
+    secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Secret shared with them.")] = None
+
+    def add_to(self, config: ServeConfig) -> ServeConfig:
+        """The configuration with these workers from outside; validated."""
+        counts = re.fullmatch(r"(\d+)\+(\d+)", self.join_workers)
+        if counts is None:
+            raise UserError(f"--join-workers is {self.join_workers}: write attention + experts, for example 0+2")
+        return replace(
+            config,
+            join_address=self.join_address,
+            join_secret=read_join_secret(self.secret_file) if self.join_address else b"",
+            joined_attention=int(counts.group(1)),
+            joined_experts=int(counts.group(2)),
+        )
+
+
+@takes_groups
+def serve(
+    model: options.ModelFolder,
+    workers: options.WorkerOptions,
+    capacity: options.CapacityOptions,
+    join: JoinOptions,
+    http: HttpOptions,
     timeline: options.TimelineOption = None,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="When ready, write URL and processes as JSON.")
-    ] = None,
+    json: ReadyOption = None,
 ) -> None:
     """Serve MODEL over HTTP; attention and experts in one process or apart."""
     options.check_output_file("--timeline", timeline)
-    config = options.serve_config(
-        model,
-        layout=layout,
-        attention=attention,
-        experts=experts,
-        micro_batches=micro_batches,
-        device=device,
-        dtype=dtype,
-        kernels=kernels,
-        max_model_len=max_model_len,
-        kv_bytes=kv_bytes,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        max_waiting=max_waiting,
-        threads=threads,
-        timeout=timeout,
-        trace=timeline is not None,
-    )
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        api_keys=read_api_keys(api_key_file) if api_key_file else (),
-        served_model_name=served_model_name,
-        max_body_bytes=options.parse_size("--max-body-bytes", max_body_bytes),
-        max_prompt_tokens=max_prompt_tokens or None,
-        max_concurrent_streams=max_streams,
-        drain_timeout_s=drain_timeout,
-    )
-    run(config, settings, timeline, json)
+    config = join.add_to(workers.config(model, capacity, trace=timeline is not None))
+    run(config, http.settings(), timeline, json)
 
 
 def run(config: ServeConfig, settings: ServerSettings, timeline: Path | None, json: str | None) -> None:
@@ -111,35 +118,3 @@ def run(config: ServeConfig, settings: ServerSettings, timeline: Path | None, js
                 report_timeline(engine, timeline, json)
         finally:
             engine.stop()
-
-
-def start_with_progress(config: ServeConfig) -> Engine:
-    """A running engine; shows how much is loaded, and of how much as soon as every worker has said its part."""
-    with progress("loading weights", format_amount=format_bytes) as report:
-
-        def loading(done: int, total: int) -> None:
-            if done:
-                report(done, total or None)
-
-        return start_engine(config, loading)
-
-
-def report_timeline(engine: Engine, path: Path, json: str | None = None) -> None:
-    """Write the trace and print what it says."""
-    spans = engine.take_spans()
-    write_trace(path, spans)
-    summary = summarise(spans)
-    exposed = format_seconds(summary.exposed_communication_s)
-    show(f"steps took {format_seconds(summary.step_s)}, of it {exposed} exposed communication", json=json)
-    show(timeline_table(summary), json=json)
-    show(f"trace: {path} (open it in ui.perfetto.dev)", json=json)
-
-
-def timeline_table(summary: TimelineSummary) -> Table:
-    """One row per worker, as a table."""
-    rows: list[tuple[object, ...]] = []
-    for name, idle in sorted(summary.attention_idle_ratio.items()):
-        rows.append((name, f"{idle:.0%}", None))
-    for name, idle in sorted(summary.expert_idle_ratio.items()):
-        rows.append((name, f"{idle:.0%}", summary.rows_per_expert_worker[name]))
-    return table(("worker", "idle", "rows"), rows)

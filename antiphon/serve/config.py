@@ -6,19 +6,20 @@ a core, because spinning with more processes than cores takes the core from whoe
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
+from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.kernels.api import KVCacheSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
 Layout = Literal["colocated", "disaggregated"]
-SPIN_S = 50e-6
-MAX_ATTENTION_WORKERS = 10  # the exchange's header has room for the names of more
+TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
+MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class ServeConfig:
     """One running server. `num_attention` counts attention workers, or replicas in the colocated layout.
 
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; 0: a share of free memory.
-    `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches.
+    `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
+    the transport between workers. Of the attention and expert workers, the last `joined_attention` and `joined_experts`
+    come from other machines: they connect to `join_address` and know `join_secret`.
     """
 
     model: Path
@@ -45,13 +48,23 @@ class ServeConfig:
     max_waiting: int = 1024
     num_threads: int = 0
     timeout_s: float = 30.0
+    exchange: str = "auto"
+    join_address: str = ""
+    join_secret: bytes = field(default=b"", repr=False)
+    joined_attention: int = 0
+    joined_experts: int = 0
     trace: bool = False
     placement: ExpertPlacement | None = None
 
     def __post_init__(self) -> None:
         checks = (
             (self.layout in ("colocated", "disaggregated"), "layout", self.layout, "colocated or disaggregated"),
-            (1 <= self.num_attention <= MAX_ATTENTION_WORKERS, "attention", self.num_attention, "1 to 10"),
+            (
+                1 <= self.num_attention <= MAX_ATTENTION_WORKERS,
+                "attention",
+                self.num_attention,
+                f"1 to {MAX_ATTENTION_WORKERS}",
+            ),
             (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
             (1 <= self.num_micro_batches <= 64, "micro-batches", self.num_micro_batches, "1 to 64"),
             (self.max_model_len >= 0, "max-model-len", self.max_model_len, "at least 1, or 0 for the model's own"),
@@ -66,19 +79,44 @@ class ServeConfig:
             ),
             (self.max_waiting >= 1, "max-waiting", self.max_waiting, "at least 1"),
             (self.num_threads >= 0, "threads", self.num_threads, "at least 1, or 0 to share the cores"),
+            (self.exchange in TRANSPORTS, "transport", self.exchange, ", ".join(TRANSPORTS)),
             (self.timeout_s > 0, "timeout", self.timeout_s, "above 0 s"),
         )
         for holds, name, value, limit in checks:
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
+        self._check_joining()
+
+    def _check_joining(self) -> None:
+        for name, joined, all_workers in (
+            ("attention", self.joined_attention, self.num_attention),
+            ("experts", self.joined_experts, self.num_experts),
+        ):
+            if not 0 <= joined <= all_workers:
+                raise UserError(f"--join-workers has {joined} {name}: it must be 0 to --{name}, which is {all_workers}")
+        num_joined = self.joined_attention + self.joined_experts
+        if num_joined and self.layout != "disaggregated":
+            raise UserError("--join-workers needs --layout disaggregated")
+        if num_joined and not self.join_address:
+            raise UserError(f"{num_joined} workers shall join: say where with --join-address HOST:PORT")
+        if self.join_address and not num_joined:
+            raise UserError("--join-address without --join-workers: say how many workers join")
+        if self.join_address and split_address(self.join_address)[0] in ("0.0.0.0", "::"):
+            raise UserError(
+                f"--join-address is {self.join_address}: name the address by which the other machines reach this one"
+            )
+        if num_joined and self.exchange == "shm":
+            raise UserError("--transport shm does not reach other machines: use tcp or libfabric")
 
     @property
     def num_workers(self) -> int:
-        return self.num_attention + (self.num_experts if self.layout == "disaggregated" else 0)
+        """Worker processes on this machine."""
+        num_experts = self.num_experts if self.layout == "disaggregated" else 0
+        return self.num_attention + num_experts - self.joined_attention - self.joined_experts
 
     def threads_per_worker(self) -> int:
         """Cores per worker process, at least one."""
-        return self.num_threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+        return self.num_threads or max(1, len(os.sched_getaffinity(0)) // max(1, self.num_workers))
 
     def cores_of(self, worker: int) -> list[int]:
         """The cores worker number `worker` is pinned to; empty: not pinned."""
@@ -89,8 +127,21 @@ class ServeConfig:
         return cores[worker * threads : (worker + 1) * threads]
 
     @property
-    def spin_s(self) -> float:
-        return SPIN_S if self.num_workers <= len(os.sched_getaffinity(0)) else 0.0
+    def transport(self) -> str:
+        """The exchange's transport: shared memory on one machine, TCP between several, unless another was asked for."""
+        if self.exchange != "auto":
+            return self.exchange
+        return "tcp" if self.join_address else "shm"
+
+    @property
+    def exchange_host(self) -> str:
+        """Where workers of this machine can be reached."""
+        return split_address(self.join_address)[0] if self.join_address else "127.0.0.1"
+
+    @property
+    def waiting(self) -> str:
+        """Workers never poll without end, because an idle server would burn their cores."""
+        return "spin" if self.num_workers <= len(os.sched_getaffinity(0)) else "block"
 
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""

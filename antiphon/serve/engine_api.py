@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from antiphon.base.errors import UserError
+from antiphon.comm.m2n.traffic import Traffic
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -84,6 +85,7 @@ class EngineStats:
     balancedness_per_layer: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
     queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
+    exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker
     healthy: bool = True
     status: str = "ok"
 

@@ -12,24 +12,28 @@ An attention worker's requests move to the other attention workers, or wait for 
 
 Who hangs? Whoever waits in vain names its peers, but may name one that itself waits for a third. So nobody is killed on
 a report: suspects are asked to leave the step and to join the new epoch as everyone is, and only have less time for it.
+
+A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
+What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
+others wait, cannot be told.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.shm import ControlPage
+from antiphon.serve.exchange_control import ExchangeControl
 from antiphon.serve.fleet import Fleet, WorkerName, WorkerProcess
-from antiphon.serve.policy.pieces import micro_batch_steps
+from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import Progress, SequenceStep, StepPlan
+from antiphon.serve.running_step import Commit, RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import ExpertReport, Ready, Reset, ResetDone, Sampled, Step, StepFailed, StepResult
+from antiphon.serve.worker.messages import ExchangeReport, ExpertReport, Ready, ResetDone, StepFailed, StepResult
 
 _log = get_logger("engine")
-_MAX_ATTEMPTS = 4  # a plan that fails this often is given up: its requests end with an error
+_MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
 _SUSPECT_S = 2.0  # what a worker has to answer in, once others waited for it in vain
 
 
@@ -38,21 +42,6 @@ class Phase(Enum):
     LEAVING = "leaving"
     LOADING = "loading"
     JOINING = "joining"
-
-
-@dataclass
-class _InFlight:
-    plan: StepPlan
-    micro_batches: list[list[SequenceStep]]
-    attempts: int = 1
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What a finished part of a step did: per request its progress, and what the worker reported of it."""
-
-    progress: list[Progress]
-    sampled: dict[str, Sampled]
 
 
 class StepGroup:
@@ -65,7 +54,7 @@ class StepGroup:
         experts: list[WorkerName],
         schedulers: list[Scheduler],
         num_micro_batches: int,
-        control: ControlPage | None,
+        control: ExchangeControl | None,
         fleet: Fleet,
         statistics: EngineStatistics,
         bitmask_of: Callable[[str], bytes | None],
@@ -74,17 +63,15 @@ class StepGroup:
         self.attention = attention
         self.experts = experts
         self.schedulers = dict(zip(attention, schedulers, strict=True))
-        self._num_micro_batches = num_micro_batches
         self._control = control
         self._fleet = fleet
         self._statistics = statistics
-        self._bitmask_of = bitmask_of
+        self._step = RunningStep(self.schedulers, num_micro_batches, bitmask_of)
         self._timeout_s = timeout_s
         self._phase = Phase.LOADING
         self._epoch = 0
+        self._num_asked: Counter[WorkerName] = Counter()
         self._joined: set[WorkerName] = set()
-        self._in_flight: dict[WorkerName, _InFlight] = {}
-        self._failed: dict[WorkerName, _InFlight] = {}
         self._suspects: set[str] = set()
         self._step_started = 0.0
         self._phase_started = time.monotonic()
@@ -106,140 +93,131 @@ class StepGroup:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
+    @property
+    def quiet(self) -> bool:
+        """No step runs."""
+        return not self._step.workers
+
     def start_step(self) -> None:
-        """Plan and send the next step, if none is running and there is work."""
-        if self._in_flight:
+        """Plan and send the next step, or one that failed again, if none is running and there is work."""
+        if not self.quiet:
             return
-        for name in self.live_attention:
-            if (failed := self._failed.pop(name, None)) is not None:
-                failed.attempts += 1
-                self._in_flight[name] = failed
-            elif (plan := self.schedulers[name].schedule()) is not None:
-                self._in_flight[name] = _InFlight(plan, micro_batch_steps(plan.sequences, self._num_micro_batches))
-        if not self._in_flight:
-            return
-        self._step_started = time.monotonic()
-        participants = self._participants()
-        for name, part in list(self._in_flight.items()):
-            self._fleet.send(self._fleet.workers[name], self._step_message(part, participants))
+        messages = self._step.begin(self.live_attention)
+        if messages:
+            self._step_started = time.monotonic()
+        for name, message in messages.items():
+            self._fleet.send(self._fleet.workers[name], message)
 
-    def _participants(self) -> list[list[int]]:
-        num_micro_batches = max(len(part.micro_batches) for part in self._in_flight.values())
-        return [
-            [name.index for name, part in self._in_flight.items() if len(part.micro_batches) > index]
-            for index in range(num_micro_batches)
-        ]
-
-    def _step_message(self, part: _InFlight, participants: list[list[int]]) -> Step:
-        bitmasks = {}
-        for sequence in part.plan.sequences:
-            if sequence.samples and (mask := self._bitmask_of(sequence.request_id)) is not None:
-                bitmasks[sequence.request_id] = mask
-        return Step(
-            step=part.plan.step_id,
-            released=list(part.plan.released),
-            starts=list(part.plan.starts),
-            micro_batches=part.micro_batches,
-            participants=participants,
-            bitmasks=bitmasks,
-        )
+    def withdraw(self) -> list[Request]:
+        """Take all requests back, and the plans that failed with them. Only while no step runs."""
+        return self._step.withdraw()
 
     # --- what workers say ------------------------------------------------------------------------------------------
 
-    def on_message(self, worker: WorkerProcess, message: object) -> Commit | list[str] | None:
-        """Handle one message. A `Commit` carries tokens; a list of request ids must be ended with an error."""
+    def on_message(self, worker: WorkerProcess, message: object) -> Commit | StepFailure | None:
+        """Handle one message. A `Commit` carries tokens; a `StepFailure` is to be charged to its requests."""
         if isinstance(message, StepResult):
             return self._on_result(worker.name, message)
         if isinstance(message, StepFailed):
             return self._on_failure(worker, message)
         if isinstance(message, ExpertReport):
             self._statistics.record_experts(message)
+        elif isinstance(message, ExchangeReport):
+            self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, Ready):
             worker.ready = True
+            if self._control is not None:
+                self._control.learn(worker.name, message.ticket)
             self._on_ready(worker)
         elif isinstance(message, ResetDone):
             self._on_reset_done(worker, message.epoch)
         return None
 
     def _on_result(self, name: WorkerName, result: StepResult) -> Commit:
-        part = self._in_flight.pop(name)
-        sampled = {entry.request_id: entry for entry in result.requests}
-        tokens = []
-        for sequence in part.plan.sequences:
-            if sequence.samples:
-                token_id = sampled[sequence.request_id].token_id
-                assert token_id is not None, "a sampling sequence yields a token"
-                tokens.append(token_id)
-        progress = self.schedulers[name].commit(part.plan, tokens)
+        commit = self._step.commit(name, result)
         self._statistics.record_step(result)
-        if not self._in_flight:
+        if self.quiet:
             self._statistics.record_group_step(time.monotonic() - self._step_started)
         self._advance()
-        return Commit(progress, sampled)
+        return commit
 
-    def _on_failure(self, worker: WorkerProcess, failure: StepFailed) -> list[str] | None:
-        part = self._in_flight.pop(worker.name, None)
-        doomed: list[str] | None = None
-        if part is not None and (failure.reason == "error" or part.attempts >= _MAX_ATTEMPTS):
-            self.schedulers[worker.name].rollback(part.plan)
-            doomed = [sequence.request_id for sequence in part.plan.sequences]
-            _log.error("%s gives up on step %d: %s", worker.name, failure.step, failure.message)
-        elif part is not None:
-            self._failed[worker.name] = part
-        if failure.reason == "timeout":
-            _log.error("%s: %s", worker.name, failure.message)
-            self._suspects.update(failure.peers)
-        if failure.reason != "aborted" and self._control is not None and self._phase is Phase.STEPPING:
+    def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
+        failure: StepFailure | None = None
+        is_news = failed.reason != "aborted" and self._phase is Phase.STEPPING  # others may report the same failure
+        if is_news:
+            reported = failed.reason == "error"
+            owners = [worker.name] if reported else self._step.workers
+            failure = self._step.failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
+        self._step.fail(worker.name)
+        if failed.reason != "aborted":
+            _log.error("%s: %s", worker.name, failed.message)
+            self._suspects.update(failed.peers)
+        if is_news and self._control is not None:
             self._begin_recovery()
+        elif failed.reason == "timeout" and self._phase is Phase.JOINING:
+            self._ask_again(worker)
         self._advance()
-        return doomed
+        return failure
+
+    def _ask_again(self, worker: WorkerProcess) -> None:
+        """A worker could not reach a peer when it joined the epoch. That may pass; `on_tick` ends it if it does not."""
+        assert self._control is not None, "only workers of an exchange join an epoch"
+        self._num_asked[worker.name] += 1
+        if self._num_asked[worker.name] <= _MAX_ASKS:
+            self._fleet.send(worker, self._control.reset(self._epoch))
 
     def _on_ready(self, worker: WorkerProcess) -> None:
         if self._control is None:
             self._joined.add(worker.name)
             self._phase = Phase.STEPPING
         elif worker.name in self.attention and self._phase in (Phase.STEPPING, Phase.JOINING):
-            self._fleet.send(worker, Reset(self._epoch))
+            self._fleet.send(worker, self._control.reset(self._epoch))
         self._advance()
 
     def _on_reset_done(self, worker: WorkerProcess, epoch: int) -> None:
-        if epoch == self._epoch:
+        if epoch == self._epoch and worker.ready:
             self._joined.add(worker.name)
         self._advance()
 
     # --- failures --------------------------------------------------------------------------------------------------
 
-    def on_death(self, worker: WorkerProcess) -> None:
-        """A worker is gone. Its requests wait in its scheduler; the engine may move them (`Scheduler.evacuate`)."""
+    def on_death(self, worker: WorkerProcess, reason: str) -> tuple[StepFailure | None, list[Request]]:
+        """A worker is gone. Returns the failure of the step it was in, and its requests, which need another worker."""
         name = worker.name
+        computes = name in self.schedulers
+        failure: StepFailure | None = None
+        if self._phase is Phase.STEPPING:
+            owners = [name] if computes else self._step.workers
+            failure = self._step.failure(name, f"{name} died: {reason}", owners)
         self._joined.discard(name)
-        if name in self.schedulers:
-            self._in_flight.pop(name, None)
-            self._failed.pop(name, None)
-            self.schedulers[name].requeue_all()
+        homeless = self._step.lose(name) if computes else []
         if self._control is None:
             self._phase = Phase.LOADING
         else:
             self._begin_recovery()
+        self._advance()
+        return failure, homeless
+
+    def renew(self, name: WorkerName) -> None:
+        """Replace a worker that lives but may be broken: it takes part in nothing more, its death is noticed as any."""
+        worker = self._fleet.workers[name]
+        worker.ready = False
+        worker.kill("its errors may be its own")
+        self._joined.discard(name)
         self._advance()
 
     def on_tick(self) -> None:
         """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. Suspects have
         less time, once the step they hold up has been given up."""
         waited_s = time.monotonic() - max(self._step_started, self._phase_started)
-        owing = set(self._in_flight)
+        owing = set(self._step.workers)
         if self._phase is Phase.JOINING:
             owing |= {worker.name for worker in self._loaded()} - self._joined
         for name in owing:
             suspect = str(name) in self._suspects and self._phase is not Phase.STEPPING
             if waited_s > (min(_SUSPECT_S, self._timeout_s) if suspect else 2 * self._timeout_s):
                 _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
-                self._fleet.workers[name].kill()
-
-    def close(self) -> None:
-        """The workers have ended: let go of the exchange's memory."""
-        if self._control is not None:
-            self._control.close()
+                self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")
 
     def _begin_recovery(self) -> None:
         assert self._control is not None, "only workers of an exchange recover together"
@@ -249,6 +227,7 @@ class StepGroup:
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
+        self._num_asked.clear()
         self._phase_started = time.monotonic()
 
     def _loaded(self) -> list[WorkerProcess]:
@@ -259,12 +238,12 @@ class StepGroup:
         """Go as far through recovery as answers allow."""
         if self._control is None:
             return
-        if self._phase is Phase.LEAVING and not self._in_flight:
+        if self._phase is Phase.LEAVING and self.quiet:
             self._enter(Phase.LOADING)
         if self._phase is Phase.LOADING and self._experts_loaded():
             self._enter(Phase.JOINING)
             for worker in self._loaded():
-                self._fleet.send(worker, Reset(self._epoch))
+                self._fleet.send(worker, self._control.reset(self._epoch))
         everyone_joined = all(worker.name in self._joined for worker in self._loaded())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
             self._suspects.clear()

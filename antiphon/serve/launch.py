@@ -3,6 +3,7 @@
 What the user got wrong (checkpoint, budget, sizes) is reported before a process is started.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,21 +12,20 @@ from pathlib import Path
 from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
-from antiphon.comm.m2n.layout import RegionLayout
-from antiphon.comm.m2n.shared_memory import create_region
-from antiphon.comm.m2n.shm import ControlPage
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker, kv_cache_block_bytes
+from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo
+from antiphon.serve.exchange_control import ExchangeControl
 from antiphon.serve.fleet import Fleet, WorkerName
 from antiphon.serve.group import StepGroup
+from antiphon.serve.join_secret import exchange_secret
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.build import exchange_shape
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
 from antiphon.specs.model import ModelSpec
 
@@ -53,16 +53,11 @@ class Launcher:
                 f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
                 f"lower it"
             )
-        self.fleet = Fleet()
-        self._descriptor: int | None = None
-        self._shape = exchange_shape(
-            self.spec,
-            self._dtype,
-            config.num_attention,
-            config.num_experts,
-            config.num_micro_batches,
-            config.max_batch_tokens,
-        )
+        self._joined = self._joined_names()
+        self.door = Door(config.join_address, config.join_secret, self._joined) if self._joined else None
+        self.fleet = Fleet(outside=self.door)
+        # Shared by the workers of this run; those that join derive it themselves, so it never travels.
+        self._secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
 
     @property
     def _disaggregated(self) -> bool:
@@ -71,10 +66,6 @@ class Launcher:
     def engine(self) -> Engine:
         """Build the engine (nothing runs yet)."""
         config = self.config
-        control = None
-        if self._disaggregated:
-            self._descriptor = create_region(RegionLayout(self._shape).total_bytes)
-            control = ControlPage(self._descriptor, self._shape)
         statistics = EngineStatistics()
         limits = SchedulerConfig(
             num_blocks=self.num_blocks,
@@ -95,6 +86,7 @@ class Launcher:
             relaunch=self.launch,
         )
         for attention, experts in self._membership():
+            control = ExchangeControl(self.fleet, experts) if experts else None
             groups.append(
                 StepGroup(
                     attention=attention,
@@ -119,26 +111,41 @@ class Launcher:
         attention = [WorkerName("attention", index) for index in range(config.num_attention)]
         return [(attention, [WorkerName("experts", index) for index in range(config.num_experts)])]
 
+    def _joined_names(self) -> frozenset[WorkerName]:
+        """The workers that come from other machines: the last ones of each role."""
+        config = self.config
+        places = {
+            "attention": range(config.num_attention - config.joined_attention, config.num_attention),
+            "experts": range(config.num_experts - config.joined_experts, config.num_experts),
+        }
+        return frozenset(WorkerName(role, index) for role, indices in places.items() for index in indices)
+
+    def _cores(self, name: WorkerName) -> list[int]:
+        local = [each for each in self.worker_names() if each not in self._joined]
+        return self.config.cores_of(local.index(name)) if name in local else []
+
     def worker_names(self) -> list[WorkerName]:
         return [name for attention, experts in self._membership() for name in (*attention, *experts)]
 
     def launch(self, name: WorkerName) -> None:
         """Start (or restart) one worker."""
-        inherited = () if self._descriptor is None else (self._descriptor,)
-        self.fleet.launch(name, self._configure(name), inherited)
+        self.fleet.launch(name, self._configure(name))
 
     def _configure(self, name: WorkerName) -> Configure:
         config = self.config
         roles: dict[str, Role] = {"replica": "colocated", "attention": "attention", "experts": "experts"}
         exchange = None
-        if self._descriptor is not None:
+        if self._disaggregated:
             exchange = ExchangeConfig(
-                descriptor=self._descriptor,
+                transport=config.transport,
+                host=config.exchange_host,
+                secret=self._secret,
+                waiting=config.waiting,
+                local_processes=config.num_workers,
                 num_attention=config.num_attention,
                 num_experts=config.num_experts,
                 num_micro_batches=config.num_micro_batches,
                 max_rows=config.max_batch_tokens,
-                spin_s=config.spin_s,
             )
         return Configure(
             role=roles[name.role],
@@ -148,7 +155,7 @@ class Launcher:
             dtype=config.dtype,
             kernels=config.kernels,
             num_threads=config.threads_per_worker(),
-            cores=config.cores_of(self.worker_names().index(name)),
+            cores=self._cores(name),
             block_size=config.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
@@ -182,6 +189,8 @@ def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> En
     _log.info("layout: %s", config.layout)
     engine = launcher.engine()
     try:
+        if launcher.door is not None:
+            launcher.door.start(launcher.fleet.wake)
         for name in launcher.worker_names():
             launcher.launch(name)
         engine.start()
@@ -190,8 +199,8 @@ def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> En
                 raise engine.failure()
             if report is not None:
                 report(*engine.loading_progress())
-            time.sleep(0.02)
-    except BaseException:
+            time.sleep(0.02)  # loading takes seconds; the engine's thread does the work
+    except BaseException:  # an interrupt too: no worker may outlive a start that failed
         engine.stop()
         raise
     return engine

@@ -1,8 +1,10 @@
-"""One request for the workers' recorded spans. Any thread asks; the engine's carries it out, for it owns the channels.
+"""Requests for the workers' recorded spans. Any thread asks; the engine's carries it out, for it owns the channels.
 
 A worker answers between two steps, so an answer may take as long as a step.
 """
 
+import contextlib
+import queue
 import threading
 from collections.abc import Iterable
 
@@ -50,3 +52,35 @@ class SpanCollection:
     def _finish_if_complete(self) -> None:
         if self._wanted <= set(self._spans):
             self._done.set()
+
+
+class SpanCollections:
+    """All requests under way. `ask` in any thread, the rest in the engine's."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[SpanCollection] = queue.SimpleQueue()
+        self._begun: list[SpanCollection] = []
+
+    def ask(self) -> SpanCollection:
+        """A new request; the engine's thread must be woken to see it."""
+        collection = SpanCollection()
+        self._asked.put(collection)
+        return collection
+
+    def begin(self, fleet: Fleet) -> None:
+        """Carry out what was asked since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                collection = self._asked.get_nowait()
+                collection.begin(fleet)
+                self._begun.append(collection)
+        self._begun = [collection for collection in self._begun if not collection.done]
+
+    def add(self, name: WorkerName, spans: Spans) -> None:
+        """A worker's answer belongs to the oldest request that waits for it."""
+        any(collection.add(name, spans) for collection in self._begun)
+
+    def forget(self, names: Iterable[WorkerName]) -> None:
+        """See `SpanCollection.forget`."""
+        for collection in self._begun:
+            collection.forget(names)

@@ -9,6 +9,7 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 import threading
 from collections import defaultdict
 
+from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _WINDOW_S = 30.0
@@ -26,6 +27,7 @@ class EngineStatistics:
         self.exposed_communication_s = 0.0
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
+        self._exchange: dict[str, Traffic] = {}
         self._attention_step_s = 0.0
         self._attention_wait_s = 0.0
         self._group_step_s = 0.0
@@ -51,6 +53,16 @@ class EngineStatistics:
             self._expert_busy_s[report.index] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
                 self._rows[layer][report.index] += rows
+
+    def record_exchange(self, worker: str, traffic: Traffic) -> None:
+        """What a worker's exchange has carried since its start; replaces its last report."""
+        with self._lock:
+            self._exchange[worker] = traffic
+
+    def exchange(self) -> dict[str, Traffic]:
+        """The last report of each worker."""
+        with self._lock:
+            return dict(self._exchange)
 
     def record_queue_time(self, waited_s: float) -> None:
         """A request was scheduled for the first time after `waited_s`."""

@@ -27,12 +27,14 @@ class AsyncSink:
         self._queues: dict[str, asyncio.Queue[EngineOutput]] = {}
 
     @staticmethod
-    def of_running_loop(sinks: "dict[int, AsyncSink]") -> "AsyncSink":
-        """The sink of the loop that runs now, made at its first request."""
-        key = id(asyncio.get_running_loop())
-        if key not in sinks:
-            sinks[key] = AsyncSink()
-        return sinks[key]
+    def of_running_loop(sinks: "dict[asyncio.AbstractEventLoop, AsyncSink]") -> "AsyncSink":
+        """The sink of the loop that runs now, made at its first request; those of closed loops are dropped then."""
+        loop = asyncio.get_running_loop()
+        if loop not in sinks:
+            for closed in [other for other in sinks if other.is_closed()]:
+                del sinks[closed]
+            sinks[loop] = AsyncSink()
+        return sinks[loop]
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more

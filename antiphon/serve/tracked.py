@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.serve.engine_api import EngineOutput, FinishReason
-from antiphon.serve.group import Commit
 from antiphon.serve.policy.request import Request
+from antiphon.serve.running_step import Commit
 from antiphon.serve.streams import Sink
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import TokenLogprob

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from antiphon.cli import doctor
+from antiphon.cli import doctor, doctor_transports
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16 avx512_bf16\n\nprocessor\t: 1\n"
 
@@ -44,21 +44,43 @@ def test_versions_are_held_against_what_is_supported(requirement: str, status: s
 
 
 def test_something_broken_makes_the_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr(doctor, "MIN_PYTHON", (99, 0))
     assert doctor.run_doctor(None) == 1
     printed = capsys.readouterr().out
-    assert "No such file or directory" in printed
+    assert "3.11 or newer is needed" in printed
     assert "1 broken" in printed
 
 
-def test_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "MIN_SHARED_MEMORY_BYTES", 2**62)
-    finding = doctor.probe_shared_memory(tmp_path)
+def test_a_system_without_memory_files_is_sent_to_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    finding = doctor_transports.probe_shared_memory()
     assert finding.status == "missing"
-    assert "--shm-size" in finding.mend
-    assert list(tmp_path.iterdir()) == []
+    assert "Function not implemented" in finding.detail
+    assert "--transport tcp" in finding.mend
+
+
+def test_small_socket_buffers_are_said_with_their_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("wmem_max", "rmem_max"):
+        (tmp_path / name).write_text("212992\n")
+    monkeypatch.setattr(doctor_transports, "BUFFER_LIMITS", (tmp_path / "wmem_max", tmp_path / "rmem_max"))
+    finding = doctor_transports.probe_tcp()
+    assert finding.status == "info"
+    assert "wmem_max 208.0 KiB" in finding.detail
+    assert "net.core.rmem_max=4194304" in finding.mend
+
+
+def test_libfabric_is_reported_with_its_providers_or_with_the_way_to_it() -> None:
+    first, *providers = doctor_transports.probe_libfabric()
+    if first.status == "ok":
+        assert "would use" in first.detail
+        assert providers
+    else:
+        assert "fetch_libfabric.sh" in first.mend
 
 
 def test_cpuinfo_is_read_for_the_instructions_we_use(tmp_path: Path) -> None:

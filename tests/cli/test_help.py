@@ -10,7 +10,16 @@ from antiphon import __version__
 from antiphon.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ((), ("serve",), ("generate",), ("doctor",), ("bench",), ("bench", "serve"))
+COMMANDS = (
+    (),
+    ("serve",),
+    ("generate",),
+    ("worker",),
+    ("doctor",),
+    ("bench",),
+    ("bench", "serve"),
+    ("bench", "m2n"),
+)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -29,7 +38,7 @@ def test_help_fits_a_screen(
     monkeypatch.setenv("COLUMNS", "80")
     assert run(monkeypatch, *command, option) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 36
+    assert len(lines) <= 38
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(f"Usage: {' '.join(['antiphon', *command])} [OPTIONS]")
 

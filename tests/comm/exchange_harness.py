@@ -1,9 +1,9 @@
-"""Both ends of an exchange in one process, each in its own thread, and a dense computation to compare with."""
+"""All ends of an exchange in one process, each in its own thread, and a dense computation to compare with."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
-from antiphon.comm.m2n.layout import RegionLayout
-from antiphon.comm.m2n.shared_memory import create_region
-from antiphon.comm.m2n.shm import ControlPage, SharedMemoryAttentionExchange, SharedMemoryExpertExchange
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.specs.placement import ExpertPlacement
+from tests.comm.m2n.backends import BACKENDS, Backend
 
 TIMEOUT_S = 30.0
 
@@ -54,7 +53,7 @@ def dense(traffic: Traffic, layer: int) -> Tensor:
 
 @dataclass
 class Served:
-    """What expert workers saw: batches in their order, and how often each (worker, layer, micro-batch) came."""
+    """What expert workers saw: batches in their order."""
 
     batches: dict[int, list[ExpertBatch]] = field(default_factory=dict)
 
@@ -63,39 +62,93 @@ class Served:
         self.batches.setdefault(worker, []).append(copy)
 
 
-class Exchange:
-    """One region with all its ends. `serve` starts threads that answer as `expert_output` says."""
+class Control:
+    """The engine's hand on the exchange, as `antiphon.serve.exchange_control` is in a server."""
 
-    def __init__(self, shape: ExchangeShape, placement: ExpertPlacement, start_word: int = 0) -> None:
+    def __init__(self, made: "Exchange") -> None:
+        self._made = made
+        self._epoch = 0
+
+    def abort_step(self) -> int:
+        """Begin a new epoch and call all ends out of the running step. Returns the epoch to `reset` to."""
+        self._epoch += 1
+        for end in [*self._made.attention, *self._made.experts]:
+            end.abort(self._epoch)
+        return self._epoch
+
+    def reset(self, epoch: int) -> None:
+        """All ends begin `epoch`. An attention worker's reset waits for expert workers that are in `receive`."""
+        made = self._made
+        tickets = [end.ticket for end in made.experts]
+        resetting = len(made.attention)
+        lock = threading.Lock()
+
+        def reset_attention(end: NativeAttentionExchange) -> None:
+            nonlocal resetting
+            try:
+                end.reset(epoch, tickets)
+            finally:
+                with lock:
+                    resetting -= 1
+
+        def reset_experts(end: NativeExpertExchange) -> None:
+            end.reset(epoch, tickets)
+            while resetting > 0:
+                assert end.receive(0.005, TIMEOUT_S) is None, "nobody has sent anything in this epoch"
+
+        for experts in made.experts:
+            made.start(partial(reset_experts, experts))
+        for attention in made.attention:
+            made.start(partial(reset_attention, attention))
+        made.wait_for_threads()
+
+
+class Exchange:
+    """All ends of an exchange. `serve` starts threads that answer as `expert_output` says."""
+
+    def __init__(self, shape: ExchangeShape, placement: ExpertPlacement, backend: Backend) -> None:
         self.shape = shape
         self.placement = placement
-        self.layout = RegionLayout(shape)
-        self.descriptor = create_region(self.layout.total_bytes)
-        self.control = ControlPage(self.descriptor, shape)
-        if start_word:
-            self.set_sequences(start_word)
-        self.attention = [self.new_attention(index) for index in range(shape.num_attention)]
-        self.experts = [self.new_experts(index) for index in range(shape.num_experts)]
+        self.backend = backend
+        self.row_bytes = shape.hidden_size * shape.dtype.itemsize
         self.served = Served()
         self.failures: list[BaseException] = []
+        self.threads: list[threading.Thread] = []
+        self.attention: list[NativeAttentionExchange] = []
+        self.experts: list[NativeExpertExchange] = []
+        self.retired: list[NativeAttentionExchange | NativeExpertExchange] = []
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self.control = Control(self)
 
-    def set_sequences(self, word: int) -> None:
-        """Pretend that the exchange has been running for long."""
-        for attention in range(self.shape.num_attention):
-            for expert in range(self.shape.num_experts):
-                for micro_batch in range(self.shape.num_micro_batches):
-                    for slot in (self.layout.dispatch_slot, self.layout.combine_slot):
-                        self.control._region.publish(slot(attention, expert, micro_batch), word)
+    def connect(self) -> None:
+        """Make the ends and begin the first epoch."""
+        self.attention += [self.new_attention(index) for index in range(self.shape.num_attention)]
+        self.experts += [self.new_experts(index) for index in range(self.shape.num_experts)]
+        self.control.reset(0)
 
-    def new_attention(self, index: int) -> SharedMemoryAttentionExchange:
-        return SharedMemoryAttentionExchange(self.descriptor, self.shape, index, self.placement, spin_s=0.0)
+    def new_attention(self, index: int) -> NativeAttentionExchange:
+        endpoint = self.backend.endpoint(f"attention[{index}]")
+        return NativeAttentionExchange(endpoint, self.shape, index, self.placement, TIMEOUT_S)
 
-    def new_experts(self, index: int) -> SharedMemoryExpertExchange:
-        return SharedMemoryExpertExchange(self.descriptor, self.shape, index, spin_s=0.0)
+    def new_experts(self, index: int) -> NativeExpertExchange:
+        return NativeExpertExchange(self.backend.endpoint(f"experts[{index}]"), self.shape, index)
+
+    def replace_attention(self, index: int, *, farewell: bool) -> None:
+        """A new worker in place of this one, which says goodbye or lives on, cut off."""
+        self._retire(self.attention[index], farewell)
+        self.attention[index] = self.new_attention(index)
+
+    def replace_experts(self, index: int, *, farewell: bool) -> None:
+        self._retire(self.experts[index], farewell)
+        self.experts[index] = self.new_experts(index)
+
+    def _retire(self, end: NativeAttentionExchange | NativeExpertExchange, farewell: bool) -> None:
+        if farewell:
+            end.close()
+        self.retired.append(end)
 
     def serve(self) -> None:
+        self._stop.clear()
         for index in range(self.shape.num_experts):
             self.start(partial(self._serve, index))
 
@@ -117,7 +170,7 @@ class Exchange:
                     total[row] += batch.weights_RK[row, position] * output
         return total.to(self.shape.dtype)
 
-    def start(self, work: Callable[[], Any]) -> None:
+    def start(self, work: Callable[[], Any]) -> threading.Thread:
         """Run `work` in a thread; what it raises is kept in `failures`."""
 
         def guarded() -> None:
@@ -128,31 +181,44 @@ class Exchange:
             except BaseException as error:
                 self.failures.append(error)
 
-        self._threads.append(threading.Thread(target=guarded))
-        self._threads[-1].start()
+        self.threads.append(threading.Thread(target=guarded, daemon=True))
+        self.threads[-1].start()
+        return self.threads[-1]
 
     def join(self) -> None:
-        """Wait for all threads and raise what they raised."""
+        """End the serving threads, wait for all and raise what they raised."""
         self._stop.set()
-        for thread in self._threads:
+        self.wait_for_threads()
+
+    def wait_for_threads(self) -> None:
+        for thread in self.threads:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "a thread of the exchange hangs"
-        self._threads.clear()
+        self.threads.clear()
         if self.failures:
             raise self.failures[0]
+
+    def close(self) -> None:
+        """Whatever happened: end the threads, then all ends."""
+        self._stop.set()
+        self.control.abort_step()
+        with suppress(BaseException):  # the test has raised what matters
+            self.wait_for_threads()
+        for end in [*self.attention, *self.experts, *self.retired]:
+            end.close()
 
 
 @contextmanager
 def exchange(
     placement: ExpertPlacement,
     *,
+    backend: Backend = BACKENDS[0],
     num_attention: int = 1,
     num_micro_batches: int = 1,
     max_rows: int = 8,
     hidden_size: int = 6,
     top_k: int = 2,
     dtype: torch.dtype = torch.float32,
-    start_word: int = 0,
 ) -> Iterator[Exchange]:
     shape = ExchangeShape(
         num_attention=num_attention,
@@ -163,11 +229,10 @@ def exchange(
         top_k=top_k,
         dtype=dtype,
     )
-    made = Exchange(shape, placement, start_word)
+    made = Exchange(shape, placement, backend)
     try:
+        made.connect()
         yield made
         made.join()
     finally:
-        made._stop.set()
-        made.control.abort_step()
-        made.control.close()
+        made.close()

@@ -95,6 +95,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a"] * 5}, "prompt", "at most 4 a request"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "greater than or equal to 1"),
     ({"best_of": 2}, "best_of", "not supported"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs is the number of alternatives"),
+    ({"max_completion_tokens": 2}, "max_completion_tokens", "it is called max_tokens"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"messages": HELLO}, "messages", "unknown parameter"),
     ({"frobnicate": 1}, "frobnicate", "unknown parameter: frobnicate"),
@@ -130,7 +132,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": []}, "tools", "not supported"),
     ({"tool_choice": "auto"}, "tool_choice", "not supported"),
     ({"prompt": "x"}, "prompt", "unknown parameter"),
-    ({"echo": True}, "echo", "unknown parameter"),
+    ({"echo": True}, "echo", "only /v1/completions repeats the prompt"),
     ({"logprobs": 5}, "logprobs", "valid boolean"),
     ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
     ({"max_tokens": 0}, "max_tokens", "at least 1 token"),
@@ -268,7 +270,8 @@ def test_bodies_that_do_not_arrive_are_408() -> None:
 def test_engine_refusals(server: Live, refusal: Exception, status: int, code: str, stream: bool) -> None:
     server.engine.refuse_with = refusal
     response = server.complete(stream=stream)
-    assert error_of(response, status)["code"] == code
+    error = error_of(response, status)
+    assert (error["code"], error["message"]) == (code, str(refusal))
     assert response.headers.get("retry-after") == ("3" if status == 429 else None)
 
 

@@ -2,19 +2,22 @@
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import WorkerName
-from antiphon.serve.launch import start_engine
+from antiphon.serve.launch import Launcher, start_engine
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,
+    PATIENCE_S,
     Prompts,
     Run,
     TinyModel,
@@ -134,6 +137,45 @@ def test_a_worker_that_cannot_start_is_one_line(tiny_model: TinyModel, tmp_path:
             start_engine(config(broken, layout))
         assert "\n" not in str(caught.value)
         assert "Traceback" not in str(caught.value)
+
+
+@contextmanager
+def loading(settings: ServeConfig, load_timeout_s: float) -> Iterator[Engine]:
+    """An engine whose workers have just been started and have `load_timeout_s` to show that they load."""
+    launcher = Launcher(settings)
+    engine = launcher.engine()
+    engine.workforce.load_timeout_s = load_timeout_s
+    try:
+        for name in launcher.worker_names():
+            launcher.launch(name)
+        engine.start()
+        yield engine
+    finally:
+        engine.stop()
+
+
+def test_a_worker_that_hangs_while_it_loads_is_replaced(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with loading(config(tiny_model, "1+1/m2"), PATIENCE_S) as engine:
+        first = kill(engine, "experts", 0, signal.SIGSTOP)
+        wait_until(lambda: engine.workforce.loading_progress()[0] > 0, "the other worker loads")
+        engine.workforce.load_timeout_s = 0.1
+        wait_until(lambda: engine.worker_pid(WorkerName("experts", 0)) != first, "a replacement")
+        engine.workforce.load_timeout_s = PATIENCE_S
+        assert (engine.stats().healthy, engine.stats().status) == (False, "waiting for workers")
+        finished = Run(engine, prompts[:4], GREEDY).finish()
+        assert [request.token_ids for request in finished] == reference[:4]
+        assert not is_alive(first)
+
+
+def test_workers_that_never_load_are_one_line(tiny_model: TinyModel) -> None:
+    with loading(config(tiny_model, "1"), 0.01) as engine:
+        wait_until(lambda: engine.fatal is not None, "the end")
+        assert engine.fatal == (
+            "replica[0] died 6 times in a row, the last time killed by SIGKILL "
+            "(it has not said for 0.0 s how far it has loaded)"
+        )
 
 
 def test_repeated_deaths_end_requests_with_an_error(tiny_model: TinyModel, prompts: Prompts) -> None:

@@ -203,6 +203,31 @@ def test_evacuated_requests_finish_elsewhere_with_the_same_text() -> None:
     assert new.outputs == {name: expected_output(prompt, FREE) for name, prompt in prompts.items()}
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_withdrawn_requests_come_back_to_a_worker_that_kept_its_cache(seen: bool) -> None:
+    """The plan in flight is void, whether or not the worker has seen it; what can be found in the cache still is."""
+    sim = simulation()
+    prompts = {"a": [3, 4, 5], "b": [6] * 9, "c": [7]}
+    for name, prompt in prompts.items():
+        sim.submit(name, prompt, FREE)
+    sim.step()
+    plan = sim.plan()
+    assert plan is not None
+    if seen:
+        sim.worker.run(plan)
+    sim.scheduler.abort("c")
+    num_published = sim.scheduler.occupancy.pool.num_published
+    requests = sim.scheduler.withdraw()
+    assert [request.request_id for request in requests] == ["a", "b"]
+    assert not sim.scheduler.has_work
+    sim.scheduler.check()
+    assert sim.scheduler.occupancy.pool.num_published == num_published > 0
+    for request in reversed(requests):
+        sim.scheduler.adopt(request)
+    sim.run()
+    assert [sim.outputs[name] for name in ("a", "b")] == [expected_output(prompts[name], FREE) for name in ("a", "b")]
+
+
 def test_what_cannot_fit_is_refused_with_value_limit_and_mend() -> None:
     sim = simulation(num_blocks=4, max_model_len=100)
     with pytest.raises(

@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -107,9 +108,62 @@ def test_silence_is_a_timeout_that_names_the_peer(pair: Pair) -> None:
 
 def test_a_peer_that_does_not_read_is_a_timeout(pair: Pair) -> None:
     channel, _ = pair
-    big = Step(step=0, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
+    big = Step(step=0, round=0, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
     with pytest.raises(PeerTimeout, match=r"send: nothing from experts\[0\]"):
         channel.send(big, timeout_s=0.05)
+
+
+def test_what_the_peer_does_not_read_waits_here_in_order(pair: Pair) -> None:
+    channel, peer = pair
+    theirs = Channel(peer, "engine", ToWorker)
+    big = Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
+    started = time.monotonic()
+    for message in (big, Reset(2), big, Reset(3)):
+        channel.enqueue(message)
+    assert time.monotonic() - started < 1.0
+    assert channel.has_unsent
+    received: list[object] = []
+    while len(received) < 4:
+        channel.flush()
+        while (message := theirs.poll()) is not None:
+            received.append(message)
+    assert received == [big, Reset(2), big, Reset(3)]
+    assert not channel.has_unsent
+    assert channel.stalled_s == 0.0
+
+
+def test_a_peer_that_reads_now_and_then_does_not_stall(pair: Pair) -> None:
+    channel, peer = pair
+    channel.enqueue(Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[]))
+    time.sleep(0.05)
+    stalled_s = channel.stalled_s
+    assert stalled_s >= 0.05
+    assert not channel.flush(), "the peer has read nothing"
+    assert channel.stalled_s > stalled_s
+    while channel.stalled_s >= stalled_s:
+        peer.recv(1 << 20)
+        channel.flush()
+    assert channel.has_unsent
+
+
+def test_a_message_cut_by_a_timeout_is_finished_before_the_next(pair: Pair) -> None:
+    channel, peer = pair
+    theirs = Channel(peer, "engine", ToWorker)
+    big = Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
+    with pytest.raises(PeerTimeout):
+        channel.send(big, timeout_s=0.01)
+    sender = threading.Thread(target=channel.send, args=[Reset(5)])
+    sender.start()
+    assert [theirs.receive(10.0), theirs.receive(10.0)] == [big, Reset(5)]
+    sender.join()
+
+
+def test_too_much_unread_is_a_lost_peer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, _ = pair
+    monkeypatch.setattr("antiphon.serve.worker.channel.MAX_UNSENT_BYTES", 1 << 20)
+    channel.enqueue(Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[]))
+    with pytest.raises(PeerLost, match=r"experts\[0\]: does not read: \d+ bytes wait, at most 1048576 may"):
+        channel.enqueue(Reset(1))
 
 
 def test_large_messages_and_all_fields_survive() -> None:
@@ -119,6 +173,7 @@ def test_large_messages_and_all_fields_survive() -> None:
     params = SamplingParams(max_tokens=5, logit_bias={3: -1.5, 90: 2.0}, stop_token_ids=(4, 5), seed=2**62, logprobs=3)
     step = Step(
         step=2**40,
+        round=2**41,
         released=["a", "b"],
         starts=[SequenceStart("c", 3, tuple(range(500_000)), 400_000, params, 2**63 - 1, (1, 2))],
         micro_batches=[[], [SequenceStep("c", 3, (5, 6), 7, 0, (8, 9), True, 0, 1)]],

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from antiphon.comm.m2n.traffic import Traffic
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeShape:
@@ -55,9 +57,11 @@ class StepAborted(Exception):
 class AttentionExchange(Protocol):
     """The attention worker's end. `exposed_s`: the part of `wait_s` in which the experts waited for did not compute."""
 
-    bytes_sent: int
     wait_s: float
     exposed_s: float
+
+    @property
+    def bytes_sent(self) -> int: ...
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         """Announce a step: `participants[i]` lists the attention workers that have rows in micro-batch i."""
@@ -70,15 +74,33 @@ class AttentionExchange(Protocol):
 
         Raises `PeerTimeout` with the missing workers' names, `StepAborted` if the engine gave the step up."""
 
-    def reset(self, epoch: int) -> None:
-        """Start a new epoch: whatever was in flight is forgotten. All ends reset before any sends again."""
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin. Every wait ends with `StepAborted`."""
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """Begin `epoch`: whatever was in flight is forgotten. `tickets`: how to reach each expert worker.
+
+        All ends reset before any sends again. Blocks until the peers are connected; `PeerTimeout` or `PeerLost` if one
+        is not."""
+
+    def traffic(self) -> Traffic:
+        """What this end has carried since its start."""
+
+    def close(self) -> None:
+        """Say goodbye to all peers; nothing may follow."""
 
 
 class ExpertExchange(Protocol):
     """The expert worker's end."""
 
-    bytes_sent: int
     wait_s: float
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def ticket(self) -> bytes:
+        """How attention workers reach this worker."""
 
     def receive(self, idle_s: float, timeout_s: float) -> ExpertBatch | None:
         """The next complete batch, or None if nothing at all came within `idle_s` (an idle server is no error).
@@ -89,5 +111,14 @@ class ExpertExchange(Protocol):
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
         """Return each source its rows' weighted partial sums, and when they were computed (start, end)."""
 
-    def reset(self, epoch: int) -> None:
-        """Start a new epoch; see `AttentionExchange.reset`."""
+    def abort(self, epoch: int) -> None:
+        """See `AttentionExchange.abort`."""
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """See `AttentionExchange.reset`."""
+
+    def traffic(self) -> Traffic:
+        """See `AttentionExchange.traffic`."""
+
+    def close(self) -> None:
+        """See `AttentionExchange.close`."""

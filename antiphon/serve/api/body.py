@@ -17,7 +17,8 @@ from antiphon.serve.api.errors import ApiError, bad_request
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-# Parameters of OpenAI's or vLLM's API that this server cannot obey. Null means absent; anything else is refused.
+# Parameters of OpenAI's or vLLM's API that this server, or an endpoint of it, cannot obey. Null means absent; anything
+# else is refused.
 UNSUPPORTED = {
     "best_of": "use n and choose among the answers yourself",
     "suffix": "insertion into text is not supported",
@@ -46,6 +47,9 @@ UNSUPPORTED = {
     "include_stop_str_in_output": "stop strings are never part of the text",
     "skip_special_tokens": "special tokens are never part of the text",
     "prompt_logprobs": "use echo with logprobs on /v1/completions",
+    "echo": "only /v1/completions repeats the prompt",
+    "top_logprobs": "on /v1/completions, logprobs is the number of alternatives",
+    "max_completion_tokens": "on /v1/completions it is called max_tokens",
 }
 
 _TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}

@@ -6,14 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.endpoint import (
-    GENERATION_ERRORS,
-    described_answer,
-    described_body,
-    described_errors,
-    receive_body,
-)
-from antiphon.serve.api.generation import Generation, new_request_id
+from antiphon.serve.api.endpoint import described_generation, receive_body
+from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.logprobs import chat_logprobs
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
@@ -63,34 +57,15 @@ class ChatShape:
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation",
-    responses={**described_answer(ChatCompletionResponse), **described_errors(*GENERATION_ERRORS)},
-    openapi_extra=described_body(ChatCompletionRequest),
+    **described_generation(ChatCompletionRequest, ChatCompletionResponse),
 )
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await receive_body(request, ChatCompletionRequest)
-    generation = Generation(context, new_request_id("chatcmpl"))
-    generation.begin(body.user)
-    try:
+    async with generation_for(context, body, "chatcmpl") as generation:
         check_request(context, body, 1)
         prompt = await chat_prompt(context, body)
         grammar = await compile_grammar(context, body)
-        generation.submit(
-            [prompt],
-            [chat_sampling(context, body, len(prompt.token_ids), grammar)],
-            num_answers=body.n or 1,
-            seed=body.seed,
-            stop_strings=tuple(body.stop or ()),
-            echo=False,
-        )
-        return await respond(
-            request,
-            generation,
-            ChatShape(context.tokenizer, with_logprobs=bool(body.logprobs)),
-            model_name=context.model_name,
-            stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        )
-    except BaseException:
-        await generation.close()
-        raise
+        generation.submit([prompt], [chat_sampling(context, body, len(prompt.token_ids), grammar)], body)
+        shape = ChatShape(context.tokenizer, with_logprobs=bool(body.logprobs))
+        return await respond(request, generation, shape, body)

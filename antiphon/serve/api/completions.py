@@ -6,14 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.endpoint import (
-    GENERATION_ERRORS,
-    described_answer,
-    described_body,
-    described_errors,
-    receive_body,
-)
-from antiphon.serve.api.generation import Generation, new_request_id
+from antiphon.serve.api.endpoint import described_generation, receive_body
+from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.logprobs import completion_logprobs
 from antiphon.serve.api.prompts import completion_prompts, split_prompts
 from antiphon.serve.api.requests import CompletionRequest
@@ -53,35 +47,16 @@ class CompletionShape:
 @router.post(
     "/v1/completions",
     summary="Continue a text",
-    responses={**described_answer(CompletionResponse), **described_errors(*GENERATION_ERRORS)},
-    openapi_extra=described_body(CompletionRequest),
+    **described_generation(CompletionRequest, CompletionResponse),
 )
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await receive_body(request, CompletionRequest)
-    generation = Generation(context, new_request_id("cmpl"))
-    generation.begin(body.user)
-    try:
+    async with generation_for(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
         prompts = await completion_prompts(context, body)
         grammar = await compile_grammar(context, body)
         params = [completion_sampling(context, body, len(prompt.token_ids), grammar) for prompt in prompts]
-        generation.submit(
-            prompts,
-            params,
-            num_answers=body.n or 1,
-            seed=body.seed,
-            stop_strings=tuple(body.stop or ()),
-            echo=bool(body.echo),
-        )
-        return await respond(
-            request,
-            generation,
-            CompletionShape(context.tokenizer, with_logprobs=body.logprobs is not None),
-            model_name=context.model_name,
-            stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        )
-    except BaseException:
-        await generation.close()
-        raise
+        generation.submit(prompts, params, body, echo=bool(body.echo))
+        shape = CompletionShape(context.tokenizer, with_logprobs=body.logprobs is not None)
+        return await respond(request, generation, shape, body)

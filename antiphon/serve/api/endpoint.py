@@ -55,6 +55,14 @@ def described_answer(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}
 
 
+def described_generation(request: type[AnyRequest], answer: type[BaseModel]) -> dict[str, Any]:
+    """What the route of a generating endpoint says of itself: its body, its answer, its errors."""
+    return {
+        "responses": {**described_answer(answer), **described_errors(*GENERATION_ERRORS)},
+        "openapi_extra": described_body(request),
+    }
+
+
 def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's description of the error answers of a route."""
     return {status: {"model": ErrorResponse} for status in statuses}

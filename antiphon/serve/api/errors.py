@@ -70,8 +70,8 @@ def too_busy(message: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(seconds)})
 
 
-def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down and takes no new requests", code="shutting_down")
+def shutting_down(reason: str = "the server is shutting down and takes no new requests") -> ApiError:
+    return ApiError(503, reason, code="shutting_down")
 
 
 def from_user_error(error: UserError) -> ApiError:
@@ -79,7 +79,7 @@ def from_user_error(error: UserError) -> ApiError:
     if isinstance(error, QueueFull):
         return too_busy(str(error), error.retry_after_s)
     if isinstance(error, ShuttingDown):
-        return shutting_down()
+        return shutting_down(str(error))
     code = "context_length_exceeded" if isinstance(error, RequestTooLong) else None
     return bad_request(str(error), code=code)
 

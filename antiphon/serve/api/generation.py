@@ -11,7 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
@@ -19,6 +19,7 @@ from antiphon.serve.api.choice import Choice, ChoiceDelta
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.prompts import TokenizedPrompt
+from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.api.sampling import with_seed
 from antiphon.serve.engine_api import AsyncEngine, EngineOutput
 from antiphon.specs.sampling import SamplingParams
@@ -106,29 +107,27 @@ class Generation:
         self,
         prompts: list[TokenizedPrompt],
         params: list[SamplingParams],
+        request: GenerationRequest,
         *,
-        num_answers: int,
-        seed: int | None,
-        stop_strings: tuple[str, ...],
-        echo: bool,
+        echo: bool = False,
     ) -> None:
         """Queue every answer with the engine. When it refuses one, `close` takes the others back."""
         engine = self._context.engine
         self.prompts = prompts
-        self.num_answers = num_answers
+        self.num_answers = request.n or 1
         for prompt, prompt_params in zip(prompts, params, strict=True):
-            for answer in range(num_answers):
+            for answer in range(self.num_answers):
                 index = len(self._requests)
                 choice = Choice(
                     index=index,
                     prompt=prompt,
                     params=prompt_params,
-                    stop_strings=stop_strings,
+                    stop_strings=tuple(request.stop or ()),
                     echo=echo,
                     tokenizer=self._context.tokenizer,
                 )
                 engine_id = f"{self.request_id}-{index}"
-                outputs = engine.submit(engine_id, prompt.token_ids, with_seed(prompt_params, seed, answer))
+                outputs = engine.submit(engine_id, prompt.token_ids, with_seed(prompt_params, request.seed, answer))
                 clock = RequestClock(self._context.metrics, self._arrived_s)
                 self._requests.append(_EngineRequest(engine, engine_id, choice, outputs, clock))
 
@@ -185,5 +184,14 @@ class Generation:
         }
 
 
-def new_request_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+@asynccontextmanager
+async def generation_for(context: ApiContext, request: GenerationRequest, prefix: str) -> AsyncIterator[Generation]:
+    """A begun generation; `prefix` begins its id. Whoever gets a response from it has given it away: only what goes
+    wrong before that closes it here."""
+    generation = Generation(context, f"{prefix}-{uuid.uuid4().hex}")
+    generation.begin(request.user)
+    try:
+        yield generation
+    except BaseException:  # cancellation, too: nobody would read the answers, and their KV blocks would stay taken
+        await generation.close()
+        raise

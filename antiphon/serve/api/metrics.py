@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -72,6 +72,7 @@ class ServerMetrics(Collector):
         yield from _gauges(stats)
         yield from _counters(stats)
         yield _balancedness(stats)
+        yield from _exchange(stats)
         yield self._prediction_error()
         info = self._engine.info
         build = GaugeMetricFamily("antiphon:build_info", "What runs here", labels=["version", "model", "layout"])
@@ -123,6 +124,48 @@ def _balancedness(stats: EngineStats) -> Metric:
     for layer, ratio in sorted(stats.balancedness_per_layer.items()):
         family.add_metric([str(layer)], ratio)
     return family
+
+
+def _exchange(stats: EngineStats) -> Iterable[Metric]:
+    """Traffic for each (worker, peer), and how long workers waited; absent where nothing is exchanged."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        "messages_sent": CounterMetricFamily(
+            "antiphon:m2n_messages", "Messages sent between workers", labels=["worker", "peer"]
+        ),
+        "bytes_sent": CounterMetricFamily("antiphon:m2n_bytes", "Payload bytes sent", labels=["worker", "peer"]),
+        "credit_waits": CounterMetricFamily(
+            "antiphon:m2n_credit_waits", "Sends that found no free slot", labels=["worker", "peer"]
+        ),
+        "stale": CounterMetricFamily(
+            "antiphon:m2n_stale_messages", "Messages of steps that had been given up", labels=["worker", "peer"]
+        ),
+        "credits": GaugeMetricFamily("antiphon:m2n_credits", "Free slots at the peer", labels=["worker", "peer"]),
+    }
+    waits = HistogramMetricFamily("antiphon:m2n_wait_seconds", "Waits for messages", labels=["worker"])
+    trips = HistogramMetricFamily(
+        "antiphon:m2n_round_trip_seconds", "From a send to the return of its credit", labels=["worker"]
+    )
+    for worker, traffic in sorted(stats.exchange.items()):
+        for pair in traffic.pairs:
+            for field, family in families.items():
+                family.add_metric([worker, pair.peer], getattr(pair, field))
+        waits.add_metric([worker], *_buckets(traffic.waits))
+        trips.add_metric([worker], *_buckets(traffic.round_trips))
+    if stats.exchange:
+        yield from (*families.values(), waits, trips)
+
+
+def _buckets(counts: list[int]) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative Prometheus buckets from counts by powers of two of nanoseconds, and the sum of durations as far as the
+    buckets tell (their middles)."""
+    total, sum_s = 0, 0.0
+    buckets = []
+    for exponent, count in enumerate(counts):
+        total += count
+        sum_s += count * 1.5 * 2.0**exponent * 1e-9
+        if 10 <= exponent <= 34 and exponent % 2 == 0:  # 2 microseconds to 34 seconds
+            buckets.append((str(2.0 ** (exponent + 1) * 1e-9), float(total)))
+    return [*buckets, ("+Inf", float(total))], sum_s
 
 
 class RequestClock:

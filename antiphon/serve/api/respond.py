@@ -12,9 +12,11 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from antiphon.serve.api.choice import ChoiceDelta
+from antiphon.serve.api.context import context_of
 from antiphon.serve.api.disconnect import ClientGone, until_disconnect
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
+from antiphon.serve.api.requests import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -40,23 +42,22 @@ async def respond(
     request: Request,
     generation: Generation,
     shape: AnswerShape,
-    *,
-    model_name: str,
-    stream: bool,
-    include_usage: bool,
+    body: GenerationRequest,
 ) -> Response:
     """The response for a submitted generation, which is closed when the response is out or the client gone."""
+    model_name = context_of(request).model_name
     header = {"id": generation.request_id, "created": generation.created_s, "model": model_name}
-    if stream:
+    if body.stream:
+        include_usage = bool(body.stream_options and body.stream_options.include_usage)
         return EventStream(generation, shape, header, include_usage=include_usage)
     answers = await until_disconnect(request.receive, _collect(generation))
-    body = header | {
+    whole = header | {
         "object": shape.object_name,
         "choices": [shape.whole(answer) for answer in answers],
         "usage": generation.usage(),
     }
     await generation.close()
-    return Response(_encode(body), media_type="application/json")
+    return Response(_encode(whole), media_type="application/json")
 
 
 async def _collect(generation: Generation) -> list[ChoiceDelta]:

@@ -15,6 +15,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from types import FrameType
 
 import uvicorn
@@ -106,25 +107,18 @@ def run_server(
 
     `address`: a socket from `reserve`, for callers that want to know early; it is closed at the end in any case.
     """
-    listener = address or reserve(settings.host, settings.port)
-    try:
+    with closing(address or reserve(settings.host, settings.port)) as listener:
         listen(listener, settings.host)
-    except BaseException:
-        listener.close()
-        raise
-    url = url_of(listener)
-    server = make_server(app, settings)
+        url = url_of(listener)
+        server = make_server(app, settings)
 
-    def report() -> None:
-        _log.info("listening on %s", url)
-        if on_listening is not None:
-            on_listening(url)
+        def report() -> None:
+            _log.info("listening on %s", url)
+            if on_listening is not None:
+                on_listening(url)
 
-    server.call_when_ready(report)
-    try:
+        server.call_when_ready(report)
         server.run(sockets=[listener])
-    finally:
-        listener.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -132,7 +126,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = reserve(host, port)
     try:
         listen(listener, host)
-    except BaseException:
+    except UserError:
         listener.close()
         raise
     return listener

@@ -110,15 +110,18 @@ class WorkerOccupancy:
         self._give_back(request)
 
     def requeue_all(self) -> list[Request]:
-        """The worker's memory is gone: all running requests wait again. Returns them, oldest first."""
+        """All running requests give back what they hold and wait again. Returns them, oldest first."""
         requeued = self.running.take_all()
         for request in reversed(requeued):
             self._give_back(request)
             self.enqueue(request)
-        self.pool.clear_published()
-        self.released.clear()
         self.num_prefill_tokens_left = 0
         return requeued
+
+    def forget_worker(self) -> None:
+        """The worker's memory is gone: no block can be found any more, and there is nobody to tell who was released."""
+        self.pool.clear_published()
+        self.released.clear()
 
     def _give_back(self, request: Request) -> None:
         self.pool.release(request.block_table)

@@ -5,7 +5,8 @@
 - a request is aborted during the step: it keeps its blocks until `commit`, which drops its token;
 - an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again, or
   `rollback(plan)` and schedule anew (then new arrivals and aborts count);
-- the attention worker and its cache are lost: `requeue_all()` if it comes back, `evacuate()` if others take over.
+- the attention worker and its cache are lost: `requeue_all()` if it comes back, `evacuate()` if others take over;
+- somebody in the step is suspected of making it fail: `withdraw()`, and the engine decides anew who runs.
 
 Only `commit` moves a request forward. A plan that was never committed has changed who holds which block, nothing else;
 that is why recovery needs no undo log.
@@ -140,11 +141,25 @@ class Scheduler:
         A plan in flight is void. Returns the requests that were running and were not aborted, oldest first."""
         self._in_flight = None
         self._retire_aborted()
-        return self.occupancy.requeue_all()
+        requeued = self.occupancy.requeue_all()
+        self.occupancy.forget_worker()
+        return requeued
 
     def evacuate(self) -> list[Request]:
         """As `requeue_all`, but hand over all requests, oldest first, for other schedulers to `adopt`."""
         self.requeue_all()
+        return self._hand_over()
+
+    def withdraw(self) -> list[Request]:
+        """Hand over all requests, oldest first; the worker lives and keeps what can be found in its cache.
+
+        A plan in flight is void: the worker must have ended it, or never have seen it."""
+        if self._in_flight is not None:
+            self.rollback(self._in_flight)
+        self.occupancy.requeue_all()
+        return self._hand_over()
+
+    def _hand_over(self) -> list[Request]:
         self.requests.clear()
         self.occupancy.num_waiting_tokens = 0
         return self.occupancy.waiting.take_all()

@@ -63,13 +63,13 @@ class AttentionRunner:
         started_ns = time.monotonic_ns()
         experts = self._experts
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
-        self._recorder.step = step.step
+        self._recorder.step = step.round
         for request_id in step.released:
             self._sampler.remove(request_id)
         for start in step.starts:
             self._sampler.add(start)
         micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
-        experts.begin_step(step.step, step.participants)
+        experts.begin_step(step.round, step.participants)
         self._run_layers(micro_batches)
         sample_ns = time.monotonic_ns()
         requests = self._sample(micro_batches, step.bitmasks)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from antiphon import _native
+from antiphon import _m2n, _native
+from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
-from antiphon.comm.m2n.shm import SharedMemoryAttentionExchange, SharedMemoryExpertExchange
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
+_log = get_logger("worker")
 ReportProgress = Callable[[int, int], None]
 
 
@@ -38,9 +40,20 @@ class AttentionWorker:
     kernels: str
     weight_bytes: int
 
-    def reset(self, epoch: int) -> None:
+    ticket = b""
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void."""
         if self.exchange is not None:
-            self.exchange.reset(epoch)
+            self.exchange.abort(epoch)
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        if self.exchange is not None:
+            self.exchange.reset(epoch, tickets)
+
+    def close(self) -> None:
+        if self.exchange is not None:
+            self.exchange.close()
 
 
 @dataclass
@@ -53,6 +66,21 @@ class ExpertWorker:
     kernels: str
     weight_bytes: int
     timeout_s: float
+
+    @property
+    def ticket(self) -> bytes:
+        """How attention workers reach this worker."""
+        return self.exchange.ticket
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void."""
+        self.exchange.abort(epoch)
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        self.exchange.reset(epoch, tickets)
+
+    def close(self) -> None:
+        self.exchange.close()
 
 
 def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWorker | ExpertWorker:
@@ -105,6 +133,22 @@ def exchange_shape(
     )
 
 
+def _endpoint(configure: Configure) -> _m2n.Endpoint:
+    """This worker's end of the exchange. It says how it waits, because that decides more than anything else."""
+    exchange = configure.exchange
+    assert exchange is not None, "only workers of the disaggregated layout exchange anything"
+    endpoint = _m2n.Endpoint(
+        f"{configure.role}[{configure.index}]",
+        exchange.transport,
+        host=exchange.host,
+        secret=exchange.secret,
+        waiting=exchange.waiting,
+        local_processes=exchange.local_processes,
+    )
+    _log.info("%s: transport %s, waits by %s", endpoint.name, endpoint.transport, endpoint.waiting)
+    return endpoint
+
+
 def _build_experts(
     configure: Configure,
     backend: KernelBackend,
@@ -116,11 +160,8 @@ def _build_experts(
 ) -> ExpertWorker:
     half = load_expert_half(checkpoint, spec, backend, placement.experts_of(configure.index), progress)
     assert configure.exchange is not None
-    exchange = SharedMemoryExpertExchange(
-        configure.exchange.descriptor,
-        _exchange_shape(configure, spec, backend.dtype),
-        configure.index,
-        configure.exchange.spin_s,
+    exchange = NativeExpertExchange(
+        _endpoint(configure), _exchange_shape(configure, spec, backend.dtype), configure.index
     )
     runner = ExpertRunner(configure.index, half, exchange, recorder)
     return ExpertWorker(runner, recorder, exchange, backend.name, half.num_bytes, configure.timeout_s)
@@ -158,12 +199,12 @@ def _build_attention(
         weight_bytes += expert_half.num_bytes
         experts = LocalExperts(expert_half)
     else:
-        exchange = SharedMemoryAttentionExchange(
-            configure.exchange.descriptor,
+        exchange = NativeAttentionExchange(
+            _endpoint(configure),
             _exchange_shape(configure, spec, backend.dtype),
             configure.index,
             placement,
-            configure.exchange.spin_s,
+            configure.timeout_s,
         )
         experts = RemoteExperts(exchange, configure.timeout_s)
     cache = half.new_cache(configure.num_blocks, configure.block_size)

@@ -1,9 +1,15 @@
 """Framed messages between the engine and one worker: four bytes of length, then MessagePack.
 
 MessagePack through `msgspec` decodes into declared types only, so bytes from a peer can never run code (rejected:
-pickle). One channel has one reader and one writer thread at most.
+pickle). One channel has one reader and one writer thread at most; the socket never blocks, so neither disturbs the
+other.
+
+Who may wait sends with `send`. Who may not (the engine's thread, which serves all workers) uses `enqueue`: what the
+kernel does not take now stays here, until `flush` is called because the socket takes more. Rejected: a thread for each
+channel; whoever enqueues would still have to ask whether the peer reads at all.
 """
 
+import contextlib
 import select
 import socket
 import struct
@@ -15,33 +21,79 @@ import msgspec
 from antiphon.base.errors import PeerLost, PeerTimeout
 
 MAX_MESSAGE_BYTES = 1 << 30
+MAX_UNSENT_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
 
 
 class Channel:
     """One end of a stream socket; `peer` is the other end's name in errors."""
 
-    def __init__(self, stream: socket.socket, peer: str, receives: Any) -> None:
+    def __init__(
+        self, stream: socket.socket, peer: str, receives: Any, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
         self._socket = stream
-        self._socket.setblocking(True)
+        self._socket.setblocking(False)
         self.peer = peer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(receives)
         self._buffer = bytearray()
+        self._unsent = bytearray()
+        self._taken_s = 0.0
+        self._max_message_bytes = max_message_bytes
+
+    def speak(self, peer: str, receives: Any, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """From the next message on, expect others: the opening of the connection is over."""
+        self.peer = peer
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._max_message_bytes = max_message_bytes
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: msgspec.Struct, timeout_s: float = 30.0) -> None:
-        """Queue a message with the kernel; blocks while the peer does not read. `PeerLost` if it is gone."""
+    def enqueue(self, message: msgspec.Struct) -> None:
+        """Send a message as far as the kernel takes it, and keep the rest; never waits.
+
+        `PeerLost` if the peer is gone, or if it leaves `MAX_UNSENT_BYTES` of earlier messages unread."""
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise PeerLost(self.peer, f"does not read: {len(self._unsent)} bytes wait, at most {MAX_UNSENT_BYTES} may")
+        if not self._unsent:
+            self._taken_s = time.monotonic()
         payload = self._encoder.encode(message)
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
-        except TimeoutError as error:
-            raise PeerTimeout("send", [self.peer], timeout_s) from error
-        except OSError as error:
-            raise PeerLost(self.peer, f"connection closed ({error.strerror or error})") from error
+        self._unsent += _LENGTH.pack(len(payload))
+        self._unsent += payload
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what was kept, as far as the kernel takes it; never waits. True: nothing is left."""
+        while self._unsent:
+            try:
+                num_taken = self._socket.send(self._unsent)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                raise PeerLost(self.peer, f"connection closed ({error.strerror or error})") from error
+            del self._unsent[:num_taken]
+            self._taken_s = time.monotonic()
+        return True
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the peer has taken nothing of what waits for it; 0 if nothing waits."""
+        return time.monotonic() - self._taken_s if self._unsent else 0.0
+
+    def send(self, message: msgspec.Struct, timeout_s: float = 30.0) -> None:
+        """Hand a message to the kernel; blocks while the peer does not read. `PeerLost` if it is gone; after
+        `PeerTimeout` the rest of the message is kept, and goes out before any other."""
+        deadline = time.monotonic() + timeout_s
+        self.enqueue(message)
+        while not self.flush():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not select.select([], [self._socket], [], remaining)[1]:
+                raise PeerTimeout("send", [self.peer], timeout_s)
 
     def receive(self, timeout_s: float) -> Any:
         """The next message; `PeerTimeout` when none came in time, `PeerLost` when the peer closed or died."""
@@ -57,8 +109,8 @@ class Channel:
         while True:
             if len(self._buffer) >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer)
-                if length > MAX_MESSAGE_BYTES:
-                    raise PeerLost(self.peer, f"sent a frame of {length} bytes, more than {MAX_MESSAGE_BYTES}")
+                if length > self._max_message_bytes:
+                    raise PeerLost(self.peer, f"sent a frame of {length} bytes, more than {self._max_message_bytes}")
                 if len(self._buffer) >= _LENGTH.size + length:
                     payload = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
                     del self._buffer[: _LENGTH.size + length]
@@ -74,7 +126,6 @@ class Channel:
 
     def _fill(self) -> bool:
         """Take what the kernel holds. False when nothing is there."""
-        self._socket.settimeout(0.0)
         try:
             chunk = self._socket.recv(1 << 20)
         except (BlockingIOError, InterruptedError):
@@ -85,6 +136,11 @@ class Channel:
             raise PeerLost(self.peer, "connection closed")
         self._buffer += chunk
         return True
+
+    def hang_up(self) -> None:
+        """End the conversation; both sides then read the end."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

@@ -1,13 +1,15 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
-Engine to worker: `Configure` once, then `Step`s (attention workers only), `Reset` after a failure, `Shutdown`.
-Worker to engine: `Progress` while loading, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, `ExpertReport`.
+Engine to worker: `Configure` once, then `Step`s (attention workers only), `Abort` and `Reset` after a failure,
+`Shutdown`. Worker to engine: `Progress` while loading, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, and
+from time to time `ExpertReport` and `ExchangeReport`.
 """
 
 from typing import Literal
 
 import msgspec
 
+from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.specs.sampling import TokenLogprob
 
@@ -15,14 +17,19 @@ Role = Literal["colocated", "attention", "experts"]
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to join the exchange: an inherited descriptor of the shared region, and the sizes both ends agreed on."""
+    """How to join the exchange: the transport, where others reach this worker, and the sizes both ends agreed on.
 
-    descriptor: int
+    `local_processes`: workers on this machine, for the choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
+
+    transport: str
+    host: str
+    secret: bytes
+    waiting: str
+    local_processes: int
     num_attention: int
     num_experts: int
     num_micro_batches: int
     max_rows: int
-    spin_s: float
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -54,21 +61,24 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The worker can take steps."""
+    """The worker can take steps. `ticket`: how attention workers reach it, if it is an expert worker."""
 
     weight_bytes: int
     resident_bytes: int
     kernels: str
+    ticket: bytes = b""
 
 
 class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """One step of one attention worker, in the policy's own terms; apply `released`, `starts`, then `micro_batches`.
 
-    `participants[i]` lists the attention workers that have rows in micro-batch i (a worker may have none there).
+    `round` counts the steps of the group: the same for all who step together, while every scheduler counts its own
+    `step`s. `participants[i]` lists the attention workers that have rows in micro-batch i (a worker may have none).
     `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
     """
 
     step: int
+    round: int
     released: list[str]
     starts: list[SequenceStart]
     micro_batches: list[list[SequenceStep]]
@@ -118,10 +128,23 @@ class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reply_bytes: int
 
 
-class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Start exchange epoch `epoch`; the running step is void."""
+class ExchangeReport(msgspec.Struct, tag=True, frozen=True):
+    """What the worker's exchange has carried since its start."""
+
+    traffic: Traffic
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """The running step is void: leave it at once, epoch `epoch` is about to begin."""
 
     epoch: int
+
+
+class Reset(msgspec.Struct, tag=True, frozen=True):
+    """Start exchange epoch `epoch`. `tickets`: how to reach each expert worker, by index."""
+
+    epoch: int
+    tickets: list[bytes] = []
 
 
 class ResetDone(msgspec.Struct, tag=True, frozen=True):
@@ -156,5 +179,5 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     exit_code: int
 
 
-ToWorker = Configure | Step | Reset | TakeSpans | Shutdown
-FromWorker = Progress | Ready | StepResult | StepFailed | ExpertReport | ResetDone | Spans | Failure
+ToWorker = Configure | Step | Abort | Reset | TakeSpans | Shutdown
+FromWorker = Progress | Ready | StepResult | StepFailed | ExpertReport | ExchangeReport | ResetDone | Spans | Failure

@@ -2,29 +2,27 @@
 
     python -m antiphon.serve.worker.process --fd N
 
-If the engine goes away, however that happens, the socket closes and the worker exits: by itself at its next message,
-or by a watching thread if it is still loading, computing or waiting for another worker then.
+If the engine goes away, however that happens, the socket closes and the worker exits (`worker/orders`).
 """
 
 import argparse
-import os
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import psutil
 
-from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, build_worker
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import (
     Configure,
+    ExchangeReport,
     Failure,
     Progress,
     Ready,
@@ -37,23 +35,27 @@ from antiphon.serve.worker.messages import (
     TakeSpans,
     ToWorker,
 )
+from antiphon.serve.worker.orders import Orders
 
 _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
 _LOOK_S = 0.5  # a busy one this often
+_REPORT_S = 1.0  # attention workers say this often what the exchange has carried
 _FOREVER_S = 365.0 * 86400
-_LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
 
 
-def serve_attention(worker: AttentionWorker, channel: Channel) -> None:
-    """Obey the engine: one message in, one answer out."""
+def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -> None:
+    """Obey the engine: one message in, one answer out; now and then a word on the exchange."""
+    last_report = 0.0
     while True:
-        message = channel.receive(_FOREVER_S)
+        message = orders.next()
         if isinstance(message, Step):
             channel.send(_run_step(worker, message))
+            if worker.exchange is not None and time.monotonic() - last_report > _REPORT_S:
+                last_report = time.monotonic()
+                channel.send(ExchangeReport(worker.exchange.traffic()))
         elif isinstance(message, Reset):
-            worker.reset(message.epoch)
-            channel.send(ResetDone(message.epoch))
+            _reset(worker, channel, message)
         elif isinstance(message, TakeSpans):
             channel.send(worker.recorder.take())
         elif isinstance(message, Shutdown):
@@ -67,39 +69,58 @@ def _run_step(worker: AttentionWorker, step: Step) -> StepResult | StepFailed:
         return StepFailed(step=step.step, reason="aborted", message="the engine gave the step up")
     except PeerTimeout as error:
         return StepFailed(step=step.step, reason="timeout", message=str(error), peers=error.peers)
+    except PeerLost as error:
+        return StepFailed(step=step.step, reason="timeout", message=str(error), peers=[error.peer])
     except Exception as error:  # the engine decides what becomes of it; the traceback goes to the log
         _log.error("step %d failed:\n%s", step.step, traceback.format_exc())
         return StepFailed(step=step.step, reason="error", message=f"{type(error).__name__}: {error}")
 
 
-def serve_experts(worker: ExpertWorker, channel: Channel) -> None:
+def _reset(worker: AttentionWorker | ExpertWorker, channel: Channel, order: Reset) -> None:
+    """Begin the epoch and say so. A peer that cannot be reached is reported instead: the engine then asks again."""
+    try:
+        worker.reset(order.epoch, order.tickets)
+    except StepAborted:
+        return  # a newer epoch is on its way
+    except PeerTimeout as error:
+        channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=error.peers))
+    except (PeerLost, Refused, UserError, OSError) as error:
+        peers = [error.peer] if isinstance(error, PeerLost) else []
+        channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=peers))
+    else:
+        channel.send(ResetDone(order.epoch))
+
+
+def serve_experts(worker: ExpertWorker, channel: Channel, orders: Orders) -> None:
     """Answer batches; between them, and while idle, look for orders."""
     last_look = time.monotonic()
     while True:
         try:
             busy = worker.runner.serve_one(_IDLE_S, worker.timeout_s)
         except StepAborted:
-            if not _await_reset(worker, channel):
+            if not _await_reset(worker, channel, orders):
                 return
             continue
-        except PeerTimeout as error:
-            channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=error.peers))
-            if not _await_reset(worker, channel):
+        except (PeerTimeout, PeerLost) as error:
+            peers = error.peers if isinstance(error, PeerTimeout) else [error.peer]
+            channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=peers))
+            if not _await_reset(worker, channel, orders):
                 return
             continue
         if not busy or time.monotonic() - last_look > _LOOK_S:
             last_look = time.monotonic()
             if report := worker.runner.report():
                 channel.send(report)
-            while (message := channel.poll()) is not None:
+                channel.send(ExchangeReport(worker.exchange.traffic()))
+            while (message := orders.poll()) is not None:
                 if not _obey(worker, channel, message):
                     return
 
 
-def _await_reset(worker: ExpertWorker, channel: Channel) -> bool:
+def _await_reset(worker: ExpertWorker, channel: Channel, orders: Orders) -> bool:
     """The step is void: do nothing until the engine names the new epoch. False: exit."""
     while True:
-        message = channel.receive(_FOREVER_S)
+        message = orders.next()
         if not _obey(worker, channel, message):
             return False
         if isinstance(message, Reset):
@@ -111,8 +132,7 @@ def _obey(worker: ExpertWorker, channel: Channel, message: object) -> bool:
     if isinstance(message, TakeSpans):
         channel.send(worker.recorder.take())
     elif isinstance(message, Reset):
-        worker.exchange.reset(message.epoch)
-        channel.send(ResetDone(message.epoch))
+        _reset(worker, channel, message)
     return not isinstance(message, Shutdown)
 
 
@@ -126,19 +146,48 @@ def _start(channel: Channel, configure: Configure) -> AttentionWorker | ExpertWo
             last_report = time.monotonic()
             channel.send(Progress(done, total))
 
-    worker = build_worker(configure, progress)
-    resident = psutil.Process().memory_info().rss
-    channel.send(Ready(weight_bytes=worker.weight_bytes, resident_bytes=resident, kernels=worker.kernels))
-    return worker
+    return build_worker(configure, progress)
 
 
-def _exit_after_engine(descriptor: int) -> None:
-    """End this process soon after the other end of the engine's socket has closed. Runs in a thread of its own."""
-    hang_up = select.poll()
-    hang_up.register(descriptor, 0)  # no event is asked for: a hang-up is reported always
-    hang_up.poll()
-    time.sleep(_LAST_WORDS_S)
-    os._exit(0)
+def _ready(worker: AttentionWorker | ExpertWorker) -> Ready:
+    return Ready(
+        weight_bytes=worker.weight_bytes,
+        resident_bytes=psutil.Process().memory_info().rss,
+        kernels=worker.kernels,
+        ticket=worker.ticket,
+    )
+
+
+def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambda configure: configure) -> int:
+    """Obey the engine at the other end of `channel` until it says `Shutdown` or goes away; returns the exit code.
+
+    `adapt` may change the configuration to what this machine needs (a worker that joined from another one)."""
+    try:
+        configure = channel.receive(_FOREVER_S)
+        assert isinstance(configure, Configure), "the first message configures the worker"
+        orders = Orders(channel)
+        orders.start()
+        try:
+            worker = _start(channel, adapt(configure))
+            orders.on_abort = worker.abort
+            channel.send(_ready(worker))
+        except UserError as error:
+            channel.send(Failure(str(error), error.exit_code))
+            return error.exit_code
+        except (PeerLost, PeerTimeout):
+            raise
+        except Exception as error:  # said to the engine in one line; the traceback goes to the log
+            _log.error("cannot start:\n%s", traceback.format_exc())
+            channel.send(Failure(f"{type(error).__name__}: {error}", 1))
+            return 1
+        if isinstance(worker, ExpertWorker):
+            serve_experts(worker, channel, orders)
+        else:
+            serve_attention(worker, channel, orders)
+        worker.close()
+    except PeerLost:
+        pass  # the engine is gone: nobody is left to serve
+    return 0
 
 
 def main() -> None:
@@ -147,28 +196,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, or service: the engine decides
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_after_engine, args=[arguments.fd], daemon=True).start()
-    channel = Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)
-    try:
-        configure = channel.receive(_FOREVER_S)
-        assert isinstance(configure, Configure), "the first message configures the worker"
-        try:
-            worker = _start(channel, configure)
-        except UserError as error:
-            channel.send(Failure(str(error), error.exit_code))
-            sys.exit(error.exit_code)
-        except (PeerLost, PeerTimeout):
-            raise
-        except Exception as error:
-            _log.error("cannot start:\n%s", traceback.format_exc())
-            channel.send(Failure(f"{type(error).__name__}: {error}", 1))
-            sys.exit(1)
-        if isinstance(worker, ExpertWorker):
-            serve_experts(worker, channel)
-        else:
-            serve_attention(worker, channel)
-    except PeerLost:
-        sys.exit(0)  # the engine is gone: nobody is left to serve
+    sys.exit(run_worker(Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,275 @@
+"""The M2N library: messages from M senders to N receivers, counted, with credits. See docs/m2n.md.
+
+Every wait has a timeout in seconds and raises `antiphon.base.errors.PeerTimeout` (names who is missing) or `PeerLost`.
+An `Endpoint` and what it made belong to one thread at a time; waits release the GIL. A thread of the library's own
+watches the peers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer as _Buffer
+
+Buffer = _Buffer | NDArray[Any]  # numpy arrays are buffers, but their stubs say so only from Python 3.12 on
+
+class TransportOptions:
+    data_priority: int
+    data_type_of_service: int
+    credit_priority: int
+    credit_type_of_service: int
+    congestion: str
+    library: str
+    provider: str
+    data_traffic_class: int
+    credit_traffic_class: int
+    shuffle_seed: int
+
+    def __init__(self) -> None: ...
+
+class Endpoint:
+    """One process's (or thread's) end of any number of pairs. `transport`: loopback, shm, tcp or libfabric.
+
+    `waiting`: auto, poll, spin or block; auto compares `local_processes` (all that wait on this machine, this one
+    included; 0: unknown) with the cores this process may use. `host` and `port`: where peers of other machines reach
+    us. Nothing listens beyond this machine's loopback unless `host` says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: str = "shm",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: bytes = b"",
+        waiting: str = "auto",
+        local_processes: int = 0,
+        spin_s: float = 30e-6,
+        heartbeat_s: float = 0.2,
+        dead_after_s: float = 0.8,
+        options: TransportOptions | None = None,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def waiting(self) -> str: ...
+    def inbox(self, sources: int, slots: int, slot_bytes: int, names: Sequence[str] = ()) -> Inbox:
+        """Room for `slots` messages of `slot_bytes` from each of `sources` senders. Memory is used once written.
+
+        `names`: what errors call the sources before they connect, one for each."""
+    def ticket(self, inbox: Inbox) -> bytes:
+        """What senders need to connect to `inbox`: give it to them by whatever way you can talk."""
+    def connect(self, ticket: Buffer, source: int, timeout_s: float) -> Outbox:
+        """Become source number `source` of the inbox that exported `ticket`. Blocks until welcomed."""
+    def interrupt(self) -> None:
+        """Any thread: the current wait, or the next one that has to wait, ends with `Interrupted`."""
+    def control_counters(self) -> dict[str, int]:
+        """accepted, rejected (strangers), gone."""
+    def close(self) -> None:
+        """Say goodbye and stop; peers see `PeerLost` with reason "closed its endpoint". A second call does nothing."""
+
+class Message:
+    """One message that is visible and not yet released."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def participants(self) -> int: ...
+    @property
+    def user(self) -> tuple[int, ...]:
+        """Eight 32-bit words of the sender's."""
+    @property
+    def payload(self) -> NDArray[np.uint8]:
+        """A view of the receive slot: valid until released (the memory itself stays mapped as long as the view)."""
+
+class Inbox:
+    @property
+    def sources(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    def connected(self) -> list[int]:
+        """Sources that are connected and alive."""
+    def wait_connected(self, sources: int | Sequence[int], timeout_s: float) -> None:
+        """Until so many (or these) sources are connected."""
+    def wait(self, step: int, expect: int | Sequence[int], timeout_s: float) -> None:
+        """Until messages of `step` are visible from so many (or from these) sources.
+
+        A number counts messages: with it no source may send two of one step. `PeerLost` as soon as too few sources are
+        left; a lost source's message that arrived completely counts."""
+    def wait_complete(self, timeout_s: float) -> int | None:
+        """The next step of which all `participants` (as its messages say) have arrived; None at the timeout.
+
+        Each step is returned once. `PeerLost` once for each source that went away."""
+    def forget_losses(self) -> None:
+        """`wait_complete` will not mention the sources lost so far."""
+    def partial(self, step: int) -> tuple[list[int], list[int]]:
+        """(sources whose message of `step` is here, connected sources whose is not)."""
+    def incomplete(self) -> list[tuple[int, float]]:
+        """Steps of which something is here but not all that was announced, with the seconds since it began."""
+    def messages(self, step: int) -> list[Message]:
+        """What is here of `step`, by source. Never less than the wait before it promised."""
+    def release(self, step: int, source: int = -1) -> None:
+        """Return the credits of all messages of `step`, or of one source's."""
+    def drop(self, source: int) -> None:
+        """Its connection is of no use any more: it counts as lost until it connects again."""
+    def discard_below(self, step: int) -> None:
+        """Drop all messages of earlier steps, now and from now on; they are counted as stale, their credits return."""
+    def counters(self) -> list[dict[str, int | str]]:
+        """Per source: name, epoch, state, messages, bytes, stale, rejected, lost."""
+    def wait_histogram(self) -> list[int]:
+        """Waits by duration: bucket i counts those of [2^i, 2^(i+1)) ns."""
+
+class Outbox:
+    """One pair's sending end. When the last reference goes, the receiver sees this source as lost."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def lost(self) -> bool:
+        """The receiver is gone: only a new `connect` helps."""
+    @property
+    def credits(self) -> int:
+        """Slots free now."""
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    def send(
+        self,
+        step: int,
+        payload: Buffer,
+        user: Sequence[int] = (),
+        participants: int = 0,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Copy or hand over `payload`; returns at once. Without a free slot: wait up to `timeout_s`, then `NoCredit`.
+
+        `payload` must not change before `wait_reusable` (at once, for transports that copy); it is kept alive."""
+    def slot(self, timeout_s: float = 0.0) -> NDArray[np.uint8]:
+        """The next free slot's payload, to be written in place and sent by `commit`."""
+    def commit(self, step: int, length: int, user: Sequence[int] = (), participants: int = 0) -> None: ...
+    def wait_reusable(self, timeout_s: float) -> None:
+        """Until the payloads of all earlier `send`s may change."""
+    def wait_credits(self, num_credits: int, timeout_s: float) -> None:
+        """Until at least so many slots are free; all of them: everything sent has been released."""
+    def counters(self) -> dict[str, int | str]:
+        """peer, messages, bytes, credit_waits, credits."""
+    def credit_histogram(self) -> list[int]:
+        """Messages by time from send to credit, as in `Inbox.wait_histogram`."""
+
+def send_all(
+    outboxes: Sequence[Outbox],
+    step: int,
+    payload: Buffer,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    participants: int = 0,
+    timeout_s: float = 0.0,
+) -> None:
+    """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i, in one call."""
+
+def wait_all_credits(outboxes: Sequence[Outbox], timeout_s: float) -> None:
+    """Until everything sent through these outboxes of one endpoint has been released."""
+
+def libfabric_info(options: TransportOptions = ...) -> dict[str, Any]:
+    """Which libfabric there is, its providers and what they can do; `problem` says what is missing and its mend."""
+
+def transports() -> list[str]:
+    """The back-ends this build has."""
+
+INTRODUCTION: int
+"""Step number of a message that carries its sender's own ticket."""
+MAX_ATTENTION_WORKERS: int
+
+def first_step_of(epoch: int) -> int:
+    """The lowest step of an exchange epoch, for `Inbox.discard_below`."""
+
+def dispatch_bytes(hidden: int, top_k: int, rows: int, dtype: str) -> int:
+    """Bytes of a dispatch message of `rows` rows."""
+
+class AttentionSide:
+    """An attention worker's dispatch and combine. Tensors are given by address; `dtype` as PyTorch names it.
+
+    `owner_of[turn][expert]`: which worker serves the expert for rows whose index is `turn` modulo the number of turns.
+    `ids` int32 and `weights` float32 are [count, top_k], contiguous; rows may be strided.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        top_k: int,
+        max_rows: int,
+        dtype: str,
+        owner_of: list[list[int]],
+        replies: Inbox,
+        num_micro_batches: int,
+    ) -> None: ...
+    def set_expert(self, worker: int, outbox: Outbox) -> None: ...
+    def dispatch(
+        self,
+        epoch: int,
+        step: int,
+        layer: int,
+        micro_batch: int,
+        participants: int,
+        rows: int,
+        stride_bytes: int,
+        ids: int,
+        weights: int,
+        count: int,
+        timeout_s: float,
+    ) -> None:
+        """Write each row once to every worker that owns one of its experts. The tensors may change on return."""
+    def combine(
+        self, epoch: int, step: int, layer: int, micro_batch: int, out: int, timeout_s: float
+    ) -> list[tuple[int, int]]:
+        """Wait for all partial sums, add them into `out` [num_pending, hidden]; when each worker computed, in ns."""
+    def num_pending(self, micro_batch: int) -> int: ...
+    def forget(self) -> None: ...
+    @property
+    def bytes_sent(self) -> int: ...
+
+class ReceivedBatch:
+    """Rows of one (layer, micro-batch); the addresses are valid until `reply`."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def sources(self) -> list[int]: ...
+    @property
+    def rows_per_source(self) -> list[int]: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def rows_address(self) -> int: ...
+    @property
+    def ids_address(self) -> int: ...
+    @property
+    def weights_address(self) -> int: ...
+
+class ExpertSide:
+    """An expert worker's receive and reply."""
+
+    def __init__(self, hidden: int, top_k: int, max_rows: int, dtype: str, requests: Inbox) -> None: ...
+    def set_attention(self, worker: int, outbox: Outbox) -> None: ...
+    def receive(self, timeout_s: float) -> ReceivedBatch | tuple[int, bytes] | None:
+        """The next complete batch, or (source, ticket) of a new attention worker; None at the timeout."""
+    def reply(self, batch: ReceivedBatch, partials: int, start_ns: int, end_ns: int, timeout_s: float) -> None: ...
+    def overdue(self, age_s: float) -> list[str]:
+        """Attention workers that a begun batch has been waiting for so long."""
+    @property
+    def bytes_sent(self) -> int: ...

@@ -1,0 +1,137 @@
+"""Ours: every pair through the M2N library, as a program that uses it alone would.
+
+Sender: one `send_all`, then wait until every credit is back. Receiver: wait until the messages of all senders are
+visible, release them; the credits are the acknowledgements. One slot per pair: a round never needs a second one, and
+the memory touched is then as large as that of the plain copy it is compared with.
+
+In place: the producer writes its payload into the slot, so that sending copies nothing. Here it was written during the
+checked rounds, and timed rounds send the slot again as it is; writing it anew before the clock starts would make one
+sender's filling part of all others' rounds.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from antiphon import _m2n
+from antiphon.bench.m2n.api import CREDITS, RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
+from antiphon.bench.m2n.pattern import Bytes, WrongData, check_pattern, pattern
+
+NUM_SLOTS = 1
+# Processes of the idle contestants share the cores; a late heartbeat must not look like a death.
+_HEARTBEAT_S = 1.0
+_DEAD_AFTER_S = 10.0
+
+
+class AntiphonMember:
+    """A sender, a receiver, or both at once."""
+
+    def __init__(self, seat: Seat, options: Mapping[str, str]) -> None:
+        self._seat = seat
+        self._transport = options["transport"]
+        self._waiting = options["waiting"]
+        self._in_place = options["in_place"] == "yes"
+        self._endpoint: _m2n.Endpoint | None = None
+        self._inbox: _m2n.Inbox | None = None
+        self._outboxes: list[_m2n.Outbox] = []
+        self._incoming: list[Flow] = []
+        self._outgoing: list[Flow] = []
+        self._payload: Bytes = np.empty(0, np.uint8)
+        self._payload_view = self._payload.data
+        self._offsets: list[int] = []
+        self._lengths: list[int] = []
+        self._fill_slots = False
+
+    def open(self) -> bytes:
+        seat = self._seat
+        self._endpoint = _m2n.Endpoint(
+            str(seat),
+            self._transport,
+            waiting=self._waiting,
+            local_processes=seat.num_seats,
+            heartbeat_s=_HEARTBEAT_S,
+            dead_after_s=_DEAD_AFTER_S,
+        )
+        incoming = seat.traffic.incoming(seat.rank)
+        if not incoming:
+            return b""
+        self._inbox = self._endpoint.inbox(len(incoming), NUM_SLOTS, max(flow.num_bytes for flow in incoming))
+        return self._endpoint.ticket(self._inbox)
+
+    def connect(self, introductions: Sequence[bytes]) -> None:
+        assert self._endpoint is not None, "open() comes first"
+        seat = self._seat
+        source = seat.traffic.index(seat.rank)
+        self._outboxes = [
+            self._endpoint.connect(introductions[flow.destination], source, seat.timeout_s)
+            for flow in seat.traffic.outgoing(seat.rank)
+        ]
+        if self._inbox is not None:
+            self._inbox.wait_connected(self._inbox.sources, seat.timeout_s)
+
+    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+        self._incoming = traffic.incoming(self._seat.rank)
+        self._outgoing = traffic.outgoing(self._seat.rank)
+        self._lengths = [flow.num_bytes for flow in self._outgoing]
+        self._offsets = [sum(self._lengths[:position]) for position in range(len(self._lengths))]
+        self._payload = np.zeros(0 if self._in_place else sum(self._lengths), np.uint8)
+        self._payload_view = self._payload.data
+        phases = []
+        if self._outgoing:
+            phases.append(Phase(SEND, self._commit if self._in_place else self._send))
+        if self._incoming:
+            phases += [Phase(WAIT, self._wait), Phase(RELEASE, self._release)]
+        if self._outgoing:
+            phases.append(Phase(CREDITS, self._wait_for_credits))
+        return phases
+
+    def produce(self, step: int) -> None:
+        self._fill_slots = self._in_place
+        if self._in_place:
+            return
+        for flow, offset in zip(self._outgoing, self._offsets, strict=True):
+            self._payload[offset : offset + flow.num_bytes] = pattern(
+                flow.num_bytes, step, flow.source, flow.destination
+            )
+
+    def check(self, step: int) -> None:
+        assert self._inbox is not None, "only a receiver waits"
+        messages = {message.source: message for message in self._inbox.messages(step)}
+        for source, flow in enumerate(self._incoming):
+            if source not in messages:
+                raise WrongData(f"step {step}: no message from rank {flow.source}, though the wait was for all")
+            message = messages[source]
+            if message.step != step:
+                raise WrongData(f"step {step}: the message from rank {flow.source} says step {message.step}")
+            check_pattern(message.payload, flow.num_bytes, step, flow.source, flow.destination)
+
+    def close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _send(self, step: int) -> None:
+        timeout_s = self._seat.timeout_s
+        _m2n.send_all(self._outboxes, step, self._payload_view, self._offsets, self._lengths, timeout_s=timeout_s)
+
+    def _commit(self, step: int) -> None:
+        for outbox, flow in zip(self._outboxes, self._outgoing, strict=True):
+            slot = outbox.slot(self._seat.timeout_s)
+            if self._fill_slots:
+                slot[: flow.num_bytes] = pattern(flow.num_bytes, step, flow.source, flow.destination)
+            outbox.commit(step, flow.num_bytes)
+        self._fill_slots = False
+
+    def _wait(self, step: int) -> None:
+        assert self._inbox is not None, "only a receiver waits"
+        self._inbox.wait(step, len(self._incoming), self._seat.timeout_s)
+
+    def _release(self, step: int) -> None:
+        assert self._inbox is not None, "only a receiver releases"
+        self._inbox.release(step)
+
+    def _wait_for_credits(self, step: int) -> None:
+        _m2n.wait_all_credits(self._outboxes, self._seat.timeout_s)
+
+
+def make_member(seat: Seat, options: Mapping[str, str]) -> AntiphonMember:
+    return AntiphonMember(seat, options)

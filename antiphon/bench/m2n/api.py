@@ -1,0 +1,140 @@
+"""What one M2N measurement is, the same for every contestant: who sends how much to whom, and when a round ends.
+
+One round: every sender writes one message to every receiver; a receiver acknowledges each sender once the messages of
+*all* senders have arrived. A process's operation lasts from its first post to its last acknowledgement, the round as
+long as its slowest operation. One way, the operations of the senders count; both ways at once, every process sends and
+receives, and its operation also covers the arrival of what it is sent.
+
+A contestant is a set of processes. Each runs one `Member`, whose `phases`, called in turn, are its part of a round; the
+clock is read between them and nowhere else, so that no contestant can define its time its own way. Rejected: each
+contestant timing itself (the definitions drift apart), and a barrier before every round (it hides what a late process
+costs the others).
+
+Ranks: senders come first, then receivers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from antiphon.base.units import format_bytes
+
+Role = Literal["sender", "receiver", "copier"]
+
+SEND = "send"
+WAIT = "wait"  # after this phase a member's incoming messages are there and may be checked
+RELEASE = "release"
+CREDITS = "wait for credits"
+
+
+class Flow(NamedTuple):
+    """One message of a round."""
+
+    source: int
+    destination: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """One round's messages. `receiver_bytes[j]`: bytes from each sender to receiver j, and back if `both_ways`."""
+
+    num_senders: int
+    receiver_bytes: tuple[int, ...]
+    both_ways: bool = False
+
+    @property
+    def num_receivers(self) -> int:
+        return len(self.receiver_bytes)
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_senders + self.num_receivers
+
+    @property
+    def is_balanced(self) -> bool:
+        return len(set(self.receiver_bytes)) == 1
+
+    @property
+    def message_bytes(self) -> int:
+        """The size of a message; of unequal ones the mean."""
+        return round(sum(self.receiver_bytes) / self.num_receivers)
+
+    @property
+    def round_bytes(self) -> int:
+        """All payload bytes of a round, both directions together."""
+        return self.num_senders * sum(self.receiver_bytes) * (2 if self.both_ways else 1)
+
+    def index(self, rank: int) -> int:
+        """The number of a rank among the senders, or among the receivers."""
+        return rank if rank < self.num_senders else rank - self.num_senders
+
+    def flows(self) -> list[Flow]:
+        """Every message of a round."""
+        pairs = [
+            Flow(sender, self.num_senders + receiver, num_bytes)
+            for sender in range(self.num_senders)
+            for receiver, num_bytes in enumerate(self.receiver_bytes)
+        ]
+        return pairs + [Flow(f.destination, f.source, f.num_bytes) for f in pairs if self.both_ways]
+
+    def outgoing(self, rank: int) -> list[Flow]:
+        """What a rank sends, by destination."""
+        return [flow for flow in self.flows() if flow.source == rank]
+
+    def incoming(self, rank: int) -> list[Flow]:
+        """What a rank is sent, by source."""
+        return [flow for flow in self.flows() if flow.destination == rank]
+
+    def __str__(self) -> str:
+        spread = "" if self.is_balanced else " on average"
+        ways = ", both ways" if self.both_ways else ""
+        return f"{self.num_senders} x {self.num_receivers} of {format_bytes(self.message_bytes)}{spread}{ways}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One process of a contestant. `traffic` has the largest messages it will see; `num_seats` counts its fellows too.
+
+    `timed`: whether its operations count for the round's time. `timeout_s` bounds each of its waits.
+    """
+
+    role: Role
+    index: int
+    rank: int
+    num_seats: int
+    timed: bool
+    traffic: Traffic
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.role}[{self.index}]"
+
+
+class Phase(NamedTuple):
+    """A named part of a round. `run(step)` blocks until the part is over."""
+
+    name: str
+    run: Callable[[int], None]
+
+
+class Member(Protocol):
+    """One process's part of a contestant, called from one thread. No wait is longer than `Seat.timeout_s`."""
+
+    def open(self) -> bytes:
+        """Set up what needs no peer; return what the others need to reach this process."""
+
+    def connect(self, introductions: Sequence[bytes]) -> None:
+        """Reach the others. `introductions[rank]` is what that rank's `open` returned."""
+
+    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+        """Make buffers for rounds of `traffic`; return the parts of a round, in order."""
+
+    def produce(self, step: int) -> None:
+        """Before a checked round: fill what will be sent in it with its patterns."""
+
+    def check(self, step: int) -> None:
+        """After `WAIT` of a checked round: `WrongData` if any byte is not what its sender's pattern says."""
+
+    def close(self) -> None:
+        """Let go of everything."""

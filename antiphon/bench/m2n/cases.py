@@ -1,0 +1,93 @@
+"""Which rounds to measure: from the command's options, or those of the paper's figures.
+
+The figures are MegaScale-Infer's (arXiv 2504.02263): 5, one sender to 8, 16 and 32 receivers, 128 KB; 10, sizes from
+4 KB to 4 MB between 8 senders and 8 receivers; 11, as many senders as receivers, 256 KB.
+"""
+
+from collections.abc import Sequence
+
+import psutil
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.units import format_bytes
+from antiphon.bench.m2n.api import Traffic
+
+MAX_PROCESSES_A_SIDE = 128
+MAX_MESSAGE_BYTES = 1 << 30
+DEFAULT_SENDERS, DEFAULT_RECEIVERS, DEFAULT_BYTES = 8, 8, 256 * 1024
+# What a contestant keeps of a round's bytes: where they come from and where they go to, twice for kernel buffers.
+_COPIES_HELD = 3
+_PROCESS_BYTES = 120_000_000
+
+
+def figure_cases(name: str, *, both_ways: bool = False) -> list[Traffic]:
+    """The cases of one of the paper's figures; `UserError` for an unknown one."""
+
+    def case(num_senders: int, num_receivers: int, num_bytes: int) -> Traffic:
+        return Traffic(num_senders=num_senders, receiver_bytes=(num_bytes,) * num_receivers, both_ways=both_ways)
+
+    figures = {
+        "one-to-n": [case(1, num_receivers, 128 * 1024) for num_receivers in (8, 16, 32)],
+        "sizes": [case(8, 8, num_kib * 1024) for num_kib in (4, 16, 64, 128, 256, 512, 1024, 4096)],
+        "m-equals-n": [case(number, number, 256 * 1024) for number in (1, 2, 4, 8, 16)],
+    }
+    if name not in figures:
+        raise UserError(f"--figure {name} does not exist: use one of {', '.join(figures)}")
+    return figures[name]
+
+
+def make_cases(
+    num_senders: int, num_receivers: int, sizes: Sequence[int], *, both_ways: bool, unbalanced: bool
+) -> list[Traffic]:
+    """One case per size. `unbalanced`: one size is spread over the receivers, several are one for each receiver."""
+    for option, number in (("--senders", num_senders), ("--receivers", num_receivers)):
+        if not 1 <= number <= MAX_PROCESSES_A_SIDE:
+            raise UserError(f"{option} is {number}: use 1 to {MAX_PROCESSES_A_SIDE}")
+    for size in sizes:
+        if not 1 <= size <= MAX_MESSAGE_BYTES:
+            raise UserError(f"--bytes has {size}: a message has 1 to {MAX_MESSAGE_BYTES} bytes")
+    if not sizes:
+        raise UserError("--bytes is empty: write for example 4KiB,256KiB")
+    if not unbalanced:
+        spread = [(size,) * num_receivers for size in sizes]
+    elif len(sizes) == 1:
+        spread = [ramp(sizes[0], num_receivers)]
+    elif len(sizes) == num_receivers:
+        spread = [tuple(sizes)]
+    else:
+        raise UserError(
+            f"--unbalanced with {len(sizes)} sizes for {num_receivers} receivers: give one size for each, or one in all"
+        )
+    return [Traffic(num_senders=num_senders, receiver_bytes=sizes, both_ways=both_ways) for sizes in spread]
+
+
+def ramp(mean_bytes: int, num_receivers: int) -> tuple[int, ...]:
+    """Sizes that grow evenly from receiver to receiver and add up to those of the balanced case."""
+    return tuple(max(1, round(2 * mean_bytes * (j + 1) / (num_receivers + 1))) for j in range(num_receivers))
+
+
+def by_processes(cases: Sequence[Traffic]) -> list[list[Traffic]]:
+    """Cases that the same processes can run, in order of first appearance."""
+    groups: dict[tuple[int, int, bool], list[Traffic]] = {}
+    for case in cases:
+        groups.setdefault((case.num_senders, case.num_receivers, case.both_ways), []).append(case)
+    return list(groups.values())
+
+
+def largest(cases: Sequence[Traffic]) -> Traffic:
+    """One case whose every message is as large as the largest of `cases`, which must be of the same processes."""
+    sizes = tuple(max(column) for column in zip(*(case.receiver_bytes for case in cases), strict=True))
+    return Traffic(num_senders=cases[0].num_senders, receiver_bytes=sizes, both_ways=cases[0].both_ways)
+
+
+def check_memory(cases: Sequence[Traffic], num_contestants: int, free_bytes: int | None = None) -> None:
+    """`ResourceError` if the contestants of a case, all of them there at once, would not fit into free memory."""
+    free_bytes = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    for group in by_processes(cases):
+        case = largest(group)
+        needed = num_contestants * (_COPIES_HELD * case.round_bytes + case.num_processes * _PROCESS_BYTES)
+        if needed > free_bytes:
+            raise ResourceError(
+                f"{case}: {num_contestants} contestants need about {format_bytes(needed)}, {format_bytes(free_bytes)} "
+                "of memory are free: use fewer --senders, --receivers, --bytes or contestants"
+            )

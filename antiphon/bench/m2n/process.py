@@ -1,0 +1,134 @@
+"""A member's process: obeys the benchmark, and is blocked in a read in between.
+
+    python -m antiphon.bench.m2n.process FD
+
+An idle contestant must not disturb the one that is being timed: it neither spins nor is it stopped by a signal, which
+would look like death to those of its own that watch each other.
+"""
+
+import gc
+import importlib
+import socket
+import sys
+import time
+import traceback
+from array import array
+from collections.abc import Sequence
+
+from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.bench.m2n.api import WAIT, Member, Phase
+from antiphon.bench.m2n.messages import (
+    Check,
+    Connect,
+    Done,
+    Failed,
+    FromMember,
+    Open,
+    Opened,
+    Prepare,
+    Ran,
+    Run,
+    Stop,
+    ToMember,
+)
+from antiphon.bench.peers.engine_child import end_with_parent
+from antiphon.serve.worker.channel import Channel
+
+# Loaded only where needed: a process of ours need not carry torch, and a baseline not our library.
+MODULES = {
+    "antiphon": "antiphon.bench.m2n.antiphon_pairs",
+    "gloo": "antiphon.bench.m2n.gloo",
+    "gloo-all-to-all": "antiphon.bench.m2n.gloo_all_to_all",
+    "memcpy": "antiphon.bench.m2n.memcpy",
+}
+_FOREVER_S = 365.0 * 86400
+
+
+class MemberProcess:
+    """Carries out orders, one at a time."""
+
+    def __init__(self) -> None:
+        self._member: Member | None = None
+        self._phases: Sequence[Phase] = ()
+
+    def obey(self, order: ToMember) -> FromMember:
+        """Carry out one order; what goes wrong is raised."""
+        if isinstance(order, Open):
+            self._member = importlib.import_module(MODULES[order.kind]).make_member(order.seat, order.options)
+            return Opened(self._opened().open())
+        if isinstance(order, Connect):
+            self._opened().connect(order.introductions)
+        elif isinstance(order, Prepare):
+            self._phases = self._opened().prepare(order.traffic)
+        elif isinstance(order, Check):
+            checked_round(self._opened(), self._phases, order.step)
+        elif isinstance(order, Run):
+            marks = timed_rounds(self._phases, order.first_step, order.num_warm + order.num_rounds)
+            del marks[: order.num_warm * (len(self._phases) + 1)]
+            return Ran(phases=[phase.name for phase in self._phases], marks=marks.tobytes())
+        return Done()
+
+    def close(self) -> None:
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+
+    def _opened(self) -> Member:
+        assert self._member is not None, "Open comes first"
+        return self._member
+
+
+def checked_round(member: Member, phases: Sequence[Phase], step: int) -> None:
+    """One round with its patterns; `WrongData` if they did not arrive."""
+    member.produce(step)
+    for phase in phases:
+        phase.run(step)
+        if phase.name == WAIT:
+            member.check(step)
+
+
+def timed_rounds(phases: Sequence[Phase], first_step: int, num_rounds: int) -> "array[int]":
+    """Nanoseconds: per round its start and the end of each phase. No garbage collection meanwhile."""
+    calls = [phase.run for phase in phases]
+    clock = time.monotonic_ns
+    marks = array("q")
+    mark = marks.append
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(first_step, first_step + num_rounds):
+            mark(clock())
+            for call in calls:
+                call(step)
+                mark(clock())
+    finally:
+        gc.enable()
+    return marks
+
+
+def main() -> int:
+    end_with_parent()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), "the benchmark", ToMember)
+    process = MemberProcess()
+    try:
+        while not isinstance(order := channel.receive(_FOREVER_S), Stop):
+            channel.send(_answer(process, order))
+    except PeerLost:
+        return 1
+    finally:
+        process.close()
+    return 0
+
+
+def _answer(process: MemberProcess, order: ToMember) -> FromMember:
+    """What went wrong is answered too; the traceback goes to the log that the benchmark keeps."""
+    try:
+        return process.obey(order)
+    except Exception as error:
+        traceback.print_exc()
+        for_people = isinstance(error, (UserError, PeerLost, PeerTimeout))
+        return Failed(str(error) if for_people else f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What a report says of each contestant and case: blocks reduced to medians, ratios to the baselines of the same run.
+
+A ratio is this contestant's figure over the baseline's, so below 1 is faster; `speedup_over_gloo_*` is the inverse, for
+people. Medians and 99th percentiles are taken per block and then the median over blocks: one disturbed block moves
+neither.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.base.units import format_bytes, format_seconds
+from antiphon.bench.m2n.api import Traffic
+from antiphon.bench.m2n.contestants import Contestant
+from antiphon.bench.quiet import Repetitions
+
+COLUMNS = (
+    "transport",
+    "M x N",
+    "message",
+    "median",
+    "p99",
+    "best",
+    "GB/s",
+    "gloo/this",
+    "p99 gloo/this",
+    "this/memcpy",
+    "foreign",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block of rounds: duration of a round, median, 99th percentile and shortest."""
+
+    median_s: float
+    p99_s: float
+    best_s: float
+    num_rounds: int
+
+    @classmethod
+    def of(cls, times_s: NDArray[np.float64]) -> "Block":
+        return cls(
+            median_s=float(np.median(times_s)),
+            p99_s=float(np.percentile(times_s, 99)),
+            best_s=float(times_s.min()),
+            num_rounds=len(times_s),
+        )
+
+
+def make_rows(
+    traffic: Traffic, contestants: Sequence[Contestant], results: Mapping[str, Repetitions[Block]]
+) -> list[dict[str, Any]]:
+    """One row per contestant; a ratio is None where its baseline did not take part."""
+    gloo, memcpy = results.get("gloo"), results.get("memcpy")
+    return [_row(traffic, contestant, results[contestant.name], gloo, memcpy) for contestant in contestants]
+
+
+def _row(
+    traffic: Traffic,
+    contestant: Contestant,
+    blocks: Repetitions[Block],
+    gloo: Repetitions[Block] | None,
+    memcpy: Repetitions[Block] | None,
+) -> dict[str, Any]:
+    median_s, p99_s = _median_s(blocks), _p99_s(blocks)
+    return {
+        "transport": contestant.transport,
+        "in_place": contestant.in_place,
+        "direction": "both ways" if traffic.both_ways else "one way",
+        "senders": traffic.num_senders,
+        "receivers": traffic.num_receivers,
+        "message_bytes": traffic.message_bytes,
+        "receiver_bytes": list(traffic.receiver_bytes),
+        "median_s": median_s,
+        "p99_s": p99_s,
+        "best_median_s": min(repetition.value.median_s for repetition in blocks.counted),
+        "best_s": min(repetition.value.best_s for repetition in blocks.counted),
+        "throughput_bytes_per_s": traffic.round_bytes / median_s,
+        "iterations": sum(repetition.value.num_rounds for repetition in blocks.counted),
+        "repetitions": len(blocks.counted),
+        "ratio_to_gloo_median": median_s / _median_s(gloo) if gloo else None,
+        "ratio_to_gloo_p99": p99_s / _p99_s(gloo) if gloo else None,
+        "speedup_over_gloo_median": _median_s(gloo) / median_s if gloo else None,
+        "speedup_over_gloo_p99": _p99_s(gloo) / p99_s if gloo else None,
+        "ratio_to_memcpy_median": median_s / _median_s(memcpy) if memcpy else None,
+        "foreign_cpu_share": blocks.foreign_share,
+        "quiet": blocks.is_quiet,
+        "waiting": contestant.options.get("waiting"),
+    }
+
+
+def _median_s(blocks: Repetitions[Block]) -> float:
+    return blocks.median(lambda block: block.median_s)
+
+
+def _p99_s(blocks: Repetitions[Block]) -> float:
+    return blocks.median(lambda block: block.p99_s)
+
+
+def table_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
+    """Cells under `COLUMNS`; the rows have more."""
+    return [
+        (
+            row["transport"] + (" in place" if row["in_place"] else ""),
+            f"{row['senders']} x {row['receivers']}",
+            _message(row),
+            format_seconds(row["median_s"]),
+            format_seconds(row["p99_s"]),
+            format_seconds(row["best_s"]),
+            row["throughput_bytes_per_s"] / 1e9,
+            _times(row["speedup_over_gloo_median"]),
+            _times(row["speedup_over_gloo_p99"]),
+            _times(row["ratio_to_memcpy_median"]),
+            f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)"),
+        )
+        for row in rows
+    ]
+
+
+def _message(row: Mapping[str, Any]) -> str:
+    text = format_bytes(row["message_bytes"])
+    if len(set(row["receiver_bytes"])) > 1:
+        text = f"{format_bytes(min(row['receiver_bytes']))} to {format_bytes(max(row['receiver_bytes']))}"
+    return f"{text} <->" if row["direction"] == "both ways" else text
+
+
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.3g}x"

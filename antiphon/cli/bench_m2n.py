@@ -1,0 +1,121 @@
+"""`antiphon bench m2n`: the M2N library beside gloo and beside plain memory copy, in one run."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.bench.m2n import cases
+from antiphon.bench.m2n.api import Traffic
+from antiphon.bench.m2n.contestants import choose_contestants
+from antiphon.bench.m2n.harness import Settings, bench_m2n
+from antiphon.bench.m2n.table import COLUMNS, table_cells
+from antiphon.bench.m2n.timeline import write_trace
+from antiphon.cli.doctor import read_cpuinfo
+from antiphon.cli.options import check_output_file, parse_size
+from antiphon.cli.output import JsonOption, emit_json, show, table
+
+SendersOption = Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")]
+ReceiversOption = Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")]
+BytesOption = Annotated[
+    str | None, typer.Option("--bytes", metavar="S,S", show_default="256KiB", help="Sizes of a message.")
+]
+FigureOption = Annotated[str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")]
+TransportOption = Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")]
+AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy.")]
+RoundsOption = Annotated[int, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")]
+RepetitionsOption = Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")]
+InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Also with payloads written into the slots.")]
+DuplexOption = Annotated[bool, typer.Option("--duplex", help="Receivers send as much back meanwhile.")]
+UnbalancedOption = Annotated[bool, typer.Option("--unbalanced", help="A size per receiver, or a spread of one.")]
+WaitingOption = Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spin or block.")]
+TimelineOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write some rounds as a Perfetto trace.")]
+TimeoutOption = Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")]
+
+
+def m2n(
+    senders: SendersOption = None,
+    receivers: ReceiversOption = None,
+    sizes: BytesOption = None,
+    figure: FigureOption = None,
+    transport: TransportOption = "shm,tcp",
+    against: AgainstOption = "gloo,memcpy",
+    rounds: RoundsOption = 0,
+    repetitions: RepetitionsOption = 5,
+    in_place: InPlaceOption = False,
+    duplex: DuplexOption = False,
+    unbalanced: UnbalancedOption = False,
+    waiting: WaitingOption = "auto",
+    timeout: TimeoutOption = 30.0,
+    timeline: TimelineOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Time M senders writing to N receivers: Antiphon, gloo, plain copy."""
+    check_output_file("--timeline", timeline)
+    chosen_cases = choose_cases(senders, receivers, sizes, figure, both_ways=duplex, unbalanced=unbalanced)
+    contestants = choose_contestants(_names(transport), _names(against), in_place=in_place, waiting=waiting)
+    settings = make_settings(rounds, repetitions, timeout, record=timeline is not None)
+    outcome = bench_m2n(contestants, chosen_cases, settings)
+    show(table(COLUMNS, table_cells(outcome.rows)), json=json)
+    emit_json(json, {"bench": "m2n", **provenance(), "rows": outcome.rows})
+    if timeline is not None:
+        write_trace(timeline, outcome.recordings)
+
+
+def choose_cases(
+    senders: int | None,
+    receivers: int | None,
+    sizes: str | None,
+    figure: str | None,
+    *,
+    both_ways: bool,
+    unbalanced: bool,
+) -> list[Traffic]:
+    """Cases from the options; a figure brings its own sizes and refuses others."""
+    if figure is None:
+        return cases.make_cases(
+            cases.DEFAULT_SENDERS if senders is None else senders,
+            cases.DEFAULT_RECEIVERS if receivers is None else receivers,
+            [cases.DEFAULT_BYTES] if sizes is None else [parse_size("--bytes", size) for size in _names(sizes)],
+            both_ways=both_ways,
+            unbalanced=unbalanced,
+        )
+    given = {"--senders": senders, "--receivers": receivers, "--bytes": sizes, "--unbalanced": unbalanced or None}
+    if excess := [option for option, value in given.items() if value is not None]:
+        raise UserError(f"--figure {figure} brings its own sizes: leave out {', '.join(excess)}")
+    return cases.figure_cases(figure, both_ways=both_ways)
+
+
+def make_settings(rounds: int, repetitions: int, timeout: float, *, record: bool) -> Settings:
+    """`UserError` for what cannot be."""
+    if rounds < 0:
+        raise UserError(f"--rounds is {rounds}: it must be at least 1, or 0 for as many as take 0.3 s")
+    if repetitions < 1:
+        raise UserError(f"--repetitions is {repetitions}: it must be at least 1")
+    if not timeout > 0:
+        raise UserError(f"--timeout is {timeout}: it must be above 0 s")
+    return Settings(num_rounds=rounds, num_repetitions=repetitions, timeout_s=timeout, record=record)
+
+
+def provenance() -> dict[str, Any]:
+    """Where figures come from: commit, command, machine."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "command": " ".join(["antiphon", *sys.argv[1:]]),
+        "machine": {
+            "cpus": psutil.cpu_count(),
+            "device": "cpu",
+            "cpu": read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown",
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }
+
+
+def _names(text: str) -> Sequence[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,75 @@
+"""`antiphon doctor`, transports: how workers can exchange rows here, and PyTorch's collectives.
+
+Shared memory travels as memory files of the kernel, which need no mount. TCP works everywhere; what can be missing is
+room in the kernel's buffers, without which a thread of the library has to move bytes while a worker computes.
+"""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from antiphon.base.units import format_bytes
+from antiphon.cli.finding import Finding
+
+BUFFER_LIMITS = (Path("/proc/sys/net/core/wmem_max"), Path("/proc/sys/net/core/rmem_max"))
+WANTED_BUFFER_BYTES = 4 * 2**20  # a micro-batch of 512 rows of 4096 bf16 values
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+def probe_transports() -> list[Finding]:
+    return [probe_shared_memory(), probe_tcp(), *probe_libfabric(), *probe_collectives()]
+
+
+def _finding(name: str, status: Any, detail: str, mend: str = "") -> Finding:
+    return Finding(area="transports", name=name, status=status, detail=detail, mend=mend)
+
+
+def probe_shared_memory() -> Finding:
+    """Workers on one machine write into each other's memory files."""
+    try:
+        os.close(os.memfd_create("antiphon-doctor", os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError) as error:
+        return _finding("shm", "missing", f"no memory files: {error}", "use --transport tcp, or Linux 3.17 or newer")
+    return _finding("shm", "ok", "sealed memory files, futexes")
+
+
+def probe_tcp() -> Finding:
+    """What the kernel lets a process without privileges ask for."""
+    limits = {path.name: int(path.read_text()) for path in BUFFER_LIMITS if path.exists()}
+    congestion = CONGESTION.read_text().strip() if CONGESTION.exists() else "unknown"
+    words = ", ".join(f"{name} {format_bytes(value)}" for name, value in limits.items())
+    detail = f"{words}; congestion control {congestion}"
+    if limits and min(limits.values()) < WANTED_BUFFER_BYTES:
+        settings = " ".join(f"net.core.{name}={WANTED_BUFFER_BYTES}" for name in limits)
+        return _finding("tcp", "info", detail, f"sysctl -w {settings} (else a thread moves large messages)")
+    return _finding("tcp", "ok", detail)
+
+
+def probe_libfabric() -> list[Finding]:
+    """The library, if there is one, and a line for each provider."""
+    native: Any = importlib.import_module("antiphon._m2n")
+    info = native.libfabric_info()
+    if info["problem"] or not info["providers"]:
+        detail = str(info["problem"] or "no usable provider")
+        return [_finding("libfabric", "missing", detail, "bash scripts/fetch_libfabric.sh .venv/libfabric, then make")]
+    found = [_finding("libfabric", "ok", f"{info['version']} ({info['library']}), would use {info['chosen']}")]
+    domains: dict[tuple[str, str], list[str]] = {}
+    for provider in info["providers"]:
+        waits = "sleeps" if provider["waits_by_descriptor"] else "looks again and again"
+        memory = ", device memory" if provider["device_memory"] else ""
+        what = f"{waits}{memory}; {provider['note']}"
+        domains.setdefault((provider["name"], what), []).append(provider["domain"])
+    for (name, what), where in domains.items():
+        found.append(_finding(f"libfabric {name}", "info", f"{', '.join(where)}: {what}"))
+    return found
+
+
+def probe_collectives() -> list[Finding]:
+    distributed: Any = importlib.import_module("torch.distributed")
+    if not distributed.is_available():
+        detail = "this torch was built without torch.distributed; training is limited to one process"
+        return [_finding("collectives", "missing", detail, "make setup")]
+    backends = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    names = [name for name, available in backends.items() if available]
+    return [_finding("collectives", "ok", " ".join(names) or "none")]

@@ -1,0 +1,270 @@
+"""The exchange over the native M2N library (`csrc/m2n`): any of its transports, one machine or many.
+
+Expert workers are the servers: each has an inbox and a ticket for it, which the engine hands to the attention workers.
+An attention worker connects, and introduces itself with a ticket for its own inbox, to which the expert worker connects
+back. So an attention worker that comes or returns needs nothing from anybody but the experts' tickets.
+
+Epochs number the incarnations of the exchange. The engine begins a new one when a worker dies: `abort` ends every wait
+of the old one at once, `reset` forgets what was in flight and renews the connections that broke.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from antiphon import _m2n
+from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, UserError
+from antiphon.base.logging import get_logger
+from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
+from antiphon.comm.m2n.owners import owner_table
+from antiphon.comm.m2n.traffic import Traffic, read_traffic
+from antiphon.specs.placement import ExpertPlacement
+
+_log = get_logger("m2n")
+_CONNECT_S = 10.0  # for peers that are known to be there
+_Result = TypeVar("_Result")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the native library spells it: `bfloat16`, `float16`, `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor on memory of the library's; valid as long as the library says."""
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class _End:
+    """What both ends share: an endpoint, an epoch, and waits that the engine can end."""
+
+    def __init__(self, endpoint: _m2n.Endpoint, shape: ExchangeShape, inbox: _m2n.Inbox) -> None:
+        self._endpoint = endpoint
+        self._shape = shape
+        self._inbox = inbox
+        self._outboxes: list[_m2n.Outbox | None] = [None] * inbox.sources
+        self._epoch = 0
+        self._aborted_epoch = 0
+        self.wait_s = 0.0
+        self.exposed_s = 0.0
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin."""
+        self._aborted_epoch = max(self._aborted_epoch, epoch)
+        self._endpoint.interrupt()
+
+    def close(self) -> None:
+        """Say goodbye to all peers."""
+        self._endpoint.close()
+
+    def traffic(self) -> Traffic:
+        """What this end has carried since its start."""
+        return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
+
+    def _check_epoch(self) -> None:
+        if self._aborted_epoch > self._epoch:
+            raise StepAborted
+
+    def _waiting(self, call: Callable[[], _Result]) -> _Result:
+        """Run a call that waits; an interrupt left over from an epoch that has passed is ignored."""
+        while True:
+            self._check_epoch()
+            try:
+                return call()
+            except Interrupted:
+                continue
+
+
+class NativeAttentionExchange(_End):
+    """`AttentionExchange` of attention worker `index`."""
+
+    def __init__(
+        self, endpoint: _m2n.Endpoint, shape: ExchangeShape, index: int, placement: ExpertPlacement, timeout_s: float
+    ) -> None:
+        # One slot more than micro-batches: the credit of the last message may still be on its way.
+        slot_bytes = max(64, shape.max_rows * shape.hidden_size * shape.dtype.itemsize)
+        names = [f"experts[{worker}]" for worker in range(shape.num_experts)]
+        inbox = endpoint.inbox(shape.num_experts, shape.num_micro_batches + 1, slot_bytes, names)
+        super().__init__(endpoint, shape, inbox)
+        self._index = index
+        self._timeout_s = timeout_s
+        self._side = _m2n.AttentionSide(
+            shape.hidden_size,
+            shape.top_k,
+            shape.max_rows,
+            dtype_name(shape.dtype),
+            owner_table(placement),
+            self._inbox,
+            shape.num_micro_batches,
+        )
+        self._tickets: list[bytes] = [b""] * shape.num_experts
+        self._participants: list[int] = []
+        self._step = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._side.bytes_sent
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """Begin `epoch`: forget what was in flight, connect to expert workers that are new or lost, and wait until
+        they have connected back. Blocks; `PeerTimeout`, `PeerLost` or `Refused` if one cannot be reached."""
+        self._epoch = epoch
+        self._side.forget()
+        connected_back = self._inbox.connected()
+        for worker, ticket in enumerate(tickets):
+            outbox = self._outboxes[worker]
+            if outbox is None or outbox.lost or ticket != self._tickets[worker] or worker not in connected_back:
+                self._inbox.drop(worker)  # only a new connection counts from here on
+                self._connect(worker, ticket)
+        self._waiting(lambda: self._inbox.wait_connected(list(range(len(tickets))), self._timeout_s))
+        self._inbox.discard_below(_m2n.first_step_of(epoch))
+
+    def _connect(self, worker: int, ticket: bytes) -> None:
+        outbox = self._endpoint.connect(ticket, self._index, _CONNECT_S)
+        own_ticket = self._endpoint.ticket(self._inbox)
+        introduction = _m2n.INTRODUCTION + self._index
+        self._waiting(lambda: outbox.send(introduction, own_ticket, participants=1, timeout_s=_CONNECT_S))
+        self._waiting(lambda: outbox.wait_reusable(_CONNECT_S))
+        self._outboxes[worker] = outbox
+        self._tickets[worker] = ticket
+        self._side.set_expert(worker, outbox)
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+        self._step = step
+        self._participants = [sum(1 << index for index in indices) for indices in participants]
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._check_epoch()
+        rows_TH = rows_TH.cpu()
+        ids_TK = ids_TK.to(device="cpu", dtype=torch.int32).contiguous()
+        weights_TK = weights_TK.to(device="cpu", dtype=torch.float32).contiguous()
+        assert rows_TH.stride(1) == 1
+        assert rows_TH.dtype == self._shape.dtype
+        self._waiting(
+            lambda: self._side.dispatch(
+                self._epoch,
+                self._step,
+                layer,
+                micro_batch,
+                self._participants[micro_batch],
+                rows_TH.data_ptr(),
+                rows_TH.stride(0) * rows_TH.element_size(),
+                ids_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                rows_TH.shape[0],
+                self._timeout_s,
+            )
+        )
+
+    def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
+        started_ns = time.monotonic_ns()
+        sum_TH = torch.empty(
+            self._side.num_pending(micro_batch), self._shape.hidden_size, dtype=self._shape.dtype, device="cpu"
+        )
+        times = self._waiting(
+            lambda: self._side.combine(self._epoch, self._step, layer, micro_batch, sum_TH.data_ptr(), timeout_s)
+        )
+        self._account_wait(started_ns, times)
+        return sum_TH
+
+    def _account_wait(self, started_ns: int, times: list[tuple[int, int]]) -> None:
+        """Split the wait that just ended: while the slowest expert worker computed these rows it was work, the rest
+        was communication that nothing hid."""
+        ended_ns = time.monotonic_ns()
+        computing_ns = max(min(ended_ns, end) - max(started_ns, start) for start, end in times)
+        self.wait_s += (ended_ns - started_ns) * 1e-9
+        self.exposed_s += (ended_ns - started_ns - max(0, computing_ns)) * 1e-9
+
+
+class NativeExpertExchange(_End):
+    """`ExpertExchange` of expert worker `index`."""
+
+    def __init__(self, endpoint: _m2n.Endpoint, shape: ExchangeShape, index: int) -> None:
+        slot_bytes = _m2n.dispatch_bytes(shape.hidden_size, shape.top_k, shape.max_rows, dtype_name(shape.dtype))
+        names = [f"attention[{worker}]" for worker in range(shape.num_attention)]
+        # The first message is a ticket.
+        inbox = endpoint.inbox(shape.num_attention, shape.num_micro_batches + 1, max(4096, slot_bytes), names)
+        super().__init__(endpoint, shape, inbox)
+        self._index = index
+        self._side = _m2n.ExpertSide(
+            shape.hidden_size, shape.top_k, shape.max_rows, dtype_name(shape.dtype), self._inbox
+        )
+        self._batch: _m2n.ReceivedBatch | None = None
+
+    @property
+    def ticket(self) -> bytes:
+        """What attention workers need to reach this worker."""
+        return self._endpoint.ticket(self._inbox)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._side.bytes_sent
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """Begin `epoch`; `tickets` are the experts' own and not needed here. Whoever was lost before is no news."""
+        self._epoch = epoch
+        self._batch = None
+        self._inbox.discard_below(_m2n.first_step_of(epoch))
+        self._inbox.forget_losses()
+
+    def receive(self, idle_s: float, timeout_s: float) -> ExpertBatch | None:
+        started = time.monotonic()
+        try:
+            return self._receive(started + idle_s, timeout_s)
+        finally:
+            self.wait_s += time.monotonic() - started
+
+    def _receive(self, idle_until: float, timeout_s: float) -> ExpertBatch | None:
+        while True:
+            left_s = max(0.0, idle_until - time.monotonic())
+            patience_s = min(left_s, timeout_s)  # a batch may become overdue before nothing at all is no error
+            received = self._waiting(lambda: self._side.receive(patience_s))  # noqa: B023 - called at once
+            if isinstance(received, tuple):
+                self._welcome(*received)
+            elif received is not None:
+                return self._to_batch(received)
+            elif overdue := self._side.overdue(timeout_s):
+                raise PeerTimeout(f"experts[{self._index}] receive", overdue, timeout_s)
+            elif patience_s == left_s:
+                return None
+
+    def _welcome(self, source: int, ticket: bytes) -> None:
+        """Connect back to an attention worker. One that is gone again already is left to the engine."""
+        try:
+            outbox = self._endpoint.connect(ticket, self._index, _CONNECT_S)
+            self._side.set_attention(source, outbox)
+            self._outboxes[source] = outbox
+        except (PeerTimeout, PeerLost, Refused, UserError, OSError) as error:
+            _log.warning("experts[%d] cannot connect back to attention[%d]: %s", self._index, source, error)
+
+    def _to_batch(self, received: _m2n.ReceivedBatch) -> ExpertBatch:
+        self._batch = received
+        num_rows, shape = received.num_rows, self._shape
+        table = (num_rows, shape.top_k)
+        return ExpertBatch(
+            step=received.step,
+            layer=received.layer,
+            micro_batch=received.micro_batch,
+            sources=tuple(received.sources),
+            rows_per_source=tuple(received.rows_per_source),
+            rows_RH=_view(received.rows_address, (num_rows, shape.hidden_size), shape.dtype),
+            ids_RK=_view(received.ids_address, table, torch.int32),
+            weights_RK=_view(received.weights_address, table, torch.float32),
+        )
+
+    def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
+        received = self._batch
+        assert received is not None, "one reply to one batch"
+        partial_RH = partial_RH.to(device="cpu", dtype=self._shape.dtype).contiguous()
+        self._waiting(lambda: self._side.reply(received, partial_RH.data_ptr(), *computed_ns, timeout_s=_CONNECT_S))
+        self._batch = None

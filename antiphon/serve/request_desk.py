@@ -1,0 +1,141 @@
+"""The life of requests in the engine: accepted, given to an attention worker, moved when one is lost, ended.
+
+A request is at one worker's scheduler or waits here for one. While steps fail and requests are suspected of it
+(`policy/suspects`), one group of workers, `_place`, is kept for the suspects whose turn it is; all others go elsewhere
+or wait. To clear a group for somebody else means to take back all it has; prefix caches keep most of their work.
+"""
+
+import time
+from collections.abc import Callable
+
+from antiphon.base.logging import get_logger
+from antiphon.serve.engine_api import FinishReason
+from antiphon.serve.group import StepGroup
+from antiphon.serve.policy.request import Request
+from antiphon.serve.policy.routing import choose_attention_worker
+from antiphon.serve.policy.suspects import Suspects, Verdict
+from antiphon.serve.running_step import Commit, StepFailure
+from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
+from antiphon.serve.workforce import Workforce
+
+_log = get_logger("engine")
+
+
+class RequestDesk:
+    """Used by the engine's thread; `tracked` and `num_waiting` may be read by any."""
+
+    def __init__(self, workforce: Workforce, statistics: EngineStatistics) -> None:
+        self.tracked = TrackedRequests()
+        self.num_waiting = 0
+        self._workforce = workforce
+        self._statistics = statistics
+        self._unassigned: list[Request] = []
+        self._suspects = Suspects()
+        self._turn = 0
+        self._place: StepGroup | None = None
+        self._to_clear: set[StepGroup] = set()
+
+    def accept(self, tracked: TrackedRequest, make_matcher: Callable[[str], Matcher] | None) -> None:
+        """Put a new request in line; one whose grammar cannot be used ends at once."""
+        grammar = tracked.request.params.grammar
+        if grammar is not None and make_matcher is not None:
+            try:
+                tracked.matcher = make_matcher(grammar)
+            except ValueError as error:
+                self.end(tracked.request.request_id, "error", str(error))
+                return
+        self._unassigned.append(tracked.request)
+
+    def take_back(self, requests: list[Request]) -> None:
+        """These requests have no worker any more."""
+        self._unassigned.extend(requests)
+        self._unassigned.sort(key=lambda request: request.arrival)
+
+    def end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
+        """Take a request out of wherever it is and tell its sink."""
+        if not self.tracked.end(request_id, reason, error):
+            return
+        for scheduler in self._workforce.schedulers.values():
+            scheduler.abort(request_id)
+        self._unassigned = [request for request in self._unassigned if request.request_id != request_id]
+        self._suspects.forget(request_id)
+
+    def count_waiting(self) -> None:
+        """Bring `num_waiting` up to date."""
+        self.num_waiting = len(self._unassigned)
+        self.num_waiting += sum(scheduler.num_waiting for scheduler in self._workforce.schedulers.values())
+
+    def note_first_schedules(self) -> None:
+        """Queue times of requests that left the queue since the last look."""
+        for scheduler in self._workforce.schedulers.values():
+            for request in scheduler.occupancy.running:
+                tracked = self.tracked.get(request.request_id)
+                if tracked is not None and not tracked.scheduled:
+                    tracked.scheduled = True
+                    self._statistics.prompt_tokens += request.num_prompt
+                    self._statistics.record_queue_time(time.monotonic() - tracked.submitted)
+
+    # --- who runs where --------------------------------------------------------------------------------------------
+
+    def assign(self) -> None:
+        """Give requests without a worker to the best live one that they may have; the others wait here."""
+        self._clear_groups()
+        if not self._unassigned:
+            return
+        live = [(group, name) for group in self._workforce.groups for name in group.live_attention]
+        schedulers = {index: self._workforce.schedulers[name] for index, (_, name) in enumerate(live)}
+        reserved = {index for index, (group, _) in enumerate(live) if group is self._place}
+        unassigned, self._unassigned = self._unassigned, []
+        for request in unassigned:
+            index = choose_attention_worker(
+                request, {i: s for i, s in schedulers.items() if self._may_use(request, i in reserved)}
+            )
+            if index is None:
+                self._unassigned.append(request)
+            else:
+                schedulers[index].adopt(request)
+
+    def _may_use(self, request: Request, is_reserved: bool) -> bool:
+        if self._suspects.is_suspect(request.request_id):
+            return is_reserved and self._suspects.is_on_trial(request.request_id)
+        return not is_reserved
+
+    def _clear_groups(self) -> None:
+        """Take requests back from groups that others are to have, as soon as no step runs there."""
+        if not self._suspects.searching:
+            self._place = None
+        elif self._turn != self._suspects.turn and self._place is not None:
+            self._to_clear.add(self._place)
+        self._turn = self._suspects.turn
+        for group in [group for group in self._to_clear if group.quiet]:
+            self._to_clear.remove(group)
+            self.take_back(group.withdraw())
+
+    # --- what steps do ---------------------------------------------------------------------------------------------
+
+    def on_commit(self, commit: Commit) -> None:
+        """Hand out what a step made."""
+        self._suspects.note_progress()
+        for request_id, error in self.tracked.publish(commit):
+            self.end(request_id, "error", error)
+
+    def on_failure(self, failure: StepFailure) -> None:
+        """A step came to nothing: it is tried again as it was, unless that has failed before."""
+        verdict = self._suspects.charge(failure.blamed, reported=failure.reported)
+        if verdict is Verdict.REPEAT:
+            return
+        group = self._workforce.group_of(failure.worker)
+        self._place = self._place or group
+        self._to_clear.add(group)
+        if verdict is Verdict.RENEW:
+            group.renew(failure.worker)
+        elif verdict is Verdict.GUILTY:
+            ((request, _),) = failure.blamed
+            num_failures = self._suspects.num_failures(request.request_id)
+            count = f"{num_failures} steps with this request failed, the last one with it alone"
+            error = f"{count}: {failure.what}; the server has given the request up"
+            _log.error("request %s: %s", request.request_id, error)
+            self.end(request.request_id, "error", error)
+        else:
+            _log.warning("steps fail again and again; trying %d requests apart from others", len(failure.blamed))

@@ -1,0 +1,140 @@
+"""The step that workers run together: each attention worker's part of it, from its plan to the commit or the failure.
+
+A part that failed is kept and sent again unchanged: plans are idempotent (`policy/step`). What a failure means for the
+workers is the group's business (`group.py`), what it means for the requests the engine's.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from antiphon.serve.fleet import WorkerName
+from antiphon.serve.policy.pieces import micro_batch_steps
+from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.policy.step import Progress, SequenceStep, StepPlan
+from antiphon.serve.policy.suspects import Blamed
+from antiphon.serve.worker.messages import Sampled, Step, StepResult
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a finished part of a step did: per request its progress, and what the worker reported of it."""
+
+    progress: list[Progress]
+    sampled: dict[str, Sampled]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFailure:
+    """A step came to nothing, as `worker` said or showed by dying; `blamed` are the requests that may be why.
+
+    `reported`: the worker lives on and says that computing failed."""
+
+    worker: WorkerName
+    what: str
+    reported: bool
+    blamed: list[Blamed]
+
+
+@dataclass(frozen=True)
+class _Part:
+    plan: StepPlan
+    micro_batches: list[list[SequenceStep]]
+
+
+class RunningStep:
+    """One step at a time over the attention workers' schedulers. `bitmask_of`: see `Engine.bitmask_of`."""
+
+    def __init__(
+        self,
+        schedulers: Mapping[WorkerName, Scheduler],
+        num_micro_batches: int,
+        bitmask_of: Callable[[str], bytes | None],
+    ) -> None:
+        self._schedulers = schedulers
+        self._num_micro_batches = num_micro_batches
+        self._bitmask_of = bitmask_of
+        self._running: dict[WorkerName, _Part] = {}
+        self._failed: dict[WorkerName, _Part] = {}
+        self._round = 0
+
+    @property
+    def workers(self) -> list[WorkerName]:
+        """Attention workers that have not answered yet; empty: no step runs."""
+        return list(self._running)
+
+    def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, Step]:
+        """What to send to each of `workers` that has something to compute: a part that failed, or a new plan."""
+        assert not self._running, "a step is running"
+        for name in workers:
+            if (failed := self._failed.pop(name, None)) is not None:
+                self._running[name] = failed
+            elif (plan := self._schedulers[name].schedule()) is not None:
+                self._running[name] = _Part(plan, micro_batch_steps(plan.sequences, self._num_micro_batches))
+        participants = self._participants()
+        self._round += bool(self._running)
+        return {name: self._message(part, participants) for name, part in self._running.items()}
+
+    def _participants(self) -> list[list[int]]:
+        num_micro_batches = max((len(part.micro_batches) for part in self._running.values()), default=0)
+        return [
+            [name.index for name, part in self._running.items() if len(part.micro_batches) > index]
+            for index in range(num_micro_batches)
+        ]
+
+    def _message(self, part: _Part, participants: list[list[int]]) -> Step:
+        bitmasks = {}
+        for sequence in part.plan.sequences:
+            if sequence.samples and (mask := self._bitmask_of(sequence.request_id)) is not None:
+                bitmasks[sequence.request_id] = mask
+        return Step(
+            step=part.plan.step_id,
+            round=self._round,
+            released=list(part.plan.released),
+            starts=list(part.plan.starts),
+            micro_batches=part.micro_batches,
+            participants=participants,
+            bitmasks=bitmasks,
+        )
+
+    def commit(self, name: WorkerName, result: StepResult) -> Commit:
+        """A worker has computed its part."""
+        part = self._running.pop(name)
+        sampled = {entry.request_id: entry for entry in result.requests}
+        tokens = []
+        for sequence in part.plan.sequences:
+            if sequence.samples:
+                token_id = sampled[sequence.request_id].token_id
+                assert token_id is not None, "a sampling sequence yields a token"
+                tokens.append(token_id)
+        return Commit(self._schedulers[name].commit(part.plan, tokens), sampled)
+
+    def fail(self, name: WorkerName) -> None:
+        """A worker has not computed its part, if it had one: the same again, next time."""
+        if (part := self._running.pop(name, None)) is not None:
+            self._failed[name] = part
+
+    def lose(self, name: WorkerName) -> list[Request]:
+        """A worker is gone and its cache with it. Returns its requests, which need another worker."""
+        self._running.pop(name, None)
+        self._failed.pop(name, None)
+        return self._schedulers[name].evacuate()
+
+    def withdraw(self) -> list[Request]:
+        """Take all requests back, and the parts that failed with them. Only while no step runs."""
+        assert not self._running, "a step is running"
+        self._failed.clear()
+        return [request for scheduler in self._schedulers.values() for request in scheduler.withdraw()]
+
+    def failure(
+        self, worker: WorkerName, what: str, owners: Iterable[WorkerName], *, reported: bool = False
+    ) -> StepFailure | None:
+        """The running step fails, maybe over a request that one of `owners` computes. None: they compute nothing."""
+        blamed = []
+        for owner in owners:
+            requests = self._schedulers[owner].requests
+            for sequence in self._running[owner].plan.sequences if owner in self._running else ():
+                request = requests[sequence.request_id]
+                if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
+                    blamed.append(Blamed(request, sequence.start + len(sequence.token_ids)))
+        return StepFailure(worker=worker, what=what, reported=reported, blamed=blamed) if blamed else None

@@ -1,0 +1,13 @@
+"""A cluster in a box: network namespaces as nodes of one Linux machine. The guide is docs/box.md.
+
+`cluster.py` has the interface, `Box`. `topology.py` says what a box consists of (addresses, shaping) and why;
+`namespaces.py` is the process that holds it, without names on disk, and says why nothing survives its owner;
+`keeper.py` talks to that process; `process.py` is a process in a node; `ranks.py` and `run.py` are the command
+`benchmarks/box.py`.
+"""
+
+from .cluster import Box, LinkCounters
+from .keeper import BoxError, BoxUnavailable, box_unavailable
+from .process import NodeProcess, wait_all
+
+__all__ = ["Box", "BoxError", "BoxUnavailable", "LinkCounters", "NodeProcess", "box_unavailable", "wait_all"]

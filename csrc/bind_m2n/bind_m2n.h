@@ -1,0 +1,15 @@
+// The parts of the module `antiphon._m2n`.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace antiphon::bind {
+
+void bind_m2n_errors(nanobind::module_& module);
+void bind_m2n_inbox(nanobind::module_& module);
+void bind_m2n_outbox(nanobind::module_& module);
+void bind_m2n_endpoint(nanobind::module_& module);
+void bind_m2n_exchange(nanobind::module_& module);
+void bind_m2n_libfabric(nanobind::module_& module);
+
+}  // namespace antiphon::bind

@@ -1,0 +1,147 @@
+// Tensors arrive as addresses, as everywhere in the native interface; the Python side checks shapes and keeps them alive.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind_m2n/arguments.h"
+#include "bind_m2n/bind_m2n.h"
+#include "m2n/token_exchange.h"
+
+namespace nb = nanobind;
+
+namespace antiphon::bind {
+
+namespace {
+
+using m2n::AttentionSide;
+using m2n::BatchKey;
+using m2n::ExpertSide;
+
+m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type) {
+    m2n::RowShape shape{hidden, top_k, max_rows, m2n::RowType::fp32};
+    if (type == "bfloat16") {
+        shape.type = m2n::RowType::bf16;
+    } else if (type == "float16") {
+        shape.type = m2n::RowType::fp16;
+    } else if (type != "float32") {
+        throw m2n::Error(m2n::Code::invalid, "rows of " + type + ": they can be bfloat16, float16 or float32");
+    }
+    return shape;
+}
+
+const std::byte* at(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
+
+void bind_attention(nb::module_& module) {
+    nb::class_<AttentionSide>(module, "AttentionSide")
+        .def("__init__",
+             [](AttentionSide* self, uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type,
+                const std::vector<std::vector<int32_t>>& owner_of, std::shared_ptr<m2n::Inbox> replies,
+                uint32_t num_micro_batches) {
+                 std::vector<int32_t> flat;
+                 for (const auto& turn : owner_of) flat.insert(flat.end(), turn.begin(), turn.end());
+                 const auto num_experts = static_cast<uint32_t>(owner_of.empty() ? 0 : owner_of[0].size());
+                 m2n::RowScatter scatter(row_shape(hidden, top_k, max_rows, type), replies->spec().sources,
+                                         num_experts, std::move(flat));
+                 new (self) AttentionSide(std::move(scatter), std::move(replies), num_micro_batches);
+             },
+             nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"), nb::arg("dtype"), nb::arg("owner_of"),
+             nb::arg("replies"), nb::arg("num_micro_batches"))
+        .def("set_expert", &AttentionSide::set_expert, nb::arg("worker"), nb::arg("outbox"))
+        .def("dispatch",
+             [](AttentionSide& side, uint32_t epoch, uint64_t step, uint32_t layer, uint32_t micro_batch,
+                uint64_t participants, uintptr_t rows, uint64_t stride_bytes, uintptr_t ids, uintptr_t weights,
+                uint32_t count, double timeout_s) {
+                 const m2n::GatedRows gated{at(rows), stride_bytes, reinterpret_cast<const int32_t*>(ids),
+                                            reinterpret_cast<const float*>(weights), count};
+                 within(timeout_s, [&](m2n::Deadline deadline) {
+                     side.dispatch({epoch, step, layer, micro_batch}, participants, gated, deadline);
+                 });
+             },
+             nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("participants"),
+             nb::arg("rows"), nb::arg("stride_bytes"), nb::arg("ids"), nb::arg("weights"), nb::arg("count"),
+             nb::arg("timeout_s"))
+        .def("combine",
+             [](AttentionSide& side, uint32_t epoch, uint64_t step, uint32_t layer, uint32_t micro_batch,
+                uintptr_t out, double timeout_s) {
+                 std::vector<m2n::ComputeTimes> times;
+                 within(timeout_s, [&](m2n::Deadline deadline) {
+                     side.combine({epoch, step, layer, micro_batch}, reinterpret_cast<std::byte*>(out), times,
+                                  deadline);
+                 });
+                 nb::list pairs;
+                 for (const m2n::ComputeTimes& each : times) pairs.append(nb::make_tuple(each.start_ns, each.end_ns));
+                 return pairs;
+             },
+             nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("out"),
+             nb::arg("timeout_s"))
+        .def("num_pending", &AttentionSide::num_pending, nb::arg("micro_batch"))
+        .def("forget", &AttentionSide::forget)
+        .def_prop_ro("bytes_sent", &AttentionSide::bytes_sent);
+}
+
+void bind_experts(nb::module_& module) {
+    using m2n::ReceivedBatch;
+    nb::class_<ReceivedBatch>(module, "ReceivedBatch")
+        .def_prop_ro("epoch", [](const ReceivedBatch& batch) { return batch.key.epoch; })
+        .def_prop_ro("step", [](const ReceivedBatch& batch) { return batch.key.step; })
+        .def_prop_ro("layer", [](const ReceivedBatch& batch) { return batch.key.layer; })
+        .def_prop_ro("micro_batch", [](const ReceivedBatch& batch) { return batch.key.micro_batch; })
+        .def_ro("sources", &ReceivedBatch::sources)
+        .def_ro("rows_per_source", &ReceivedBatch::rows_per_source)
+        .def_ro("num_rows", &ReceivedBatch::num_rows)
+        .def_prop_ro("rows_address",
+                     [](const ReceivedBatch& batch) { return reinterpret_cast<uintptr_t>(batch.rows); })
+        .def_prop_ro("ids_address", [](const ReceivedBatch& batch) { return reinterpret_cast<uintptr_t>(batch.ids); })
+        .def_prop_ro("weights_address",
+                     [](const ReceivedBatch& batch) { return reinterpret_cast<uintptr_t>(batch.weights); });
+
+    nb::class_<ExpertSide>(module, "ExpertSide")
+        .def("__init__",
+             [](ExpertSide* self, uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type,
+                std::shared_ptr<m2n::Inbox> requests) {
+                 new (self) ExpertSide(row_shape(hidden, top_k, max_rows, type), std::move(requests));
+             },
+             nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"), nb::arg("dtype"), nb::arg("requests"))
+        .def("set_attention", &ExpertSide::set_attention, nb::arg("worker"), nb::arg("outbox"))
+        .def("receive",
+             [](ExpertSide& side, double timeout_s) -> nb::object {
+                 auto received = within(timeout_s, [&](m2n::Deadline deadline) { return side.receive(deadline); });
+                 if (received.batch) return nb::cast(std::move(*received.batch));
+                 if (!received.introduction) return nb::none();
+                 const auto& ticket = received.introduction->ticket;
+                 return nb::make_tuple(received.introduction->source,
+                                       nb::bytes(reinterpret_cast<const char*>(ticket.data()), ticket.size()));
+             },
+             nb::arg("timeout_s"))
+        .def("reply",
+             [](ExpertSide& side, const ReceivedBatch& batch, uintptr_t partials, int64_t start_ns, int64_t end_ns,
+                double timeout_s) {
+                 within(timeout_s, [&](m2n::Deadline deadline) {
+                     side.reply(batch, at(partials), {start_ns, end_ns}, deadline);
+                 });
+             },
+             nb::arg("batch"), nb::arg("partials"), nb::arg("start_ns"), nb::arg("end_ns"), nb::arg("timeout_s"))
+        .def("overdue",
+             [](ExpertSide& side, double age_s) { return side.overdue(static_cast<int64_t>(age_s * 1e9)); },
+             nb::arg("age_s"))
+        .def_prop_ro("bytes_sent", &ExpertSide::bytes_sent);
+}
+
+}  // namespace
+
+void bind_m2n_exchange(nb::module_& module) {
+    bind_attention(module);
+    bind_experts(module);
+    module.def(
+        "dispatch_bytes",
+        [](uint32_t hidden, uint32_t top_k, uint32_t rows, const std::string& type) {
+            return row_shape(hidden, top_k, rows, type).dispatch_bytes(rows);
+        },
+        nb::arg("hidden"), nb::arg("top_k"), nb::arg("rows"), nb::arg("dtype"));
+    module.def("first_step_of", &BatchKey::first_of, nb::arg("epoch"));
+    module.attr("INTRODUCTION") = m2n::introduction_bit;
+    module.attr("MAX_ATTENTION_WORKERS") = m2n::max_attention_workers;
+}
+
+}  // namespace antiphon::bind

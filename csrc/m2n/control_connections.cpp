@@ -1,0 +1,254 @@
+// What the control thread does with one connection: accept it, read its frames, answer, and bury it.
+#include <sys/epoll.h>
+
+#include <array>
+#include <cerrno>
+#include <exception>
+
+#include "m2n/control_thread.h"
+#include "m2n/error.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+constexpr int64_t accept_pause_ns = 100'000'000;
+constexpr int accepts_per_event = 64;
+constexpr int reads_per_event = 64;
+constexpr FrameTypes from_peers = {FrameType::heartbeat, FrameType::goodbye};
+
+void set_interest(int epoll, int fd, uint32_t events, uint64_t key) {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = key;
+    if (epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &event) != 0) throw_errno("epoll_ctl");
+}
+
+}  // namespace
+
+void Control::Thread::accept_from(int listener, bool unix_socket) {
+    for (int i = 0; i < accepts_per_event; ++i) {
+        FileDescriptor socket = accept_socket(listener);
+        if (socket) {
+            admit(std::move(socket), unix_socket);
+            continue;
+        }
+        if (errno == EAGAIN) return;
+        // Out of descriptors or memory: the listener would be reported again and again.
+        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) return pause_accepting();
+        // Anything else concerns a connection that is already gone.
+    }
+}
+
+void Control::Thread::admit(FileDescriptor socket, bool unix_socket) {
+    const bool too_many = connections_.size() >= options_.max_connections;
+    if (too_many || (unix_socket && !same_user_or_root(socket.get()))) {
+        counters_.rejected.fetch_add(1, std::memory_order_relaxed);
+        const std::string words = too_many ? "has " + std::to_string(connections_.size()) + " connections, its limit"
+                                           : "serves peers of its own user only";
+        send_some(socket.get(), encode_frame(FrameType::refusal, encode_refusal(words)));
+        return;
+    }
+    const ConnectionId id = next_id_.fetch_add(1);
+    auto opening = std::make_unique<ServerOpening>(options_.secret, unix_socket, random_nonce());
+    auto connection = std::make_unique<Connection>(id, std::move(socket), unix_socket, opening->allowed());
+    connection->opening = std::move(opening);
+    watch(connection->socket.get(), id);
+    connections_[id] = std::move(connection);
+    openings_.emplace_back(monotonic_ns() + options_.handshake_ns, id);
+}
+
+void Control::Thread::pause_accepting() {
+    for (const auto& [listener, key] : {std::pair{unix_listener_.get(), unix_listener_key},
+                                        std::pair{tcp_listener_.get(), tcp_listener_key}}) {
+        if (listener >= 0) set_interest(epoll_.get(), listener, 0, key);
+    }
+    resume_accepting_ns_ = monotonic_ns() + accept_pause_ns;
+}
+
+void Control::Thread::resume_accepting() {
+    for (const auto& [listener, key] : {std::pair{unix_listener_.get(), unix_listener_key},
+                                        std::pair{tcp_listener_.get(), tcp_listener_key}}) {
+        if (listener >= 0) set_interest(epoll_.get(), listener, EPOLLIN, key);
+    }
+    resume_accepting_ns_ = 0;
+}
+
+void Control::Thread::serve(Connection& connection, uint32_t events) {
+    try {
+        if (events & EPOLLOUT) flush(connection);
+        const bool drained = receive(connection);
+        if (connection.fate == Fate::alive && drained && (events & (EPOLLHUP | EPOLLERR))) {
+            int error = 0;
+            socklen_t length = sizeof(error);
+            getsockopt(connection.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+            end_of_stream(connection, error);
+        }
+    } catch (const Error& error) {
+        const bool ours = error.code == Code::system;
+        reject(connection, std::string(ours ? "could not be served: " : "sent nonsense: ") + error.what());
+        // Somebody who only lacks the secret is told so; whoever sends nonsense would not understand.
+        if (error.code == Code::refused) refuse(connection, error.what());
+    } catch (const std::exception& error) {
+        reject(connection, std::string("could not be served: ") + error.what());
+    }
+    if (connection.fate != Fate::alive) bury(connection);
+}
+
+bool Control::Thread::receive(Connection& connection) {
+    for (int i = 0; i < reads_per_event; ++i) {
+        std::vector<FileDescriptor>* descriptors = connection.unix_socket ? &connection.received : nullptr;
+        const int64_t received = receive_some(connection.socket.get(), connection.reader.space(), descriptors);
+        if (received == -EAGAIN) return true;
+        if (received == -EMSGSIZE || connection.received.size() > max_descriptors_per_message) {
+            throw Error(Code::invalid, "more descriptors than " + std::to_string(max_descriptors_per_message) +
+                                           ", or than this process may open");
+        }
+        if (received <= 0) {
+            end_of_stream(connection, static_cast<int>(-received));
+            return true;
+        }
+        connection.unanswered_heartbeats = 0;
+        if (!connection.reader.filled(static_cast<size_t>(received))) continue;
+        take_frame(connection);
+        if (connection.fate != Fate::alive) return true;
+    }
+    return false;
+}
+
+void Control::Thread::end_of_stream(Connection& connection, int error) {
+    // A failed send has taken the socket's error with it.
+    if (connection.send_error != 0) error = connection.send_error;
+    if (connection.opening != nullptr) return reject(connection, words_for(error));
+    connection.end(Fate::lost, words_for(error));
+}
+
+void Control::Thread::take_frame(Connection& connection) {
+    const Frame frame = connection.reader.take();
+    if (connection.opening == nullptr) {
+        if (!connection.received.empty()) throw Error(Code::invalid, "descriptors that nobody asked for");
+        if (frame.type == FrameType::goodbye) connection.end(Fate::lost, "closed its endpoint");
+        return;
+    }
+    const ServerOpening::Next next = connection.opening->take(frame, connection.received);
+    connection.reader.allow(connection.opening->allowed());
+    switch (next) {
+        case ServerOpening::Next::send_challenge: return challenge(connection);
+        case ServerOpening::Next::ask_handler: return ask_handler(connection);
+        case ServerOpening::Next::attach: return attach(connection);
+    }
+}
+
+void Control::Thread::challenge(Connection& connection) {
+    // Only now it is known to be a control connection: data connections keep the settings of their owner.
+    if (!connection.unix_socket) prepare(connection.socket.get());
+    send(connection, connection.opening->challenge());
+}
+
+void Control::Thread::attach(Connection& connection) {
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
+    bool taken = false;
+    try {
+        taken = handler_.on_attach(connection.socket, connection.opening->token());
+    } catch (...) {
+        // Not taken.
+    }
+    if (!taken) return reject(connection, "presented an unknown token");
+    connection.end(Fate::adopted, "became a data connection");
+}
+
+void Control::Thread::ask_handler(Connection& connection) {
+    counters_.accepted.fetch_add(1, std::memory_order_relaxed);
+    Welcome welcome;
+    try {
+        welcome = handler_.on_hello(connection.id, connection.opening->hello());
+    } catch (const std::exception& error) {
+        refuse(connection, error.what());
+        return connection.end(Fate::turned_down, error.what());
+    } catch (...) {
+        refuse(connection, "failed for no known reason");
+        return connection.end(Fate::turned_down, "failed for no known reason");
+    }
+    connection.announced = true;
+    try {
+        // In two statements: arguments are evaluated in any order, and the words count the descriptors.
+        std::vector<std::byte> words = connection.opening->welcome(welcome);
+        send(connection, std::move(words), std::move(welcome.blob.descriptors));
+    } catch (const std::exception& error) {
+        refuse(connection, error.what());
+        return connection.end(Fate::lost, std::string("could not be welcomed: ") + error.what());
+    }
+    connection.opening.reset();
+    join_peers(connection);
+}
+
+void Control::Thread::join_peers(Connection& connection) {
+    connection.reader.allow(from_peers);
+    if (connection.unix_socket) return;  // a hang-up says everything
+    connection.heartbeats = true;
+    connection.acknowledged_at_ns = monotonic_ns();
+    if (num_tcp_peers_++ == 0) next_heartbeat_ns_ = connection.acknowledged_at_ns + options_.heartbeat_ns;
+}
+
+void Control::Thread::send(Connection& connection, Bytes bytes, std::vector<FileDescriptor> descriptors) {
+    connection.output.insert(connection.output.end(), bytes.begin(), bytes.end());
+    if (!descriptors.empty()) connection.output_descriptors = std::move(descriptors);
+    // Otherwise something waits already, and epoll will tell when there is room.
+    if (connection.output.size() == bytes.size()) flush(connection);
+}
+
+void Control::Thread::flush(Connection& connection) {
+    size_t sent = 0;
+    while (sent < connection.output.size()) {
+        const int64_t now = send_some(connection.socket.get(), std::span(connection.output).subspan(sent),
+                                      connection.output_descriptors);
+        if (now == -EAGAIN) break;
+        if (now < 0) {
+            // Not the end yet: a goodbye may be waiting to be read, and epoll reports the hang-up in any case.
+            connection.send_error = static_cast<int>(-now);
+            connection.output.clear();
+            sent = 0;
+            break;
+        }
+        connection.output_descriptors.clear();
+        sent += static_cast<size_t>(now);
+    }
+    const bool waited = connection.waits_for_room;
+    connection.output.erase(connection.output.begin(), connection.output.begin() + static_cast<ptrdiff_t>(sent));
+    connection.waits_for_room = !connection.output.empty();
+    if (connection.waits_for_room == waited) return;
+    const uint32_t events = EPOLLIN | EPOLLRDHUP | (connection.waits_for_room ? uint32_t{EPOLLOUT} : 0u);
+    set_interest(epoll_.get(), connection.socket.get(), events, connection.id);
+}
+
+void Control::Thread::say_goodbye(Connection& connection) {
+    const std::vector<std::byte> frame = encode_frame(FrameType::goodbye);
+    if (connection.output.empty()) send_some(connection.socket.get(), frame);
+    // Closing a TCP socket with unread bytes resets it, and a reset can overtake the goodbye.
+    std::array<std::byte, 4096> unread;
+    for (int i = 0; i < reads_per_event; ++i) {
+        if (receive_some(connection.socket.get(), unread) <= 0) break;
+    }
+}
+
+// Counts before the peer can know.
+void Control::Thread::reject(Connection& connection, std::string reason) {
+    counters_.rejected.fetch_add(1, std::memory_order_relaxed);
+    connection.end(Fate::rejected, std::move(reason));
+}
+
+void Control::Thread::refuse(Connection& connection, std::string_view words) {
+    // What the client sent has been read to the last byte, so that closing will not overtake the words.
+    send_some(connection.socket.get(), encode_frame(FrameType::refusal, encode_refusal(words)));
+}
+
+void Control::Thread::bury(Connection& connection) {
+    const ConnectionId id = connection.id;
+    const bool announced = connection.announced;
+    const std::string reason = std::move(connection.reason);
+    if (connection.heartbeats) --num_tcp_peers_;
+    connections_.erase(id);  // closes the socket
+    if (announced) announce_gone(id, reason);
+}
+
+}  // namespace antiphon::m2n

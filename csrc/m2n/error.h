@@ -1,0 +1,36 @@
+// The one error type of the library: a code, and words that name the value, the limit and the peer.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace antiphon::m2n {
+
+enum class Code {
+    invalid,      // the caller asked for something impossible; nothing happened
+    timeout,      // a deadline passed; `peers` lists whom we still waited for
+    peer_lost,    // `peers[0]` is gone, `reason` says how we know
+    no_credit,    // every slot of this pair is in use; nothing was sent
+    refused,      // the other side turned the connection down, or could not prove that it knows the secret
+    interrupted,  // somebody called Endpoint::interrupt
+    system,       // a system or library call failed
+};
+
+class Error : public std::runtime_error {
+  public:
+    Error(Code code, const std::string& message) : std::runtime_error(message), code(code) {}
+    Error(Code code, const std::string& message, std::vector<std::string> peers, std::string reason = {})
+        : std::runtime_error(message), code(code), peers(std::move(peers)), reason(std::move(reason)) {}
+
+    Code code;
+    std::vector<std::string> peers;
+    std::string reason;
+};
+
+// "CALL: what errno means". For failed system calls.
+[[noreturn]] void throw_errno(const std::string& call);
+
+}  // namespace antiphon::m2n

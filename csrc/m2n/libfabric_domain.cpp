@@ -1,0 +1,218 @@
+#include "m2n/libfabric_domain.h"
+
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+
+#include <netinet/in.h>
+#include <rdma/fi_cm.h>
+#include <sys/random.h>
+#include <sys/uio.h>
+
+#include <cstring>
+
+#include "m2n/error.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+fi_hmem_iface interface_of(MemoryKind kind) {
+    switch (kind) {
+        case MemoryKind::host: return FI_HMEM_SYSTEM;
+        case MemoryKind::cuda: return FI_HMEM_CUDA;
+        case MemoryKind::rocm: return FI_HMEM_ROCR;
+        case MemoryKind::level_zero: return FI_HMEM_ZE;
+        case MemoryKind::neuron: return FI_HMEM_NEURON;
+        case MemoryKind::synapse: return FI_HMEM_SYNAPSEAI;
+    }
+    return FI_HMEM_SYSTEM;
+}
+
+uint64_t random_key(size_t key_bytes) {
+    const uint64_t word = random_word();
+    return key_bytes < sizeof(word) ? word & ((uint64_t{1} << (8 * key_bytes)) - 1) : word;
+}
+
+bool is_wildcard(const std::vector<std::byte>& address, uint32_t format) {
+    if (format == FI_SOCKADDR_IN && address.size() >= sizeof(sockaddr_in)) {
+        sockaddr_in inet{};
+        std::memcpy(&inet, address.data(), sizeof(inet));
+        return inet.sin_addr.s_addr == INADDR_ANY;
+    }
+    if (format == FI_SOCKADDR_IN6 && address.size() >= sizeof(sockaddr_in6)) {
+        sockaddr_in6 inet{};
+        std::memcpy(&inet, address.data(), sizeof(inet));
+        return std::memcmp(&inet.sin6_addr, &in6addr_any, sizeof(in6addr_any)) == 0;
+    }
+    return false;
+}
+
+}  // namespace
+
+uint64_t random_word() {
+    uint64_t word = 0;
+    if (::getrandom(&word, sizeof(word), 0) != static_cast<ssize_t>(sizeof(word))) throw_errno("getrandom");
+    return word;
+}
+
+LibfabricDomain::LibfabricDomain(const TransportOptions& options)
+    : library_(open_libfabric(options.library)), info_(choose_provider(library_, options)) {
+    fid_fabric* fabric = nullptr;
+    check(library_.fabric(info_->fabric_attr, &fabric, nullptr), "fi_fabric");
+    fabric_.reset(fabric);
+    fid_domain* domain = nullptr;
+    check(fi_domain(fabric, info_.get(), &domain, nullptr), "fi_domain");
+    domain_.reset(domain);
+    fi_av_attr attributes{};
+    attributes.type = FI_AV_TABLE;
+    fid_av* addresses = nullptr;
+    check(fi_av_open(domain, &attributes, &addresses, nullptr), "fi_av_open");
+    addresses_.reset(addresses);
+    open_queue();
+    open_endpoint(Lane::data, options.data_traffic_class);
+    open_endpoint(Lane::credit, options.credit_traffic_class);
+    own_peer_.provider = provider();
+    own_peer_.protocol = info_->ep_attr->protocol;
+    own_peer_.data_address = name_of(endpoint(Lane::data));
+    own_peer_.credit_address = name_of(endpoint(Lane::credit));
+    if (is_wildcard(own_peer_.data_address, info_->addr_format)) {
+        throw Error(Code::invalid, "libfabric: host is '" + options.host +
+                                       "', which no peer can reach: name an address of this machine");
+    }
+}
+
+void LibfabricDomain::check(int64_t result, const char* call) const {
+    if (result >= 0) return;
+    throw Error(Code::system, std::string("libfabric ") + call + " (provider " + provider() +
+                                  "): " + library_.words_for(result));
+}
+
+void LibfabricDomain::open_queue() {
+    fi_cq_attr attributes{};
+    attributes.size = queue_entries;
+    attributes.format = FI_CQ_FORMAT_DATA;
+    attributes.wait_obj = FI_WAIT_FD;
+    fid_cq* queue = nullptr;
+    if (fi_cq_open(domain_.get(), &attributes, &queue, nullptr) == 0) {
+        queue_.reset(queue);
+        int descriptor = -1;
+        if (fi_control(&queue->fid, FI_GETWAIT, &descriptor) == 0) wait_descriptor_ = descriptor;
+        return;
+    }
+    attributes.size = queue_entries;
+    attributes.wait_obj = FI_WAIT_NONE;
+    check(fi_cq_open(domain_.get(), &attributes, &queue, nullptr), "fi_cq_open");
+    queue_.reset(queue);
+}
+
+void LibfabricDomain::open_endpoint(Lane lane, int traffic_class) {
+    const auto index = static_cast<size_t>(lane);
+    lane_info_[index] = copy_info(library_, *info_);
+    if (traffic_class >= 0) lane_info_[index]->tx_attr->tclass = static_cast<uint32_t>(traffic_class);
+    fid_ep* endpoint = nullptr;
+    check(fi_endpoint(domain_.get(), lane_info_[index].get(), &endpoint, nullptr), "fi_endpoint");
+    endpoints_[index].reset(endpoint);
+    check(fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind (completion queue)");
+    check(fi_ep_bind(endpoint, &addresses_->fid, 0), "fi_ep_bind (address vector)");
+    check(fi_enable(endpoint), "fi_enable");
+}
+
+std::vector<std::byte> LibfabricDomain::name_of(fid_ep* endpoint) const {
+    std::vector<std::byte> name(FI_NAME_MAX);
+    size_t size = name.size();
+    int result = fi_getname(&endpoint->fid, name.data(), &size);
+    if (result == -FI_ETOOSMALL) {
+        name.resize(size);
+        result = fi_getname(&endpoint->fid, name.data(), &size);
+    }
+    check(result, "fi_getname");
+    name.resize(size);
+    return name;
+}
+
+bool LibfabricDomain::may_sleep() const {
+    fid* object = &queue_->fid;
+    return wait_descriptor_ >= 0 && fi_trywait(fabric_.get(), &object, 1) == 0;
+}
+
+MemoryRegion LibfabricDomain::register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
+                                              MemoryKind kind, int device) {
+    if (kind != MemoryKind::host && (info_->caps & FI_HMEM) == 0) {
+        throw Error(Code::invalid, "libfabric provider " + provider() +
+                                       " does not take device memory (FI_HMEM): use one that does, or stage through "
+                                       "host memory");
+    }
+    const iovec place{memory, num_bytes};
+    fi_mr_attr attributes{};
+    attributes.mr_iov = &place;
+    attributes.iov_count = 1;
+    attributes.access = access;
+    attributes.iface = interface_of(kind);
+    attributes.device.cuda = device;  // all members of the union are one int
+    fid_mr* region = nullptr;
+    int result = 0;
+    for (int attempt = 0; attempt < 4; ++attempt) {  // a random key may be taken
+        attributes.requested_key =
+            (info_->domain_attr->mr_mode & FI_MR_PROV_KEY) != 0 ? 0 : random_key(info_->domain_attr->mr_key_size);
+        result = fi_mr_regattr(domain_.get(), &attributes, 0, &region);
+        if (result != -FI_ENOKEY) break;
+    }
+    if (result != 0) {
+        throw Error(Code::system, "libfabric fi_mr_regattr (provider " + provider() + ") of " +
+                                      std::to_string(num_bytes) + " bytes: " + library_.words_for(result) +
+                                      "; where the card pins memory, raise the limit (ulimit -l)");
+    }
+    MemoryRegion registered;
+    registered.registration.reset(region);
+    if ((info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0) {
+        check(fi_mr_bind(region, &endpoint(lane)->fid, 0), "fi_mr_bind");
+        check(fi_mr_enable(region), "fi_mr_enable");
+    }
+    const bool by_address = (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+    registered.remote_base = by_address ? reinterpret_cast<uint64_t>(memory) : 0;
+    return registered;
+}
+
+fi_addr_t LibfabricDomain::acquire_address(Bytes address, const std::string& of_provider, uint32_t of_protocol) {
+    if (of_protocol != own_peer_.protocol) {
+        throw Error(Code::refused, "libfabric: the peer uses provider " + of_provider + ", this end " + provider() +
+                                       ": give both the same provider");
+    }
+    // Only text says where it ends; of everything else the provider reads as many bytes as its own addresses have.
+    const bool is_text = info_->addr_format == FI_ADDR_STR;
+    const bool whole = is_text ? !address.empty() && address.back() == std::byte{0}
+                               : address.size() == own_peer_.data_address.size();
+    if (!whole) {
+        throw Error(Code::refused, "libfabric: the peer's address of " + std::to_string(address.size()) +
+                                       " bytes is none of provider " + provider() + ", whose have " +
+                                       std::to_string(own_peer_.data_address.size()) +
+                                       ": use IPv4 or IPv6 on both sides");
+    }
+    KnownAddress& known = known_[{address.begin(), address.end()}];
+    if (known.users == 0) {
+        const int inserted = fi_av_insert(addresses_.get(), address.data(), 1, &known.address, 0, nullptr);
+        if (inserted != 1) {
+            known_.erase({address.begin(), address.end()});
+            throw Error(Code::system, "libfabric fi_av_insert (provider " + provider() + "): " +
+                                          (inserted < 0 ? library_.words_for(inserted) : "the address is refused"));
+        }
+    }
+    ++known.users;
+    return known.address;
+}
+
+void LibfabricDomain::release_address(fi_addr_t address) {
+    for (auto entry = known_.begin(); entry != known_.end(); ++entry) {
+        if (entry->second.address != address || --entry->second.users > 0) continue;
+        fi_av_remove(addresses_.get(), &address, 1, 0);
+        known_.erase(entry);
+        return;
+    }
+}
+
+void LibfabricDomain::close_endpoints() {
+    for (Fid<fid_ep>& endpoint : endpoints_) endpoint.reset();
+}
+
+}  // namespace antiphon::m2n
+
+#endif

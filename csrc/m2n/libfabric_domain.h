@@ -1,0 +1,113 @@
+// One transport's libfabric objects: a domain with one completion queue, one address vector and two endpoints.
+//
+// Messages and credits have an endpoint each, so that a credit never queues behind bulk data on the same connection and
+// can have a traffic class of its own (MegaScale-Infer, section 5). Both report to one queue: a single descriptor to
+// sleep on, a single call to look. Tags tell what a completion belongs to (libfabric_wire.h).
+//
+// Nothing here locks; the caller holds one mutex around every call.
+#pragma once
+
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "m2n/libfabric_provider.h"
+#include "m2n/libfabric_wire.h"
+
+namespace antiphon::m2n {
+
+enum class Lane { data = 0, credit = 1 };
+
+// Where memory lies that is to be registered. Anything but the host needs a provider with FI_HMEM.
+enum class MemoryKind { host, cuda, rocm, level_zero, neuron, synapse };
+
+uint64_t random_word();  // from the kernel
+
+struct FidCloser {
+    template <class T>
+    void operator()(T* object) const {
+        fi_close(&object->fid);
+    }
+};
+template <class T>
+using Fid = std::unique_ptr<T, FidCloser>;
+
+// Registered memory; the registration ends with the object, the memory is the caller's.
+struct MemoryRegion {
+    Fid<fid_mr> registration;
+    uint64_t remote_base = 0;  // what a peer adds its offset to: 0, or the address where the provider wants addresses
+
+    void* descriptor() const { return fi_mr_desc(registration.get()); }
+    uint64_t key() const { return fi_mr_key(registration.get()); }
+};
+
+class LibfabricDomain {
+  public:
+    // Completions that may be unread at once. The queue is fatally broken by one more, so whoever opens a pair reserves
+    // what its credits allow.
+    static constexpr uint32_t queue_entries = 1u << 15;
+
+    explicit LibfabricDomain(const TransportOptions& options);
+    LibfabricDomain(const LibfabricDomain&) = delete;
+    LibfabricDomain& operator=(const LibfabricDomain&) = delete;
+
+    const LibfabricLibrary& library() const { return library_; }
+    const fi_info& info() const { return *info_; }
+    std::string provider() const { return info_->fabric_attr->prov_name; }
+    const LibfabricPeer& own_peer() const { return own_peer_; }
+    fid_ep* endpoint(Lane lane) const { return endpoints_[static_cast<size_t>(lane)].get(); }
+    fid_cq* queue() const { return queue_.get(); }
+    bool posts_receives() const { return (info_->mode & FI_RX_CQ_DATA) != 0; }
+
+    // -1 where the provider cannot be waited for by descriptor.
+    int wait_descriptor() const { return wait_descriptor_; }
+    bool may_sleep() const;  // false: look at the queue first
+
+    // `access`: FI_WRITE for what we write from, FI_REMOTE_WRITE for what peers write to. `lane`: the endpoint that
+    // will use it. Error(invalid): the provider cannot register such memory; Error(system): the registration failed.
+    MemoryRegion register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
+                                 MemoryKind kind = MemoryKind::host, int device = 0);
+
+    // Counted: several pairs share a peer's endpoint. Error(refused): not an address of this provider.
+    fi_addr_t acquire_address(Bytes address, const std::string& of_provider, uint32_t of_protocol);
+    void release_address(fi_addr_t address);
+
+    // Before anything that in-flight writes refer to goes away.
+    void close_endpoints();
+
+  private:
+    void open_queue();
+    void open_endpoint(Lane lane, int traffic_class);
+    std::vector<std::byte> name_of(fid_ep* endpoint) const;
+    void check(int64_t result, const char* call) const;
+
+    struct KnownAddress {
+        fi_addr_t address = FI_ADDR_UNSPEC;
+        uint32_t users = 0;
+    };
+
+    LibfabricLibrary library_;
+    FabricInfo info_;
+    Fid<fid_fabric> fabric_;
+    Fid<fid_domain> domain_;
+    Fid<fid_av> addresses_;
+    Fid<fid_cq> queue_;
+    int wait_descriptor_ = -1;
+    FabricInfo lane_info_[2];
+    Fid<fid_ep> endpoints_[2];
+    LibfabricPeer own_peer_;
+    std::map<std::vector<std::byte>, KnownAddress> known_;
+};
+
+}  // namespace antiphon::m2n
+
+#endif

@@ -1,0 +1,161 @@
+#include "m2n/libfabric_pair.h"
+
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+
+#include <rdma/fi_rma.h>
+#include <sys/mman.h>
+
+namespace antiphon::m2n {
+
+namespace {
+
+// Whether a write may take its payload from memory that nobody registered. Only the provider that hands it to the
+// kernel: a caller that frees the memory of a lost peer's message then costs an error of that write, where one that
+// copies it later by itself would crash.
+bool can_gather(const LibfabricDomain& domain) {
+    const fi_info& info = domain.info();
+    const bool kernel_reads = domain.provider() == "tcp" || domain.provider() == "net";
+    return kernel_reads && (info.domain_attr->mr_mode & FI_MR_LOCAL) == 0 && info.tx_attr->iov_limit >= 2;
+}
+
+}  // namespace
+
+LibfabricPair::LibfabricPair(LibfabricDomain& domain, PairRole role, const PairSpec& spec, PairTag tag,
+                             const MemoryRegion& credit_source, const void* credit_bytes)
+    : domain_(domain),
+      role_(role),
+      spec_(spec),
+      tag_(tag),
+      stride_(slot_stride(spec.slot_bytes)),
+      buffer_(spec.slots * slot_stride(spec.slot_bytes)),
+      credit_descriptor_(credit_source.descriptor()),
+      credit_bytes_(credit_bytes),
+      inject_credits_(domain.info().tx_attr->inject_size >= credit_payload_bytes),
+      gathers_(role == PairRole::sender && can_gather(domain)),
+      writes_(spec.slots),
+      waiting_(spec.slots),
+      news_(spec.slots) {
+    const uint64_t largest = domain.info().ep_attr->max_msg_size;
+    if (header_bytes + spec.slot_bytes > largest) {
+        throw Error(Code::invalid, "libfabric provider " + domain.provider() + " writes at most " +
+                                       std::to_string(largest) + " bytes at once, a slot of " +
+                                       std::to_string(spec.slot_bytes) + " with its header needs " +
+                                       std::to_string(header_bytes + spec.slot_bytes) + ": make the slots smaller");
+    }
+    for (PairWrite& write : writes_) write.pair = this;
+    const uint64_t access = role == PairRole::sender ? FI_WRITE : FI_REMOTE_WRITE;
+    region_ = domain.register_memory(memory(), memory_bytes(), access, Lane::data);
+}
+
+LibfabricPair::~LibfabricPair() {
+    if (target_.address != FI_ADDR_UNSPEC) domain_.release_address(target_.address);
+    if (other_address_ != FI_ADDR_UNSPEC) domain_.release_address(other_address_);
+}
+
+void LibfabricPair::set_target(const PairTarget& target, fi_addr_t other_address) {
+    target_ = target;
+    other_address_ = other_address;
+}
+
+int64_t LibfabricPair::write_gathered(PairWrite& write, SlotId slot_id) {
+    const iovec parts[2] = {{slot(slot_id), header_bytes},
+                            {const_cast<std::byte*>(write.payload), write.num_bytes - header_bytes}};
+    void* descriptors[2] = {region_.descriptor(), nullptr};
+    const fi_rma_iov place{target_.base + slot_id * stride_, write.num_bytes, target_.key};
+    const fi_msg_rma message{parts, descriptors, 2, target_.address, &place, 1, &write.context, write.word};
+    return fi_writemsg(domain_.endpoint(Lane::data), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION);
+}
+
+int64_t LibfabricPair::hand_over(PairWrite& write) {
+    const auto slot_id = static_cast<SlotId>(&write - writes_.data());
+    if (write.payload != nullptr) return write_gathered(write, slot_id);
+    if (role_ == PairRole::sender) {
+        return fi_writedata(domain_.endpoint(Lane::data), slot(slot_id), write.num_bytes, region_.descriptor(),
+                            write.word, target_.address, target_.base + slot_id * stride_, target_.key,
+                            &write.context);
+    }
+    if (inject_credits_) {
+        return fi_inject_writedata(domain_.endpoint(Lane::credit), credit_bytes_, credit_payload_bytes, write.word,
+                                   target_.address, target_.base, target_.key);
+    }
+    return fi_writedata(domain_.endpoint(Lane::credit), credit_bytes_, credit_payload_bytes, credit_descriptor_,
+                        write.word, target_.address, target_.base, target_.key, &write.context);
+}
+
+void LibfabricPair::keep(PairWrite& write) {
+    if (write.waiting) return;
+    write.waiting = waiting_.push(static_cast<uint32_t>(&write - writes_.data()));
+}
+
+void LibfabricPair::submit(SlotId slot, uint16_t sequence, uint64_t num_bytes, const std::byte* payload) {
+    if (!broken_.empty() || slot >= writes_.size()) return;
+    PairWrite& write = writes_[slot];
+    write.word = Immediate{target_.tag, slot, sequence}.pack();
+    write.num_bytes = num_bytes;
+    write.payload = payload;
+    keep(write);
+    flush();
+}
+
+void LibfabricPair::flush() {
+    for (size_t left = waiting_.size(); left > 0 && broken_.empty(); --left) {
+        const uint32_t index = waiting_.pop();
+        PairWrite& write = writes_[index];
+        // A credit can overtake the completion of the write it answers; the context is the provider's until then.
+        const int64_t result = write.in_flight ? -FI_EAGAIN : hand_over(write);
+        if (result == -FI_EAGAIN) {
+            waiting_.push(index);
+            if (!write.in_flight) return;  // what refuses one write to this peer refuses all
+            continue;
+        }
+        write.waiting = false;
+        if (result != 0) {
+            break_off("libfabric provider " + domain_.provider() + " does not write: " +
+                      domain_.library().words_for(result));
+        } else if (role_ == PairRole::sender || !inject_credits_) {
+            write.in_flight = true;
+            ++in_flight_;
+        }
+    }
+}
+
+bool LibfabricPair::on_written(PairWrite& write) {
+    if (!write.in_flight) return false;
+    write.in_flight = false;
+    --in_flight_;
+    return write.payload != nullptr;
+}
+
+bool LibfabricPair::source_reusable(SlotId slot) const {
+    if (slot >= writes_.size()) return true;
+    const PairWrite& write = writes_[slot];
+    return write.payload == nullptr || (!write.in_flight && (!write.waiting || !broken_.empty()));
+}
+
+void LibfabricPair::on_immediate(SlotId slot, uint16_t sequence) {
+    if (slot >= spec_.slots) {
+        break_off("the peer wrote to slot " + std::to_string(slot) + " of " + std::to_string(spec_.slots));
+    } else if (!news_.push(Immediate{spec_.source, slot, sequence}.pack())) {
+        break_off("the peer sent more than its " + std::to_string(spec_.slots) + " slots allow");
+    }
+}
+
+void LibfabricPair::take(ImmediateSink& sink) {
+    while (!news_.empty()) sink.push_back(Immediate::unpack(news_.pop()));
+}
+
+void LibfabricPair::break_off(const std::string& reason) {
+    if (broken_.empty()) broken_ = reason;
+}
+
+bool LibfabricPair::owns(const PairWrite* write) const {
+    return !writes_.empty() && write >= writes_.data() && write < writes_.data() + writes_.size();
+}
+
+void LibfabricPair::hollow() {
+    if (buffer_.size() > 0) ::madvise(buffer_.data(), buffer_.size(), MADV_DONTNEED);
+}
+
+}  // namespace antiphon::m2n
+
+#endif

@@ -1,0 +1,143 @@
+// One end of a pair over libfabric: what it has in flight, what the provider refused for now, and what came in.
+//
+// Both ends do the same with different things: a sender writes messages and hears of credits, a receiver writes credits
+// and hears of messages. So there is one class, and its direction decides which endpoint it writes from. Every slot has
+// at most one write under way; all containers have their size from the start, and nothing here allocates afterwards.
+// Nothing here locks; LibfabricFabric holds its mutex around every call.
+#pragma once
+
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/huge_buffer.h"
+#include "m2n/libfabric_domain.h"
+#include "m2n/transport.h"
+
+namespace antiphon::m2n {
+
+class LibfabricPair;
+
+// A write handed to the provider, or waiting to be. Its address is the provider's context for it.
+struct PairWrite {
+    fi_context2 context{};  // scratch space of providers that want some; must come first
+    LibfabricPair* pair = nullptr;
+    uint32_t word = 0;  // travels beside the write
+    uint64_t num_bytes = 0;              // header included
+    const std::byte* payload = nullptr;  // the caller's memory; nullptr: behind the header, in the slot
+    bool in_flight = false;
+    bool waiting = false;
+};
+
+// First in, first out, of a size fixed once.
+class SlotQueue {
+  public:
+    explicit SlotQueue(size_t capacity) : words_(capacity) {}
+    bool empty() const { return count_ == 0; }
+    size_t size() const { return count_; }
+    bool push(uint32_t word) {
+        if (count_ == words_.size()) return false;
+        words_[(begin_ + count_++) % words_.size()] = word;
+        return true;
+    }
+    uint32_t pop() {
+        const uint32_t word = words_[begin_];
+        begin_ = (begin_ + 1) % words_.size();
+        --count_;
+        return word;
+    }
+
+  private:
+    std::vector<uint32_t> words_;
+    size_t begin_ = 0;
+    size_t count_ = 0;
+};
+
+enum class PairRole { sender, receiver };
+
+// Where this end writes to.
+struct PairTarget {
+    fi_addr_t address = FI_ADDR_UNSPEC;
+    uint64_t base = 0;
+    uint64_t key = 0;
+    PairTag tag = 0;
+};
+
+class LibfabricPair {
+  public:
+    static constexpr uint64_t least_gathered_bytes = 16 * 1024;  // below, a copy costs less than a second segment
+
+    // `credit_source`: four registered bytes that a receiver writes credits from.
+    LibfabricPair(LibfabricDomain& domain, PairRole role, const PairSpec& spec, PairTag tag,
+                  const MemoryRegion& credit_source, const void* credit_bytes);
+    ~LibfabricPair();
+    LibfabricPair(const LibfabricPair&) = delete;
+    LibfabricPair& operator=(const LibfabricPair&) = delete;
+
+    PairRole role() const { return role_; }
+    const PairSpec& spec() const { return spec_; }
+    PairTag tag() const { return tag_; }
+    std::byte* slot(SlotId slot) const { return memory() + slot * stride_; }
+    const MemoryRegion& region() const { return region_; }
+    uint64_t memory_bytes() const { return spec_.slots * stride_; }
+    Event event() const { return role_ == PairRole::sender ? Event::credit : Event::arrival; }
+    uint32_t in_flight() const { return in_flight_; }
+    bool has_waiting() const { return !waiting_.empty(); }
+    const std::string& broken() const { return broken_; }
+    bool gathers(uint64_t payload_bytes) const { return gathers_ && payload_bytes >= least_gathered_bytes; }
+
+    // Takes over one use of both addresses (of the lane to write on, and of the other one, which EFA must know).
+    void set_target(const PairTarget& target, fi_addr_t other_address);
+
+    // Starts the write of a slot's message (`num_bytes`, header included) or of its credit, or keeps it for `flush`.
+    // With `payload` only the header lies in the slot; only where `gathers`.
+    void submit(SlotId slot, uint16_t sequence, uint64_t num_bytes, const std::byte* payload = nullptr);
+    void flush();  // hands over what waits
+    // The provider is done with it. True: it wrote from the caller's memory, which may change now.
+    bool on_written(PairWrite& write);
+    bool source_reusable(SlotId slot) const;
+    void on_immediate(SlotId slot, uint16_t sequence);
+    void take(ImmediateSink& sink);  // what came in
+    void break_off(const std::string& reason);
+    bool owns(const PairWrite* write) const;
+
+    // The registration ends, so that nothing can be written here any more.
+    void close_registration() { region_.registration.reset(); }
+    // Gives the pages back and keeps the addresses: the provider may be in the middle of a message.
+    void hollow();
+    HugeBuffer take_memory() { return std::move(buffer_); }
+
+  private:
+    std::byte* memory() const { return reinterpret_cast<std::byte*>(buffer_.data()); }
+    int64_t hand_over(PairWrite& write);
+    int64_t write_gathered(PairWrite& write, SlotId slot);
+    void keep(PairWrite& write);
+
+    LibfabricDomain& domain_;
+    PairRole role_;
+    PairSpec spec_;
+    PairTag tag_;
+    uint64_t stride_;
+    HugeBuffer buffer_;
+    MemoryRegion region_;
+    void* credit_descriptor_;
+    const void* credit_bytes_;
+    bool inject_credits_;
+    bool gathers_;
+    PairTarget target_;
+    fi_addr_t other_address_ = FI_ADDR_UNSPEC;
+    std::vector<PairWrite> writes_;  // by slot
+    SlotQueue waiting_;              // slots of writes that the provider refused for now
+    SlotQueue news_;                 // packed immediates
+    uint32_t in_flight_ = 0;
+    std::string broken_;  // why, once it is
+};
+
+// What a credit's write carries: nobody reads it, but not every provider is known to deliver an empty write.
+constexpr size_t credit_payload_bytes = 4;
+
+}  // namespace antiphon::m2n
+
+#endif

@@ -1,0 +1,209 @@
+// The back-end within one process: endpoints in threads of it, or several in one thread. It exists for tests and
+// simulation, and it can be malicious within the rules: with a seed it delivers late, a few at a time and shuffled.
+//
+// Both ends of a pair share one block of memory, and the sender finds the receiver's block by a random token in a
+// table of the process: the welcome is bytes, and bytes cannot carry a reference.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "base/huge_buffer.h"
+#include "m2n/bell.h"
+#include "m2n/control.h"
+#include "m2n/error.h"
+#include "m2n/pair_memory.h"
+#include "m2n/transports.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+struct Bells {
+    Bell bells[2];  // by Event
+    std::atomic<bool> interrupted{false};
+
+    Bell& of(Event event) { return bells[static_cast<size_t>(event)]; }
+};
+
+struct Shared {
+    HugeBuffer buffer;
+    PairMemory memory;
+    std::shared_ptr<Bells> sender;
+    std::shared_ptr<Bells> receiver;
+};
+
+using Token = std::vector<std::byte>;
+
+// Things of this process that the other end will ask for by token.
+template <class T>
+class Exchange {
+  public:
+    Token offer(std::shared_ptr<T> value) {
+        Token token(token_bytes);
+        fill_random(token);
+        const std::lock_guard lock(mutex_);
+        offered_[token] = std::move(value);
+        return token;
+    }
+    std::shared_ptr<T> take(const Token& token) {
+        const std::lock_guard lock(mutex_);
+        const auto found = offered_.find(token);
+        if (found == offered_.end()) throw Error(Code::refused, "loopback: the peer is not in this process");
+        std::shared_ptr<T> value = std::move(found->second);
+        offered_.erase(found);
+        return value;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<Token, std::shared_ptr<T>> offered_;
+};
+
+Exchange<Bells>& introductions() {
+    static Exchange<Bells> exchange;
+    return exchange;
+}
+
+Exchange<Shared>& pairs() {
+    static Exchange<Shared> exchange;
+    return exchange;
+}
+
+// Holds back and reorders what arrived, when it has a seed.
+class Shuffler {
+  public:
+    explicit Shuffler(uint64_t seed) : enabled_(seed != 0), random_(seed) {}
+
+    void pass(ImmediateSink& sink) {
+        if (!enabled_) return;
+        held_.insert(held_.end(), sink.begin(), sink.end());
+        sink.clear();
+        std::shuffle(held_.begin(), held_.end(), random_);
+        for (size_t left = held_.size(); left > 0; --left) {
+            if (random_() % 2 != 0) continue;
+            sink.push_back(held_.back());
+            held_.pop_back();
+        }
+    }
+
+  private:
+    bool enabled_;
+    std::mt19937_64 random_;
+    ImmediateSink held_;
+};
+
+class LoopbackLanding final : public Landing {
+  public:
+    LoopbackLanding(std::shared_ptr<Shared> shared, uint64_t seed)
+        : shared_(std::move(shared)), arrivals_(shared_->memory.slots()), shuffler_(seed) {}
+
+    const std::byte* slot(SlotId slot) const override { return shared_->memory.slot(slot); }
+
+    bool poll(ImmediateSink& sink, std::string&) override {
+        arrivals_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return shared_->memory.arrived(slot); });
+        shuffler_.pass(sink);
+        return true;
+    }
+
+    void release(Immediate immediate) override {
+        shared_->memory.released(immediate.slot).store(immediate.pack(), std::memory_order_release);
+        ring(shared_->sender->of(Event::credit));
+    }
+
+  private:
+    std::shared_ptr<Shared> shared_;
+    WordReader arrivals_;
+    Shuffler shuffler_;
+};
+
+class LoopbackLink final : public Link {
+  public:
+    LoopbackLink(std::shared_ptr<Shared> shared, uint64_t seed)
+        : shared_(std::move(shared)), credits_(shared_->memory.slots()), shuffler_(seed) {}
+
+    std::byte* slot(SlotId slot) override { return shared_->memory.slot(slot); }
+
+    void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
+        std::byte* slot = shared_->memory.slot(immediate.slot);
+        if (payload != nullptr && header.length > 0) std::memcpy(slot + header_bytes, payload, header.length);
+        std::memcpy(slot, &header, header_bytes);
+        shared_->memory.arrived(immediate.slot).store(immediate.pack(), std::memory_order_release);
+        ring(shared_->receiver->of(Event::arrival));
+    }
+
+    bool source_reusable(SlotId) override { return true; }
+
+    bool poll(ImmediateSink& sink, std::string&) override {
+        credits_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return shared_->memory.released(slot); });
+        shuffler_.pass(sink);
+        return true;
+    }
+
+  private:
+    std::shared_ptr<Shared> shared_;
+    WordReader credits_;
+    Shuffler shuffler_;
+};
+
+class Loopback final : public Transport {
+  public:
+    explicit Loopback(uint64_t seed) : bells_(std::make_shared<Bells>()), seed_(seed) {}
+
+    const char* name() const override { return "loopback"; }
+    bool same_host_only() const override { return true; }
+
+    Blob introduce() override { return {introductions().offer(bells_), {}}; }
+
+    std::unique_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) override {
+        auto shared = std::make_shared<Shared>();
+        shared->buffer = HugeBuffer(PairMemory::bytes(spec));
+        shared->memory = PairMemory(reinterpret_cast<std::byte*>(shared->buffer.data()), spec);
+        shared->sender = introductions().take(introduction.bytes);
+        shared->receiver = bells_;
+        welcome.bytes = pairs().offer(shared);
+        return std::make_unique<LoopbackLanding>(std::move(shared), seed_ == 0 ? 0 : seed_ + spec.source);
+    }
+
+    std::unique_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
+                                    Deadline) override {
+        return std::make_unique<LoopbackLink>(pairs().take(welcome.bytes), seed_ == 0 ? 0 : seed_ + ~spec.source);
+    }
+
+    bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
+    void progress() override {}
+
+    uint32_t prepare(Event event) override { return bells_->of(event).count.load(); }
+
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) override {
+        if (seed_ != 0) {
+            std::this_thread::yield();  // something may be held back: only asking again brings it forward
+            return;
+        }
+        wait(bells_->of(event), prepared, needed, bells_->interrupted, deadline, spin_ns);
+        bells_->interrupted.store(false);
+    }
+
+    void interrupt() override {
+        bells_->interrupted.store(true);
+        ring_always(bells_->of(Event::arrival));
+        ring_always(bells_->of(Event::credit));
+    }
+
+  private:
+    std::shared_ptr<Bells> bells_;
+    uint64_t seed_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_loopback(const TransportOptions& options) {
+    return std::make_unique<Loopback>(options.shuffle_seed);
+}
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,78 @@
+// Which rows go where, and their way there and back: the part of dispatch and combine that touches every row.
+//
+// One pass over the gate's choices lists, for each destination, the rows that have at least one expert there. Writing
+// a destination's message then reads each of its rows once and writes it once, into the slot itself. The way back adds
+// the partial sums of a row in float32, in the order of destinations, and rounds once.
+//
+// Experts may have replicas: `owner_of[turn][expert]` names the worker for rows whose index is `turn` modulo the number
+// of turns, so the split is even and needs no random numbers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace antiphon::m2n {
+
+enum class RowType { bf16, fp16, fp32 };
+
+size_t bytes_of(RowType type);
+
+struct RowShape {
+    uint32_t hidden = 0;
+    uint32_t top_k = 0;
+    uint32_t max_rows = 0;
+    RowType type = RowType::bf16;
+
+    uint64_t row_bytes() const { return hidden * bytes_of(type); }
+    // A dispatch message of `rows` rows: expert ids, weights, rows; each part begins at a multiple of 64 bytes.
+    uint64_t weights_offset(uint32_t rows) const { return round_up(uint64_t{rows} * top_k * 4); }
+    uint64_t rows_offset(uint32_t rows) const { return 2 * weights_offset(rows); }
+    uint64_t dispatch_bytes(uint32_t rows) const { return rows_offset(rows) + rows * row_bytes(); }
+    uint64_t combine_bytes(uint32_t rows) const { return rows * row_bytes(); }
+
+  private:
+    static uint64_t round_up(uint64_t value) { return (value + 63) / 64 * 64; }
+};
+
+// A micro-batch as the gate leaves it: `ids` and `weights` are [count, top_k], contiguous.
+struct GatedRows {
+    const std::byte* rows = nullptr;
+    uint64_t stride_bytes = 0;
+    const int32_t* ids = nullptr;
+    const float* weights = nullptr;
+    uint32_t count = 0;
+};
+
+class RowScatter {
+  public:
+    // `owner_of`: num_turns rows of num_experts worker numbers below `num_workers`.
+    RowScatter(const RowShape& shape, uint32_t num_workers, uint32_t num_experts, std::vector<int32_t> owner_of);
+
+    // Lists the rows of each worker. Error(invalid): an id that is no expert.
+    void plan(const int32_t* ids, uint32_t count, std::vector<std::vector<uint32_t>>& rows_of) const;
+
+    // Writes one worker's message into `payload` (shape.dispatch_bytes(rows.size()) bytes). Ids of experts that live
+    // elsewhere become -1.
+    void write(const GatedRows& gated, uint32_t worker, std::span<const uint32_t> rows, std::byte* payload) const;
+
+    uint32_t num_workers() const { return num_workers_; }
+    const RowShape& shape() const { return shape_; }
+
+  private:
+    int32_t owner(uint32_t row, int32_t id) const { return owner_of_[row % num_turns_ * num_experts_ + id]; }
+
+    RowShape shape_;
+    uint32_t num_workers_;
+    uint32_t num_experts_;
+    uint32_t num_turns_;
+    std::vector<int32_t> owner_of_;
+};
+
+// out[row] = sum over workers of partials[w][position of row in rows_of[w]], for all `count` rows. Every list of
+// `rows_of` is ascending; a row that no list names becomes zero.
+void add_partials(const RowShape& shape, const std::vector<std::vector<uint32_t>>& rows_of,
+                  std::span<const std::byte* const> partials, uint32_t count, std::byte* out);
+
+}  // namespace antiphon::m2n

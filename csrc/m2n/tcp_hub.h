@@ -1,0 +1,102 @@
+// What the pairs of one TCP endpoint share: readiness of their sockets, the two bells, and tokens that wait for their
+// connection.
+//
+// Two epoll sets, level-triggered. `arrivals` holds what moves data: every landing, and a link only while it has bytes
+// queued (or its peer has closed). `everything` holds `arrivals` itself and, for credits, every link. Who waits for
+// data sleeps on the first and is not woken by credits; who waits for credits sleeps on the second, because its peer
+// may need us to read before it can go on. Rejected: one set whose waiter sorts out what it was woken for; every credit
+// then costs a process that waits for data a switch.
+//
+// Channels are found by a number that is never used twice, so an event that was fetched before its channel went away
+// finds nobody.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+
+#include "m2n/bell.h"
+#include "m2n/control.h"
+#include "m2n/file_descriptor.h"
+#include "m2n/tcp_connection.h"
+#include "m2n/transport.h"
+
+namespace antiphon::m2n {
+
+struct Visit {
+    uint32_t events = 0;   // EPOLL*
+    bool patient = false;  // wait for a channel that another thread is busy with, instead of passing by
+};
+
+// One data connection, either end. Locks itself.
+class TcpChannel {
+  public:
+    virtual ~TcpChannel() = default;
+    virtual void on_ready(const Visit& visit) = 0;
+    // The data connection that presented our token. Only landings are ever expected to have one.
+    virtual void attach(FileDescriptor) {}
+};
+
+class TcpHub {
+  public:
+    using Token = std::array<std::byte, token_bytes>;
+    using ChannelId = uint64_t;
+
+    TcpHub();
+
+    // Any thread.
+    ChannelId add(std::shared_ptr<TcpChannel> channel);
+    void remove(ChannelId id);
+    Token expect(ChannelId id);  // a token whose presenter becomes the channel's connection, once
+    bool attach(std::span<const std::byte> token, FileDescriptor& connection);
+    void watch_landing(ChannelId id, int fd);
+    void watch_link(ChannelId id, int fd);
+    // Also report when `fd` can be written. Closing a descriptor ends its watch.
+    void want_output(ChannelId id, int fd, bool is_link, bool wanted);
+
+    void count(Event event) { ring(bell(event)); }  // one more of them happened
+    void rouse(Event event);                        // end the owner's wait: it should look
+    void interrupt();                               // both, wherever the owner sleeps
+
+    void note_buffers(uint64_t wanted, uint64_t granted_send, uint64_t granted_receive);
+    TcpBufferReport buffers() const;
+    bool wants_thread() const { return wants_thread_.load(); }  // some pair's slots do not fit into its buffer
+    void knock();                                               // make a sleeper on an epoll set look around
+
+    // Owner.
+    uint32_t prepare(Event event) { return bell(event).count.load(); }
+    bool reached(Event event, uint32_t target);
+    bool take_rouse(Event event) { return roused(event).exchange(false); }
+    void wait_on_bell(Event event, uint32_t prepared, uint32_t needed, Deadline deadline);
+
+    // Owner and progress thread: visit the channels that are ready, after waiting for one for at most `timeout_ms`.
+    void visit_arrivals(int timeout_ms, Visit visit) { visit_ready(arrivals_.get(), timeout_ms, visit); }
+    void visit_everything(int timeout_ms, Visit visit) { visit_ready(everything_.get(), timeout_ms, visit); }
+
+  private:
+    Bell& bell(Event event) { return bells_[static_cast<size_t>(event)]; }
+    std::atomic<bool>& roused(Event event) { return roused_[static_cast<size_t>(event)]; }
+    void visit_ready(int epoll, int timeout_ms, Visit visit);
+    std::shared_ptr<TcpChannel> find(ChannelId id);
+
+    FileDescriptor arrivals_;
+    FileDescriptor everything_;
+    FileDescriptor knock_;  // an eventfd
+    Bell bells_[2] = {};    // by Event
+    std::atomic<bool> roused_[2] = {};
+    std::atomic<bool> wants_thread_{false};
+
+    mutable std::mutex mutex_;  // of what follows; held for look-ups only, never while a channel is visited
+    std::unordered_map<ChannelId, std::shared_ptr<TcpChannel>> channels_;
+    std::map<Token, ChannelId> expected_;
+    ChannelId next_id_;
+    TcpBufferReport buffers_;
+};
+
+}  // namespace antiphon::m2n

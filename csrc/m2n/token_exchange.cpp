@@ -1,0 +1,247 @@
+#include "m2n/token_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "m2n/error.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+// User words of a dispatch message, and of a reply.
+enum : size_t { num_rows_word = 0, participants_word = 1 };
+enum : size_t { times_word = 0 };
+
+constexpr uint32_t step_bits = 28, layer_bits = 12, micro_batch_bits = 8;
+constexpr uint32_t epoch_shift = step_bits + layer_bits + micro_batch_bits;
+constexpr uint32_t epoch_mask = 0x7FFF;
+
+uint64_t low_bits(uint64_t value, uint32_t bits) { return value & ((uint64_t{1} << bits) - 1); }
+
+uint32_t count_bits(uint64_t set) { return static_cast<uint32_t>(__builtin_popcountll(set)); }
+
+// Messages are composed in the slot, so it must be large enough before the first one.
+void check_slots(const Outbox& outbox, uint64_t largest_message) {
+    if (outbox.spec().slot_bytes >= largest_message) return;
+    throw Error(Code::invalid, "the slots of " + outbox.peer() + " hold " + std::to_string(outbox.spec().slot_bytes) +
+                                   " bytes, the largest message is " + std::to_string(largest_message) +
+                                   ": give both ends the same shape");
+}
+
+}  // namespace
+
+Step BatchKey::pack() const {
+    return uint64_t{epoch & epoch_mask} << epoch_shift | low_bits(step, step_bits) << (layer_bits + micro_batch_bits) |
+           uint64_t{layer} << micro_batch_bits | micro_batch;
+}
+
+BatchKey BatchKey::unpack(Step packed) {
+    return {static_cast<uint32_t>(packed >> epoch_shift),
+            low_bits(packed >> (layer_bits + micro_batch_bits), step_bits),
+            static_cast<uint32_t>(low_bits(packed >> micro_batch_bits, layer_bits)),
+            static_cast<uint32_t>(low_bits(packed, micro_batch_bits))};
+}
+
+Step BatchKey::first_of(uint32_t epoch) { return uint64_t{epoch & epoch_mask} << epoch_shift; }
+
+// --- attention ---
+
+AttentionSide::AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies, uint32_t num_micro_batches)
+    : scatter_(std::move(scatter)),
+      replies_(std::move(replies)),
+      experts_(scatter_.num_workers()),
+      pending_(num_micro_batches) {
+    if (num_micro_batches > max_micro_batches) {
+        throw Error(Code::invalid, std::to_string(num_micro_batches) + " micro-batches: a step number has room for " +
+                                       std::to_string(max_micro_batches));
+    }
+    for (Pending& pending : pending_) pending.rows_of.resize(scatter_.num_workers());
+    for (uint32_t worker = 0; worker < scatter_.num_workers(); ++worker) {
+        all_experts_.push_back(static_cast<SourceId>(worker));
+    }
+}
+
+void AttentionSide::set_expert(uint32_t worker, std::shared_ptr<Outbox> outbox) {
+    check_slots(*outbox, scatter_.shape().dispatch_bytes(scatter_.shape().max_rows));
+    experts_.at(worker) = std::move(outbox);
+}
+
+void AttentionSide::forget() {
+    for (Pending& pending : pending_) pending.count = 0;
+}
+
+void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const GatedRows& rows, Deadline deadline) {
+    const RowShape& shape = scatter_.shape();
+    if (rows.count > shape.max_rows) {
+        throw Error(Code::invalid, std::to_string(rows.count) + " rows in one micro-batch: the exchange was made for " +
+                                       std::to_string(shape.max_rows));
+    }
+    if (key.layer >= max_layers) {
+        throw Error(Code::invalid, "layer " + std::to_string(key.layer) + ": a step number has room for " +
+                                       std::to_string(max_layers));
+    }
+    Pending& pending = pending_.at(key.micro_batch);
+    scatter_.plan(rows.ids, rows.count, pending.rows_of);
+    pending.count = rows.count;
+    for (size_t worker = 0; worker < experts_.size(); ++worker) {
+        if (experts_[worker] == nullptr) {
+            throw Error(Code::invalid, "no connection to expert worker " + std::to_string(worker) + ": set_expert first");
+        }
+        experts_[worker]->slot(deadline);
+    }
+    MessageLabel label;
+    label.step = key.pack();
+    label.participants = count_bits(participants);
+    std::memcpy(&label.user[participants_word], &participants, sizeof(participants));
+    for (uint32_t worker = 0; worker < experts_.size(); ++worker) {
+        const auto num_rows = static_cast<uint32_t>(pending.rows_of[worker].size());
+        label.user[num_rows_word] = num_rows;
+        Outbox& outbox = *experts_[worker];
+        scatter_.write(rows, worker, pending.rows_of[worker], outbox.slot(deadline));
+        const uint64_t length = num_rows == 0 ? 0 : shape.dispatch_bytes(num_rows);
+        outbox.commit(label, length);
+        bytes_sent_ += num_rows * (shape.row_bytes() + uint64_t{8} * shape.top_k);  // without the padding
+    }
+}
+
+void AttentionSide::combine(const BatchKey& key, std::byte* out, std::vector<ComputeTimes>& times, Deadline deadline) {
+    const Step step = key.pack();
+    const Pending& pending = pending_.at(key.micro_batch);
+    replies_->wait(step, {0, all_experts_}, deadline);
+    partials_.assign(experts_.size(), nullptr);
+    times.assign(experts_.size(), {});
+    replies_->for_each(step, [&](const MessageHeader& header, SourceId worker, const std::byte* payload) {
+        if (header.length != scatter_.shape().combine_bytes(static_cast<uint32_t>(pending.rows_of[worker].size()))) {
+            throw Error(Code::invalid, replies_->name_of(worker) + " returned " + std::to_string(header.length) +
+                                           " bytes for " + std::to_string(pending.rows_of[worker].size()) + " rows");
+        }
+        partials_[worker] = payload;
+        std::memcpy(static_cast<void*>(&times[worker]), &header.user[times_word], sizeof(ComputeTimes));
+    });
+    add_partials(scatter_.shape(), pending.rows_of, partials_, pending.count, out);
+    replies_->release(step);
+}
+
+// --- experts ---
+
+ExpertSide::ExpertSide(const RowShape& shape, std::shared_ptr<Inbox> requests)
+    : shape_(shape), requests_(std::move(requests)), attention_(requests_->spec().sources) {}
+
+void ExpertSide::set_attention(SourceId worker, std::shared_ptr<Outbox> outbox) {
+    check_slots(*outbox, shape_.combine_bytes(shape_.max_rows));
+    attention_.at(worker) = std::move(outbox);
+}
+
+ExpertSide::Received ExpertSide::receive(Deadline deadline) {
+    const std::optional<Step> step = requests_->wait_complete(deadline);
+    if (!step) return {};
+    if ((*step & introduction_bit) == 0) return {collect(*step), std::nullopt};
+    Introduction introduction;
+    requests_->for_each(*step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
+        introduction.source = source;
+        introduction.ticket.assign(payload, payload + header.length);
+    });
+    requests_->release(*step);
+    return {std::nullopt, std::move(introduction)};
+}
+
+ReceivedBatch ExpertSide::collect(Step step) {
+    struct Part {
+        SourceId source;
+        uint32_t num_rows;
+        const std::byte* payload;
+    };
+    std::vector<Part> parts;
+    requests_->for_each(step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
+        const uint32_t num_rows = header.user[num_rows_word];
+        const uint64_t expected = num_rows == 0 ? 0 : shape_.dispatch_bytes(num_rows);
+        if (num_rows > shape_.max_rows || header.length != expected) {
+            throw Error(Code::invalid, requests_->name_of(source) + " sent " + std::to_string(header.length) +
+                                           " bytes for " + std::to_string(num_rows) + " rows");
+        }
+        parts.push_back({source, num_rows, payload});
+    });
+    std::ranges::sort(parts, {}, &Part::source);
+    ReceivedBatch batch;
+    batch.key = BatchKey::unpack(step);
+    std::vector<const std::byte*> payloads;
+    for (const Part& part : parts) {
+        batch.sources.push_back(part.source);
+        batch.rows_per_source.push_back(part.num_rows);
+        batch.num_rows += part.num_rows;
+        payloads.push_back(part.payload);
+    }
+    gather(batch, payloads);
+    return batch;
+}
+
+// One source: its slot is the batch. Several: their rows are put one after another.
+void ExpertSide::gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads) {
+    if (payloads.size() == 1) {
+        const std::byte* payload = payloads[0];
+        batch.ids = reinterpret_cast<const int32_t*>(payload);
+        batch.weights = reinterpret_cast<const float*>(payload + shape_.weights_offset(batch.num_rows));
+        batch.rows = payload + shape_.rows_offset(batch.num_rows);
+        return;
+    }
+    rows_.resize(std::max(rows_.size(), size_t{batch.num_rows} * shape_.row_bytes()));
+    ids_.resize(std::max(ids_.size(), size_t{batch.num_rows} * shape_.top_k));
+    weights_.resize(ids_.size());
+    size_t first = 0;
+    for (size_t i = 0; i < payloads.size(); ++i) {
+        const uint32_t count = batch.rows_per_source[i];
+        const size_t table_bytes = size_t{count} * shape_.top_k * 4;
+        if (count == 0) continue;
+        std::memcpy(ids_.data() + first * shape_.top_k, payloads[i], table_bytes);
+        std::memcpy(weights_.data() + first * shape_.top_k, payloads[i] + shape_.weights_offset(count), table_bytes);
+        std::memcpy(rows_.data() + first * shape_.row_bytes(), payloads[i] + shape_.rows_offset(count),
+                    count * shape_.row_bytes());
+        first += count;
+    }
+    batch.ids = ids_.data();
+    batch.weights = weights_.data();
+    batch.rows = rows_.data();
+}
+
+void ExpertSide::reply(const ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline) {
+    MessageLabel label;
+    label.step = batch.key.pack();
+    std::memcpy(&label.user[times_word], &times, sizeof(times));
+    for (const SourceId source : batch.sources) {
+        if (attention_[source] == nullptr) {
+            throw Error(Code::invalid, requests_->name_of(source) + " sent rows before it introduced itself");
+        }
+        attention_[source]->slot(deadline);
+    }
+    for (size_t i = 0; i < batch.sources.size(); ++i) {
+        const SourceId source = batch.sources[i];
+        const uint64_t length = shape_.combine_bytes(batch.rows_per_source[i]);
+        // Copied before the release: the partial sums may lie where the rows were received.
+        std::memcpy(attention_[source]->slot(deadline), partials, length);
+        requests_->release(label.step, source);
+        attention_[source]->commit(label, length);
+        partials += length;
+        bytes_sent_ += length;
+    }
+}
+
+std::vector<std::string> ExpertSide::overdue(int64_t age_ns) {
+    std::vector<std::string> names;
+    for (const Inbox::Incomplete& incomplete : requests_->incomplete()) {
+        if (incomplete.age_ns < age_ns) continue;
+        uint64_t participants = 0;
+        uint64_t arrived = 0;
+        requests_->for_each(incomplete.step, [&](const MessageHeader& header, SourceId source, const std::byte*) {
+            std::memcpy(&participants, &header.user[participants_word], sizeof(participants));
+            arrived |= uint64_t{1} << source;
+        });
+        for (uint32_t source = 0; source < requests_->spec().sources && source < max_attention_workers; ++source) {
+            if ((participants & ~arrived) >> source & 1) names.push_back(requests_->name_of(static_cast<SourceId>(source)));
+        }
+    }
+    return names;
+}
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,128 @@
+// Dispatch and combine over inboxes and outboxes: what a serving engine calls once per layer and micro-batch.
+//
+// Attention worker: `dispatch` scatters the rows of a micro-batch into the expert workers' slots, one message for each
+// worker (an empty one costs a header, and tells that nothing comes); `combine` waits for the partial sums and adds
+// them. Expert worker: `receive` returns the rows of one (layer, micro-batch) from all attention workers that take
+// part, `reply` sends each its rows back. Slots are released before the reply leaves, so a dispatch that follows a
+// combine finds a free slot. Both senders wait for all the slots they need before they send anything, so a call that
+// was interrupted can be made again.
+//
+// A step of the library is (epoch of the exchange, engine step, layer, micro-batch) in one number that only grows
+// with the epoch: a new epoch discards all that is older.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "m2n/inbox.h"
+#include "m2n/outbox.h"
+#include "m2n/row_scatter.h"
+
+namespace antiphon::m2n {
+
+struct BatchKey {
+    uint32_t epoch = 0;
+    uint64_t step = 0;  // modulo 2^28
+    uint32_t layer = 0;
+    uint32_t micro_batch = 0;
+
+    Step pack() const;
+    static BatchKey unpack(Step step);
+    static Step first_of(uint32_t epoch);  // discard_below(this) forgets all earlier epochs
+};
+
+constexpr uint32_t max_layers = 1u << 12;
+constexpr uint32_t max_micro_batches = 1u << 8;
+constexpr uint32_t max_attention_workers = 64;  // participants travel as a set of bits
+constexpr Step introduction_bit = Step{1} << 63;  // a message that carries the sender's own ticket
+
+// When an expert worker computed, on its own monotonic clock.
+struct ComputeTimes {
+    int64_t start_ns = 0;
+    int64_t end_ns = 0;
+};
+
+class AttentionSide {
+  public:
+    // `replies`: an inbox whose source f is expert worker f.
+    AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies, uint32_t num_micro_batches);
+
+    void set_expert(uint32_t worker, std::shared_ptr<Outbox> outbox);
+    // `participants`: bit a is set if attention worker a has rows in this micro-batch.
+    void dispatch(const BatchKey& key, uint64_t participants, const GatedRows& rows, Deadline deadline);
+    // Waits for all expert workers' partial sums of the micro-batch's last dispatch; adds them into `out` of
+    // num_pending(micro_batch) rows. `times`: of each worker.
+    void combine(const BatchKey& key, std::byte* out, std::vector<ComputeTimes>& times, Deadline deadline);
+    uint32_t num_pending(uint32_t micro_batch) const { return pending_.at(micro_batch).count; }
+    void forget();  // whatever was dispatched and not combined
+
+    uint64_t bytes_sent() const { return bytes_sent_; }
+
+  private:
+    struct Pending {
+        uint32_t count = 0;
+        std::vector<std::vector<uint32_t>> rows_of;
+    };
+    RowScatter scatter_;
+    std::shared_ptr<Inbox> replies_;
+    std::vector<std::shared_ptr<Outbox>> experts_;
+    std::vector<Pending> pending_;
+    std::vector<SourceId> all_experts_;
+    std::vector<const std::byte*> partials_;
+    uint64_t bytes_sent_ = 0;
+};
+
+// Rows of one (layer, micro-batch). Pointers are valid until `reply`.
+struct ReceivedBatch {
+    BatchKey key;
+    std::vector<SourceId> sources;
+    std::vector<uint32_t> rows_per_source;
+    uint32_t num_rows = 0;
+    const std::byte* rows = nullptr;
+    const int32_t* ids = nullptr;
+    const float* weights = nullptr;
+};
+
+// A new attention worker says how to reach it.
+struct Introduction {
+    SourceId source = 0;
+    std::vector<std::byte> ticket;
+};
+
+class ExpertSide {
+  public:
+    // `requests`: an inbox whose source a is attention worker a.
+    ExpertSide(const RowShape& shape, std::shared_ptr<Inbox> requests);
+
+    void set_attention(SourceId worker, std::shared_ptr<Outbox> outbox);
+    // The next complete batch, or introduction; neither at the deadline. Error(peer_lost) once for each lost worker.
+    struct Received {
+        std::optional<ReceivedBatch> batch;
+        std::optional<Introduction> introduction;
+    };
+    Received receive(Deadline deadline);
+    // `partials`: num_rows rows in the order of `receive`. Deadline: for free slots.
+    void reply(const ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline);
+    // Attention workers that a batch waits for since `age_ns` or longer, by name.
+    std::vector<std::string> overdue(int64_t age_ns);
+
+    uint64_t bytes_sent() const { return bytes_sent_; }
+
+  private:
+    ReceivedBatch collect(Step step);
+    void gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads);
+
+    RowShape shape_;
+    std::shared_ptr<Inbox> requests_;
+    std::vector<std::shared_ptr<Outbox>> attention_;
+    std::vector<std::byte> rows_;  // of several sources, one after another
+    std::vector<int32_t> ids_;
+    std::vector<float> weights_;
+    uint64_t bytes_sent_ = 0;
+};
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,98 @@
+// What a back-end implements. Nothing above this file knows how bytes travel, nothing below knows what they mean.
+//
+// A pair is one source of one inbox. The sender holds its `Link`, the receiver its `Landing`. The sender composes a
+// message in a slot of the link (header, then payload) and posts it; the landing reports it once header and payload
+// are visible. The receiver releases the slot; the link reports the credit. Slots are independent: a back-end may
+// deliver them in any order, and nothing above assumes one.
+//
+// Threads. The endpoint's owner (one thread at a time) calls progress, poll, post, release, prepare and block. The
+// control thread calls open_landing, adopt and interrupt at any time. The destructors of Link and Landing run on either.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "m2n/file_descriptor.h"
+#include "m2n/header.h"
+#include "m2n/types.h"
+
+namespace antiphon::m2n {
+
+// Bytes and descriptors that one end of a new pair hands to the other through the control connection.
+struct Blob {
+    std::vector<std::byte> bytes;
+    std::vector<FileDescriptor> descriptors;  // only where both ends share a machine
+};
+
+struct PairSpec {
+    SourceId source = 0;
+    uint32_t slots = 0;
+    uint64_t slot_bytes = 0;  // payload bytes a slot has room for
+    Epoch epoch = 0;
+};
+
+// Bytes from one slot's header to the next one's.
+inline uint64_t slot_stride(uint64_t slot_bytes) { return (header_bytes + slot_bytes + 63) / 64 * 64; }
+
+// Receives the immediates of one pair: messages that became visible (Landing) or credits that came back (Link).
+using ImmediateSink = std::vector<Immediate>;
+
+class Landing {
+  public:
+    virtual ~Landing() = default;
+    // Header of `slot`, the payload right behind it. Written by the sender: treat as foreign.
+    virtual const std::byte* slot(SlotId slot) const = 0;
+    // Appends what became visible since the last call; never blocks, never allocates beyond `sink`'s capacity
+    // (slots entries at most). False: the connection is broken, `reason` says why.
+    virtual bool poll(ImmediateSink& sink, std::string& reason) = 0;
+    // Returns the slot to the sender. May queue; must not block.
+    virtual void release(Immediate immediate) = 0;
+};
+
+class Link {
+  public:
+    virtual ~Link() = default;
+    // Where to compose: header_bytes for the header, then the payload. Writable while the slot is the sender's.
+    virtual std::byte* slot(SlotId slot) = 0;
+    // Starts the write; returns at once. The header lies in the slot. `payload` of header.length bytes: nullptr if it
+    // lies in the slot too, else the caller's memory, which must stay untouched until `source_reusable(slot)`.
+    virtual void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) = 0;
+    virtual bool source_reusable(SlotId slot) = 0;
+    // Appends credits that came back since the last call. False: broken, as in Landing.
+    virtual bool poll(ImmediateSink& sink, std::string& reason) = 0;
+};
+
+// What an endpoint waits for. Each kind has its own bell, so that credits do not wake who waits for data.
+enum class Event { arrival = 0, credit = 1 };
+
+class Transport {
+  public:
+    virtual ~Transport() = default;
+    virtual const char* name() const = 0;  // "shm", "tcp", "libfabric:tcp", ...
+    virtual bool same_host_only() const = 0;
+
+    // Sender, before the control connection's hello: what the receiver needs to know of us.
+    virtual Blob introduce() = 0;
+    // Receiver (control thread): make room for a source; fill what the sender needs to write here.
+    virtual std::unique_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) = 0;
+    // Sender: connect to the landing described by `welcome`. `host` and `port`: where the receiver's control listens.
+    virtual std::unique_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string& host,
+                                            uint16_t port, Deadline deadline) = 0;
+    // Receiver (control thread): a second connection that presented `token` (issued in a welcome). False: unknown.
+    virtual bool adopt(FileDescriptor& connection, std::span<const std::byte> token) = 0;
+
+    // Moves bytes that wait to be moved; never blocks.
+    virtual void progress() = 0;
+    // Take the bell's value before looking for news; `block` returns if it has moved since, when `needed` more events
+    // have happened, at the deadline, after `interrupt`, or for no reason. It spins for `spin_ns` first.
+    virtual uint32_t prepare(Event event) = 0;
+    virtual void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) = 0;
+    // Any thread: make `block` return now.
+    virtual void interrupt() = 0;
+};
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,63 @@
+// The small values of the M2N library: who, which slot, which message, until when.
+//
+// Source: a sender's number in one inbox. Slot: a place for one message of one source. Sequence: counts the uses of a
+// slot, so that a replayed or repeated write is told from a new one. Step: the caller's number for one exchange.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "base/wait_word.h"
+
+namespace antiphon::m2n {
+
+using SourceId = uint16_t;
+using SlotId = uint16_t;
+using Epoch = uint32_t;  // one incarnation of one source; 0 is never used
+using Step = uint64_t;
+
+constexpr uint32_t max_sources = 1u << 12;
+constexpr uint32_t max_slots = 1u << 8;
+constexpr uint32_t sequence_modulus = 1u << 12;
+constexpr uint64_t max_slot_bytes = uint64_t{1} << 32;
+
+// The 32 bits that travel beside a write: 12 bits source, 8 bits slot, 12 bits sequence.
+struct Immediate {
+    SourceId source = 0;
+    SlotId slot = 0;
+    uint16_t sequence = 0;  // of this slot, modulo `sequence_modulus`; the first use has 1
+
+    uint32_t pack() const { return uint32_t{source} << 20 | uint32_t{slot} << 12 | sequence; }
+    static Immediate unpack(uint32_t word) {
+        return {static_cast<SourceId>(word >> 20), static_cast<SlotId>(word >> 12 & 0xFF),
+                static_cast<uint16_t>(word & 0xFFF)};
+    }
+    bool operator==(const Immediate&) const = default;
+};
+
+inline uint16_t next_sequence(uint16_t sequence) {
+    return static_cast<uint16_t>((sequence + 1u) % sequence_modulus);
+}
+
+// A point on the monotonic clock. `never()` waits for ever; the Python interface always gives a finite one.
+class Deadline {
+  public:
+    static Deadline after_ns(int64_t timeout_ns) {
+        return Deadline(timeout_ns < 0 ? std::numeric_limits<int64_t>::max() : monotonic_ns() + timeout_ns);
+    }
+    static Deadline never() { return Deadline(std::numeric_limits<int64_t>::max()); }
+
+    int64_t left_ns() const {  // 0 once it has passed
+        if (at_ns_ == std::numeric_limits<int64_t>::max()) return at_ns_;
+        const int64_t left = at_ns_ - monotonic_ns();
+        return left > 0 ? left : 0;
+    }
+    bool passed() const { return left_ns() == 0; }
+
+  private:
+    explicit Deadline(int64_t at_ns) : at_ns_(at_ns) {}
+    int64_t at_ns_;
+};
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,57 @@
+// How to wait: the choice that decides more than any other on a shared machine.
+//
+// poll:  spin until the deadline. Lowest latency, one core for each waiter: only where cores are to spare.
+// spin:  spin for some tens of microseconds, then sleep. An answer that is already under way costs no system call.
+// block: sleep at once, woken by the last expected event. When processes outnumber cores a spinning waiter keeps the
+//        core from the peer it waits for and loses a scheduler's slice each time (measured: 14 to 170 times slower).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "m2n/types.h"
+
+namespace antiphon::m2n {
+
+enum class Waiting { poll, spin, block };
+
+struct WaitPolicy {
+    Waiting waiting = Waiting::block;
+    int64_t spin_ns = 0;  // what to hand to Transport::block
+    void (*between_sleeps)() = nullptr;  // called now and then during long waits; may throw (a signal arrived)
+};
+
+// One wait in progress: cuts it into sleeps, so that a long one still hears of signals.
+class Patience {
+  public:
+    explicit Patience(const WaitPolicy& policy)
+        : policy_(policy), started_ns_(monotonic_ns()), next_look_ns_(started_ns_ + longest_ns) {}
+
+    int64_t waited_ns() const { return monotonic_ns() - started_ns_; }
+    int64_t spin_ns() const { return policy_.spin_ns; }
+    Deadline sleep_until(Deadline deadline) const {
+        return Deadline::after_ns(std::min(deadline.left_ns(), longest_ns));
+    }
+    void slept() {
+        if (policy_.between_sleeps == nullptr || monotonic_ns() < next_look_ns_) return;
+        next_look_ns_ = monotonic_ns() + longest_ns;
+        policy_.between_sleeps();
+    }
+
+  private:
+    static constexpr int64_t longest_ns = 200'000'000;
+    const WaitPolicy& policy_;
+    int64_t started_ns_;
+    int64_t next_look_ns_;
+};
+
+const char* name_of(Waiting waiting);
+
+// `wish`: auto, poll, spin or block. auto: poll with two cores or more for each of `local_processes`, spin with at
+// least one, else block; with an unknown number (0) of processes, spin from 4 cores on. Error(invalid) for other words.
+WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, uint32_t cores, int64_t spin_ns);
+
+uint32_t usable_cores();  // of this process's affinity
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,263 @@
+#include "m2n/wire.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+
+#include "m2n/socket.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+constexpr uint32_t frame_magic = 0x434E324D;  // "M2NC", little endian
+constexpr uint8_t frame_version = 1;
+constexpr size_t growth_bytes = 8192;
+constexpr size_t proof_bytes = std::tuple_size_v<Digest>;
+constexpr size_t blob_overhead_bytes = 4 + 1;  // length and number of descriptors
+
+struct TypeTraits {
+    const char* name;
+    size_t max_bytes;
+};
+
+// max_bytes 0 and no name: there is no such type.
+TypeTraits traits_of(FrameType type) {
+    switch (type) {
+        case FrameType::hello: return {"hello", 8 + 2 + std::tuple_size_v<Nonce> + 1 + max_name_bytes};
+        case FrameType::challenge: return {"challenge", std::tuple_size_v<Nonce>};
+        case FrameType::proof: return {"proof", proof_bytes + blob_overhead_bytes + max_blob_bytes};
+        case FrameType::welcome:
+            return {"welcome", proof_bytes + 4 + 4 + 8 + 1 + max_name_bytes + blob_overhead_bytes + max_blob_bytes};
+        case FrameType::refusal: return {"refusal", max_refusal_bytes};
+        case FrameType::heartbeat: return {"heartbeat", 0};
+        case FrameType::goodbye: return {"goodbye", 0};
+        case FrameType::attach: return {"attach", max_token_bytes};
+    }
+    return {nullptr, 0};
+}
+
+[[noreturn]] void nonsense(const std::string& words) { throw Error(Code::invalid, words); }
+
+void check_range(const char* what, uint64_t value, uint64_t lowest, uint64_t highest) {
+    if (value >= lowest && value <= highest) return;
+    nonsense(std::string(what) + " is " + std::to_string(value) + ": it must be " + std::to_string(lowest) + " to " +
+             std::to_string(highest));
+}
+
+void write_blob(ByteWriter& writer, const std::vector<std::byte>& blob, uint8_t num_descriptors) {
+    check_range("the blob's number of bytes", blob.size(), 0, max_blob_bytes);
+    check_range("the blob's number of descriptors", num_descriptors, 0, max_descriptors_per_message);
+    writer.u32(static_cast<uint32_t>(blob.size()));
+    writer.raw(blob);
+    writer.u8(num_descriptors);
+}
+
+void read_blob(ByteReader& reader, std::vector<std::byte>& blob, uint8_t& num_descriptors) {
+    const uint32_t num_bytes = reader.u32();
+    check_range("the blob's number of bytes", num_bytes, 0, max_blob_bytes);
+    const Bytes bytes = reader.raw(num_bytes);
+    blob.assign(bytes.begin(), bytes.end());
+    num_descriptors = reader.u8();
+    check_range("the blob's number of descriptors", num_descriptors, 0, max_descriptors_per_message);
+    reader.expect_end();
+}
+
+Nonce read_nonce(ByteReader& reader) {
+    Nonce nonce;
+    const Bytes bytes = reader.raw(nonce.size());
+    std::copy(bytes.begin(), bytes.end(), nonce.begin());
+    return nonce;
+}
+
+bool printable(char c) { return c >= 0x20 && c <= 0x7e; }
+
+}  // namespace
+
+std::vector<std::byte> encode_frame(FrameType type, Bytes body) {
+    assert(body.size() <= traits_of(type).max_bytes);
+    std::vector<std::byte> frame;
+    frame.reserve(frame_header_bytes + body.size());
+    ByteWriter writer(frame);
+    writer.u32(frame_magic);
+    writer.u8(frame_version);
+    writer.u8(static_cast<uint8_t>(type));
+    writer.u16(0);
+    writer.u32(static_cast<uint32_t>(body.size()));
+    writer.raw(body);
+    return frame;
+}
+
+std::span<std::byte> FrameReader::space() {
+    if (num_header_bytes_ < header_.size()) return std::span(header_).subspan(num_header_bytes_);
+    std::vector<std::byte>& body = frame_.body;
+    if (body.size() == num_body_bytes_) {
+        body.resize(std::min<size_t>(body_length_, num_body_bytes_ + growth_bytes));
+    }
+    return std::span(body).subspan(num_body_bytes_);
+}
+
+bool FrameReader::filled(size_t num_bytes) {
+    if (num_header_bytes_ < header_.size()) {
+        num_header_bytes_ += num_bytes;
+        if (num_header_bytes_ < header_.size()) return false;
+        check_header();
+    } else {
+        num_body_bytes_ += num_bytes;
+    }
+    return num_body_bytes_ == body_length_;
+}
+
+Frame FrameReader::take() {
+    assert(num_header_bytes_ == header_.size() && num_body_bytes_ == body_length_);
+    num_header_bytes_ = 0;
+    num_body_bytes_ = 0;
+    body_length_ = 0;
+    return std::exchange(frame_, Frame{});
+}
+
+void FrameReader::check_header() {
+    ByteReader reader(header_, "the frame's header");
+    if (reader.u32() != frame_magic) nonsense("bytes that are no frame of the M2N control protocol");
+    const unsigned version = reader.u8();
+    if (version != frame_version) {
+        nonsense("a frame of version " + std::to_string(version) + " of the control protocol, this library speaks " +
+                 std::to_string(frame_version));
+    }
+    const uint8_t type_byte = reader.u8();
+    frame_.type = static_cast<FrameType>(type_byte);
+    const TypeTraits traits = traits_of(frame_.type);
+    if (traits.name == nullptr) nonsense("a frame of unknown type " + std::to_string(unsigned{type_byte}));
+    const std::string frame = std::string("a ") + traits.name + " frame";
+    if (!allowed_.contains(frame_.type)) nonsense(frame + ", not allowed at this point");
+    if (reader.u16() != 0) nonsense(frame + " whose reserved bits are set");
+    body_length_ = reader.u32();
+    if (body_length_ > traits.max_bytes) {
+        nonsense(frame + " of " + std::to_string(body_length_) + " bytes, the limit is " +
+                 std::to_string(traits.max_bytes));
+    }
+}
+
+void check_text(const std::string& what, std::string_view text, size_t max_bytes) {
+    if (text.size() > max_bytes) {
+        nonsense(what + " has " + std::to_string(text.size()) + " bytes: the limit is " + std::to_string(max_bytes));
+    }
+    if (!std::all_of(text.begin(), text.end(), printable)) {
+        nonsense(what + " has characters that are not printable ASCII: use letters, digits and signs only");
+    }
+}
+
+void write_text(ByteWriter& writer, std::string_view text) {
+    assert(text.size() <= 255);
+    writer.u8(static_cast<uint8_t>(text.size()));
+    writer.raw(bytes_of(text));
+}
+
+std::string read_text(ByteReader& reader) {
+    const Bytes bytes = reader.raw(reader.u8());
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::vector<std::byte> HelloBody::encode() const {
+    check_text("the endpoint's name", name, max_name_bytes);
+    check_range("the source", source, 0, max_sources - 1);
+    std::vector<std::byte> bytes;
+    ByteWriter writer(bytes);
+    writer.u64(inbox);
+    writer.u16(source);
+    writer.raw(nonce);
+    write_text(writer, name);
+    return bytes;
+}
+
+HelloBody HelloBody::decode(Bytes bytes) {
+    ByteReader reader(bytes, "the hello");
+    HelloBody hello;
+    hello.inbox = reader.u64();
+    hello.source = reader.u16();
+    hello.nonce = read_nonce(reader);
+    hello.name = read_text(reader);
+    reader.expect_end();
+    check_range("the source", hello.source, 0, max_sources - 1);
+    check_text("the sender's name", hello.name, max_name_bytes);
+    return hello;
+}
+
+std::vector<std::byte> IntroductionBody::encode() const {
+    std::vector<std::byte> bytes;
+    ByteWriter writer(bytes);
+    write_blob(writer, blob, num_descriptors);
+    return bytes;
+}
+
+IntroductionBody IntroductionBody::decode(Bytes bytes) {
+    ByteReader reader(bytes, "the proof");
+    IntroductionBody introduction;
+    read_blob(reader, introduction.blob, introduction.num_descriptors);
+    return introduction;
+}
+
+std::vector<std::byte> WelcomeBody::encode() const {
+    check_text("the endpoint's name", name, max_name_bytes);
+    check_range("slots", slots, 1, max_slots);
+    check_range("slot bytes", slot_bytes, 0, max_slot_bytes);
+    check_range("the epoch", epoch, 1, UINT32_MAX);
+    std::vector<std::byte> bytes;
+    ByteWriter writer(bytes);
+    writer.u32(epoch);
+    writer.u32(slots);
+    writer.u64(slot_bytes);
+    write_text(writer, name);
+    write_blob(writer, blob, num_descriptors);
+    return bytes;
+}
+
+WelcomeBody WelcomeBody::decode(Bytes bytes) {
+    ByteReader reader(bytes, "the welcome");
+    WelcomeBody welcome;
+    welcome.epoch = reader.u32();
+    welcome.slots = reader.u32();
+    welcome.slot_bytes = reader.u64();
+    welcome.name = read_text(reader);
+    read_blob(reader, welcome.blob, welcome.num_descriptors);
+    check_range("the epoch", welcome.epoch, 1, UINT32_MAX);
+    check_range("slots", welcome.slots, 1, max_slots);
+    check_range("slot bytes", welcome.slot_bytes, 0, max_slot_bytes);
+    check_text("the receiver's name", welcome.name, max_name_bytes);
+    return welcome;
+}
+
+Nonce decode_challenge(Bytes body) {
+    ByteReader reader(body, "the challenge");
+    const Nonce nonce = read_nonce(reader);
+    reader.expect_end();
+    return nonce;
+}
+
+std::vector<std::byte> encode_refusal(std::string_view words) {
+    const Bytes bytes = bytes_of(words.substr(0, max_refusal_bytes));
+    return {bytes.begin(), bytes.end()};
+}
+
+std::string decode_refusal(Bytes body) {
+    std::string words(reinterpret_cast<const char*>(body.data()), body.size());
+    std::replace_if(words.begin(), words.end(), [](char c) { return !printable(c); }, '?');
+    return words;
+}
+
+Digest prove(std::string_view secret, std::string_view label, std::initializer_list<Bytes> parts) {
+    HmacSha256 mac(bytes_of(secret));
+    const auto add = [&mac](Bytes part) {
+        std::vector<std::byte> length;
+        ByteWriter(length).u32(static_cast<uint32_t>(part.size()));
+        mac.update(length);
+        mac.update(part);
+    };
+    add(bytes_of(label));
+    for (const Bytes part : parts) add(part);
+    return mac.finish();
+}
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,297 @@
+"""The M2N benchmark: who sends what, patterns, clocks, every contestant on odd shapes, deaths, ratios, trace."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from antiphon import _m2n
+from antiphon.base.errors import PeerLost, ResourceError, UserError
+from antiphon.bench.m2n.api import RELEASE, SEND, WAIT, Phase, Seat, Traffic
+from antiphon.bench.m2n.cases import by_processes, check_memory, figure_cases, largest, make_cases, ramp
+from antiphon.bench.m2n.contestants import Contestant, choose_contestants
+from antiphon.bench.m2n.group import MemberFailed, ProcessGroup, Track, round_times_s
+from antiphon.bench.m2n.harness import Settings, bench_m2n
+from antiphon.bench.m2n.pattern import WrongData, check_pattern, pattern
+from antiphon.bench.m2n.process import checked_round, timed_rounds
+from antiphon.bench.m2n.table import COLUMNS, Block, make_rows, table_cells
+from antiphon.bench.m2n.timeline import write_trace
+from antiphon.bench.quiet import Repetition, Repetitions
+
+ODD = Traffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
+ODD_BOTH_WAYS = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
+
+
+def contestants(names: Sequence[str]) -> list[Contestant]:
+    """By the name in a report."""
+    ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
+    baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
+    by_name = {contestant.name: contestant for contestant in [*ours, *baselines]}
+    return [by_name[name] for name in names]
+
+
+# --- traffic and cases
+
+
+def test_every_pair_has_a_message_and_one_back_if_both_ways() -> None:
+    assert [tuple(flow) for flow in ODD.outgoing(1)] == [(1, 2, 1), (1, 3, 4097), (1, 4, 300)]
+    assert [tuple(flow) for flow in ODD.incoming(3)] == [(0, 3, 4097), (1, 3, 4097)]
+    assert ODD.incoming(0) == []
+    assert ODD.round_bytes == 2 * 4398
+    assert [tuple(flow) for flow in ODD_BOTH_WAYS.incoming(1)] == [(3, 1, 513), (4, 1, 8)]
+    assert ODD_BOTH_WAYS.round_bytes == 2 * 3 * 521
+    assert [ODD_BOTH_WAYS.index(rank) for rank in range(5)] == [0, 1, 2, 0, 1]
+    assert str(ODD_BOTH_WAYS) == "3 x 2 of 260 B on average, both ways"
+
+
+def test_sizes_are_cases_or_receivers() -> None:
+    two = make_cases(2, 3, [4096, 8], both_ways=False, unbalanced=False)
+    assert [case.receiver_bytes for case in two] == [(4096,) * 3, (8,) * 3]
+    (each,) = make_cases(2, 3, [1, 2, 3], both_ways=False, unbalanced=True)
+    assert each.receiver_bytes == (1, 2, 3)
+    (spread,) = make_cases(2, 3, [1000], both_ways=True, unbalanced=True)
+    assert spread.receiver_bytes == (500, 1000, 1500)
+    assert sum(ramp(256 * 1024, 8)) == pytest.approx(8 * 256 * 1024, abs=8)
+    assert ramp(1, 1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "sizes", "message"),
+    [
+        (0, 1, [1], "--senders is 0: use 1 to 128"),
+        (1, 129, [1], "--receivers is 129: use 1 to 128"),
+        (1, 1, [0], "--bytes has 0: a message has 1 to"),
+        (1, 1, [], "--bytes is empty"),
+        (1, 3, [1, 2], "--unbalanced with 2 sizes for 3 receivers"),
+    ],
+)
+def test_impossible_cases_are_refused(senders: int, receivers: int, sizes: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_cases(senders, receivers, sizes, both_ways=False, unbalanced=True)
+
+
+def test_the_papers_figures() -> None:
+    assert [case.num_receivers for case in figure_cases("one-to-n")] == [8, 16, 32]
+    sizes = figure_cases("sizes")
+    assert (sizes[0].message_bytes, sizes[-1].message_bytes) == (4096, 4 << 20)
+    assert by_processes(sizes) == [sizes]
+    assert largest(sizes) == sizes[-1]
+    assert len(by_processes(figure_cases("m-equals-n"))) == 5
+    with pytest.raises(UserError, match="--figure 12 does not exist: use one of one-to-n, sizes, m-equals-n"):
+        figure_cases("12")
+
+
+def test_too_little_memory_is_told_before_anything_starts() -> None:
+    with pytest.raises(ResourceError, match=r"8 x 8 of 4.0 MiB: 5 contestants need about .* use fewer --senders"):
+        check_memory(figure_cases("sizes"), 5, free_bytes=1 << 30)
+    check_memory(figure_cases("sizes"), 5, free_bytes=1 << 40)
+
+
+def test_contestants_by_name() -> None:
+    chosen = choose_contestants(["shm"], ["memcpy"], in_place=True, waiting="block")
+    assert [(c.name, c.transport, c.in_place) for c in chosen] == [
+        ("shm", "shm", False),
+        ("shm in place", "shm", True),
+        ("memcpy", "memcpy", False),
+    ]
+    for transports, baselines, message in [
+        (["loopback"], [], "--transport loopback connects threads of one process only"),
+        (["rdma"], [], "--transport rdma does not exist: use some of shm, tcp, libfabric"),
+        ([], ["mpi"], "--against mpi is not known: use some of gloo"),
+        ([], [], "nothing to measure"),
+        (["shm", "shm"], [], "name each only once"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            choose_contestants(transports, baselines, in_place=False, waiting="auto")
+    with pytest.raises(UserError, match="--waiting sleep does not exist: use one of auto, poll, spin, block"):
+        choose_contestants(["shm"], [], in_place=False, waiting="sleep")
+
+
+# --- patterns
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 4096])
+def test_a_pattern_is_its_own_and_no_other(num_bytes: int) -> None:
+    mine = pattern(num_bytes, 5, 1, 2)
+    check_pattern(mine, num_bytes, 5, 1, 2)
+    for other in [(6, 1, 2), (5, 2, 1), (5, 0, 2), (5, 1, 3)]:
+        words = np.frombuffer(pattern(num_bytes, *other).tobytes()[: num_bytes // 8 * 8], np.uint64)
+        assert not np.any(words == np.frombuffer(mine.tobytes()[: num_bytes // 8 * 8], np.uint64))
+
+
+def test_wrong_data_is_located() -> None:
+    message = pattern(100, 5, 1, 2)
+    message[37] ^= 1
+    with pytest.raises(WrongData, match="step 5 from rank 1 to rank 2 has 1 wrong bytes of 100, the first at 37"):
+        check_pattern(message, 100, 5, 1, 2)
+    with pytest.raises(WrongData, match="has 100 bytes instead of 99"):
+        check_pattern(message, 99, 5, 1, 2)
+
+
+# --- rounds and clocks
+
+
+def seat(rank: int, *, timed: bool) -> Seat:
+    role = "sender" if timed else "receiver"
+    return Seat(role=role, index=rank, rank=rank, num_seats=2, timed=timed, traffic=ODD, timeout_s=1.0)
+
+
+def track(rank: int, marks: list[list[int]], *, timed: bool = True) -> Track:
+    return Track(seat=seat(rank, timed=timed), phases=(SEND, WAIT), marks=np.array(marks, np.int64))
+
+
+def test_a_round_lasts_as_long_as_its_slowest_timed_operation() -> None:
+    tracks = [
+        track(0, [[0, 5, 100], [200, 210, 250]]),
+        track(1, [[90, 95, 120], [200, 210, 290]]),
+        track(2, [[0, 0, 10**6], [0, 0, 10**6]], timed=False),
+    ]
+    np.testing.assert_allclose(round_times_s(tracks), [100e-9, 90e-9])
+
+
+def test_the_clock_is_read_before_and_after_every_phase() -> None:
+    calls: list[tuple[str, int]] = []
+    phases = [Phase(name, lambda step, name=name: calls.append((name, step))) for name in (SEND, WAIT)]  # type: ignore[misc]
+    marks = timed_rounds(phases, 7, 3)
+    assert calls == [(SEND, 7), (WAIT, 7), (SEND, 8), (WAIT, 8), (SEND, 9), (WAIT, 9)]
+    assert len(marks) == 3 * 3
+    assert list(marks) == sorted(marks)
+
+
+def test_a_checked_round_looks_between_arrival_and_release() -> None:
+    calls: list[str] = []
+
+    class Recorder:
+        def produce(self, step: int) -> None:
+            calls.append("produce")
+
+        def check(self, step: int) -> None:
+            calls.append("check")
+
+    phases = [Phase(name, lambda step, name=name: calls.append(name)) for name in (SEND, WAIT, RELEASE)]  # type: ignore[misc]
+    checked_round(Recorder(), phases, 1)  # type: ignore[arg-type]
+    assert calls == ["produce", SEND, WAIT, "check", RELEASE]
+
+
+# --- every contestant, end to end
+
+OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
+EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", *OURS]
+
+
+def skip_without(contestant: Contestant) -> None:
+    """Skip with the library's own reason if this machine lacks what a transport needs."""
+    if contestant.transport == "libfabric":
+        try:
+            _m2n.Endpoint("probe", "libfabric").close()
+        except UserError as error:
+            pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", EVERYBODY)
+@pytest.mark.parametrize("traffic", [ODD, ODD_BOTH_WAYS], ids=["one way", "both ways"])
+def test_all_bytes_arrive_and_rounds_are_timed(name: str, traffic: Traffic) -> None:
+    (contestant,) = contestants([name])
+    skip_without(contestant)
+    with ProcessGroup(contestant, traffic, 20.0) as group:
+        pids = group.pids
+        smaller = Traffic(
+            num_senders=traffic.num_senders,
+            receiver_bytes=(1,) * traffic.num_receivers,
+            both_ways=traffic.both_ways,
+        )
+        for prepared in (traffic, smaller):
+            group.prepare(prepared)
+            group.check(3)
+            tracks = group.run(4, num_warm=2)
+            group.check(1)
+            assert len(tracks) == len(pids)
+            for recorded in tracks:
+                assert recorded.marks.shape == (4, len(recorded.phases) + 1)
+                assert np.all(np.diff(recorded.marks.ravel()) >= 0)
+            assert np.all(round_times_s(tracks) > 0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("name", "victim"), [("memcpy", r"copier\[\d+\]"), ("shm", r"receiver\[1\]")])
+def test_a_dead_process_is_named_at_once(name: str, victim: str) -> None:
+    (contestant,) = contestants([name])
+    traffic = Traffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
+    with ProcessGroup(contestant, traffic, 60.0) as group:
+        group.prepare(traffic)
+        timer = threading.Timer(0.3, os.kill, (group.pids[-1], signal.SIGKILL))
+        timer.start()
+        with pytest.raises(PeerLost, match=f"lost {name} {victim}: killed by SIGKILL"):
+            group.run(10**7, num_warm=0)
+        timer.join()
+        pids = group.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_failing_process_is_named_with_its_reason() -> None:
+    (contestant,) = contestants(["memcpy"])
+    small = Traffic(num_senders=1, receiver_bytes=(64,))
+    with ProcessGroup(contestant, small, 5.0) as group:
+        group.prepare(Traffic(num_senders=1, receiver_bytes=(1 << 20,)))
+        with pytest.raises(MemberFailed, match=r"memcpy copier\[\d\]: ValueError"):
+            group.check(1)
+
+
+def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path) -> None:
+    names = ["gloo", "memcpy"]
+    traffic = Traffic(num_senders=2, receiver_bytes=(4096,) * 2)
+    settings = Settings(num_rounds=6, num_repetitions=1, quiet_timeout_s=0.0, record=True)
+    outcome = bench_m2n(contestants(names), [traffic], settings)
+    gloo, memcpy = outcome.rows
+    assert (gloo["transport"], gloo["senders"], gloo["receivers"], gloo["message_bytes"]) == ("gloo", 2, 2, 4096)
+    assert gloo["ratio_to_gloo_median"] == 1.0
+    assert memcpy["ratio_to_memcpy_median"] == 1.0
+    assert memcpy["ratio_to_gloo_median"] == pytest.approx(memcpy["median_s"] / gloo["median_s"])
+    assert gloo["throughput_bytes_per_s"] == pytest.approx(4 * 4096 / gloo["median_s"])
+    assert gloo["iterations"] >= 6
+    assert gloo["median_s"] <= gloo["p99_s"]
+    write_trace(tmp_path / "trace.json", outcome.recordings)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes == ["gloo, 2 x 2 of 4.0 KiB", "memcpy, 2 x 2 of 4.0 KiB"]
+    threads = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1]
+    assert threads == ["sender[0]", "sender[1]", "receiver[0]", "receiver[1]"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert min(e["ts"] for e in spans) == 0
+    assert {e["name"] for e in spans if e["pid"] == 1} == {"send", "wait", "release", "wait for credits"}
+
+
+# --- the report
+
+
+def test_rows_without_baselines_have_no_ratios() -> None:
+    block = Block.of(np.array([3.0, 1.0, 2.0]))
+    assert (block.median_s, block.best_s, block.num_rounds) == (2.0, 1.0, 3)
+    results = {"shm": Repetitions((Repetition(block, 0.0),), num_required=1)}
+    (row,) = make_rows(ODD, contestants(["shm"]), results)
+    assert row["ratio_to_gloo_median"] is None
+    assert row["message_bytes"] == 1466
+    (cells,) = table_cells([row])
+    assert len(cells) == len(COLUMNS)
+    assert cells[:4] == ("shm", "2 x 3", "1 B to 4.0 KiB", "2.00 s")
+
+
+def test_ratios_are_over_medians_of_blocks() -> None:
+    def blocks(*medians: float) -> Repetitions[Block]:
+        parts = [Block(median_s=m, p99_s=3 * m, best_s=m / 2, num_rounds=10) for m in medians]
+        return Repetitions(tuple(Repetition(part, 0.0) for part in parts), num_required=3)
+
+    results = {"shm": blocks(1.0, 2.0, 90.0), "gloo": blocks(16.0, 1.0, 17.0), "memcpy": blocks(1.0, 1.0, 1.0)}
+    shm, gloo, _ = make_rows(ODD, contestants(["shm", "gloo", "memcpy"]), results)
+    assert shm["ratio_to_gloo_median"] == 2.0 / 16.0
+    assert shm["speedup_over_gloo_p99"] == 8.0
+    assert shm["ratio_to_memcpy_median"] == 2.0
+    assert shm["best_s"] == 0.5
+    assert shm["iterations"] == 30
+    assert gloo["speedup_over_gloo_median"] == 1.0

@@ -1,0 +1,46 @@
+// The tests, each a function that returns if all is well. main.cpp lists them.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "m2n/transports.h"
+
+namespace antiphon::m2n::test {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool sanitized = true;
+#else
+constexpr bool sanitized = false;
+#endif
+
+extern std::string provider;  // under test, set by main
+std::unique_ptr<Transport> make();
+
+// pair_tests.cpp
+void payload_sizes();
+void both_directions();
+void eight_pairs();
+void many_messages();
+void late_writer();
+void reconnect();
+void deadline_and_interrupt();
+void blocked_waits();
+void payload_in_place();
+void opening_beside_a_polling_owner();
+
+// refusal_tests.cpp
+void refusals();
+void mangled_bytes();
+void memory_of_devices();
+void choices();
+void information();
+
+// process_tests.cpp
+void two_processes();
+void two_processes_both_directions();
+void killed_sender();
+void killed_receiver();
+int run_as_child(const std::string& mode);  // the other process of these; returns its exit status
+
+}  // namespace antiphon::m2n::test

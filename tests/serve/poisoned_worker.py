@@ -1,0 +1,66 @@
+"""Requests that break their worker: `poison` makes worker processes begin with this file, which then calls `install`.
+
+A request with the seed `SEED` is poisonous: the step that computes its token number `point`, or a later one, breaks in
+the way that was asked for. Everything else is the real worker.
+"""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+SEED = 666
+WAY = "ANTIPHON_TEST_POISON"
+POINT = "ANTIPHON_TEST_POISON_POINT"
+_MAGIC = 4096.0  # no row of a tiny model is full of it
+
+
+def poison(folder: Path, monkeypatch: Any, way: str, point: int = 0) -> None:
+    """Poison the workers that are started from now on. `way`: "die", "hang", "error", "break" (an error, and all steps
+    after it are errors too), or "experts" (an expert worker dies of the rows)."""
+    (folder / "sitecustomize.py").write_text(Path(__file__).read_text() + "\ninstall()\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(WAY, way)
+    monkeypatch.setenv(POINT, str(point))
+
+
+def install() -> None:
+    """In the worker: look at every step before it runs."""
+    from antiphon.models.expert_half import ExpertHalf
+    from antiphon.serve.worker.attention import AttentionRunner
+    from antiphon.serve.worker.expert_path import RemoteExperts
+
+    way, point = os.environ[WAY], int(os.environ[POINT])
+    run, dispatch, forward = AttentionRunner.run, RemoteExperts.dispatch, ExpertHalf.forward
+    poisonous: set[str] = set()
+    state = {"rows": False, "broken": False}
+
+    def run_poisoned(self: AttentionRunner, step: Any) -> Any:
+        poisonous.update(start.request_id for start in step.starts if start.seed == SEED)
+        triggered = any(
+            sequence.request_id in poisonous and sequence.start + len(sequence.token_ids) > point
+            for sequences in step.micro_batches
+            for sequence in sequences
+        )
+        if triggered and way in {"die", "hang"}:
+            os.kill(os.getpid(), signal.SIGKILL if way == "die" else signal.SIGSTOP)
+        if state["broken"] or (triggered and way in {"error", "break"}):
+            state["broken"] = way == "break"
+            raise RuntimeError("poisoned")
+        state["rows"] = triggered
+        return run(self, step)
+
+    def dispatch_poisoned(self: RemoteExperts, layer: int, micro_batch: int, rows: Any, ids: Any, weights: Any) -> None:
+        dispatch(self, layer, micro_batch, rows.new_full(rows.shape, _MAGIC) if state["rows"] else rows, ids, weights)
+
+    def forward_poisoned(self: ExpertHalf, layer: int, rows: Any, *rest: Any) -> Any:
+        if way == "experts" and bool((rows == _MAGIC).all(dim=-1).any()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, layer, rows, *rest)
+
+    for owner, name, replacement in (
+        (AttentionRunner, "run", run_poisoned),
+        (RemoteExperts, "dispatch", dispatch_poisoned),
+        (ExpertHalf, "forward", forward_poisoned),
+    ):
+        setattr(owner, name, replacement)

@@ -1,0 +1,223 @@
+"""Workers that come from other machines: the opening, the places they fill, and their loss."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.engine import Engine
+from antiphon.serve.fleet import WorkerName
+from antiphon.serve.join_secret import exchange_secret, read_join_secret
+from antiphon.serve.joining import JoinedPeer, JoinListener, join_engine
+from antiphon.serve.launch import start_engine
+from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config, wait_until
+
+SECRET = b"correct horse battery staple"
+
+
+class Guests:
+    """A listener, and those who came."""
+
+    def __init__(self) -> None:
+        self.came: queue.SimpleQueue[JoinedPeer] = queue.SimpleQueue()
+        self.listener = JoinListener("127.0.0.1:0", SECRET, self.came.put)
+        self.address = self.listener.start()
+
+    def join(self, secret: bytes = SECRET, host: str = "") -> None:
+        join_engine(self.address, secret, role="experts", name="experts on box", host=host, pid=7, patience_s=5.0)
+
+
+@pytest.fixture
+def guests() -> Iterator[Guests]:
+    made = Guests()
+    yield made
+    made.listener.close()
+
+
+def test_a_worker_that_knows_the_secret_is_let_in(guests: Guests) -> None:
+    guests.join()
+    peer = guests.came.get(timeout=10.0)
+    assert (peer.role, peer.name, peer.host, peer.pid) == ("experts", "experts on box", "127.0.0.1", 7)
+    guests.join(host="10.1.2.3")
+    assert guests.came.get(timeout=10.0).host == "10.1.2.3"
+
+
+def test_a_wrong_secret_is_turned_away_in_words(guests: Guests) -> None:
+    with pytest.raises(Refused, match="turned this worker away: the secret is not the one the engine has"):
+        guests.join(b"something else entirely")
+    wait_until(lambda: guests.listener.num_rejected == 1, "the stranger is counted")
+    assert guests.came.empty()
+
+
+def test_an_engine_that_does_not_know_the_secret_is_not_obeyed() -> None:
+    """It lets everybody in, hoping that somebody obeys."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{server.getsockname()[1]}"
+    code = f"""
+import socket, msgspec
+from antiphon.serve.joining import Accepted, Challenge, Join
+from antiphon.serve.worker.channel import Channel
+stream, _ = socket.socket(fileno={server.fileno()}).accept()
+channel = Channel(stream, "worker", Join)
+channel.send(Challenge(bytes(32)))
+channel.receive(10.0)
+channel.send(Accepted(bytes(32)))
+channel.receive(10.0)
+"""
+    impostor = subprocess.Popen([sys.executable, "-c", code], pass_fds=(server.fileno(),), stderr=subprocess.DEVNULL)
+    try:
+        with pytest.raises(Refused, match="does not know the secret: it is not our engine"):
+            join_engine(address, SECRET, role="experts", name="e", host="", pid=1, patience_s=10.0)
+    finally:
+        impostor.kill()
+        impostor.wait()
+        server.close()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f" + bytes(64), bytes(8), b""])
+def test_strangers_are_turned_away_and_counted(guests: Guests, garbage: bytes) -> None:
+    host, port = guests.address.split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(garbage)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(20.0)
+        while stranger.recv(4096):
+            pass
+    wait_until(lambda: guests.listener.num_rejected == 1, "the stranger is counted")
+    guests.join()
+    assert guests.came.get(timeout=10.0).role == "experts"
+
+
+def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None:
+    with pytest.raises(ResourceError, match=f"cannot listen at {guests.address}: .*choose another --join-address"):
+        JoinListener(guests.address, SECRET, lambda peer: None).start()
+    with pytest.raises(PeerTimeout, match=r"join 127\.0\.0\.1:1: nothing from the engine"):
+        join_engine("127.0.0.1:1", SECRET, role="experts", name="e", host="", pid=1, patience_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"joined_experts": 1}, "say where with --join-address"),
+        ({"join_address": "127.0.0.1:7700"}, "say how many workers join"),
+        (
+            {"join_address": "127.0.0.1:7700", "joined_experts": 2},
+            "--join-workers has 2 experts: it must be 0 to --experts",
+        ),
+        ({"join_address": "0.0.0.0:7700", "joined_experts": 1}, "name the address by which the other machines"),
+        ({"join_address": "127.0.0.1:x", "joined_experts": 1}, "must be HOST:PORT"),
+        ({"join_address": "127.0.0.1:1", "joined_experts": 1, "exchange": "shm"}, "does not reach other machines"),
+        ({"join_address": "127.0.0.1:1", "joined_experts": 1, "layout": "colocated"}, "needs --layout disaggregated"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(changes: dict[str, object], message: str) -> None:
+    settings: dict[str, object] = {"layout": "disaggregated", "join_secret": SECRET} | changes
+    with pytest.raises(UserError, match=message):
+        ServeConfig(model=Path("m"), **settings)  # type: ignore[arg-type]
+
+
+def test_the_secret_comes_from_a_file_or_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ANTIPHON_JOIN_SECRET", raising=False)
+    with pytest.raises(UserError, match="give --secret-file FILE or set ANTIPHON_JOIN_SECRET"):
+        read_join_secret(None)
+    monkeypatch.setenv("ANTIPHON_JOIN_SECRET", "short")
+    with pytest.raises(UserError, match="has 5 bytes: it must have at least 16"):
+        read_join_secret(None)
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    assert read_join_secret(path) == SECRET
+    assert exchange_secret(SECRET) != SECRET
+    with pytest.raises(UserError, match="No such file"):
+        read_join_secret(tmp_path / "none")
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextmanager
+def worker_command(address: str, role: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`antiphon worker` as a user of another machine would type it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "antiphon.cli.main", "worker", "--role", role, "--join", address, "--threads", "1"],
+        env=os.environ | {"ANTIPHON_JOIN_SECRET": SECRET.decode()},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving(settings: ServeConfig) -> Iterator[Engine]:
+    """A started engine. Joined workers end by themselves, soon after it."""
+    engine = start_engine(settings)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize(("layout", "joined_attention", "joined_experts"), [("1+1/m2", 0, 1), ("2+2/m2", 1, 2)])
+def test_joined_workers_serve_the_same_text(
+    layout: str,
+    joined_attention: int,
+    joined_experts: int,
+    tiny_model: TinyModel,
+    prompts: Prompts,
+    reference: Tokens,
+) -> None:
+    address = free_address()
+    settings = config(
+        tiny_model,
+        layout,
+        join_address=address,
+        join_secret=SECRET,
+        joined_attention=joined_attention,
+        joined_experts=joined_experts,
+    )
+    with ExitStack() as stack:
+        guests = [stack.enter_context(worker_command(address, "attention")) for _ in range(joined_attention)]
+        guests += [stack.enter_context(worker_command(address, "experts")) for _ in range(joined_experts)]
+        with serving(settings) as engine:
+            assert complete(engine, prompts) == reference
+        for guest in guests:
+            assert guest.wait(20.0) == 0, "a worker ends when its engine ends"
+
+
+def test_a_spare_takes_the_place_of_a_joined_worker_that_was_killed(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    address = free_address()
+    settings = config(tiny_model, "1+1/m2", join_address=address, join_secret=SECRET, joined_experts=1)
+    with worker_command(address, "experts"), worker_command(address, "experts"), serving(settings) as engine:
+        run = Run(engine, prompts, GREEDY)
+        killed: list[int] = []
+
+        def kill_once(num_tokens: int) -> None:
+            if num_tokens > 300 and not killed:
+                pid = engine._fleet.workers[WorkerName("experts", 0)].pid
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+        finished = run.finish(kill_once)
+        assert killed
+        assert [request.error for request in finished] == [None] * len(prompts)
+        assert [request.token_ids for request in finished] == reference
+        assert engine.stats().num_worker_restarts == 1
+        deadline = time.monotonic() + 30.0
+        while not engine.complete and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert engine._fleet.workers[WorkerName("experts", 0)].pid not in killed
