@@ -120,6 +120,7 @@ void Inbox::lose(SourceId index, const std::string& reason) {
     source.counters.reason = reason;
     ++source.counters.lost;
     source.loss_reported = false;
+    source.lost_after = announcements_;
 }
 
 void Inbox::arrive(SourceId index, Immediate immediate) {
@@ -339,25 +340,40 @@ void Inbox::wait(Step step, const Expected& expected, Deadline deadline) {
     }
 }
 
+std::optional<Step> Inbox::next_complete() {
+    while (complete_count_ > 0) {
+        const Announcement next = complete_[complete_begin_];
+        StepEntry* entry = table_.find(next.step);
+        const bool valid =
+            entry != nullptr && entry->announcement == next.number && entry->count >= entry->participants;
+        if (valid) report_losses_before(next.number);
+        complete_begin_ = (complete_begin_ + 1) % complete_.size();
+        --complete_count_;
+        if (!valid) continue;
+        entry->handed_out = true;
+        return next.step;
+    }
+    report_losses_before(announcements_ + 1);
+    return std::nullopt;
+}
+
+void Inbox::report_losses_before(uint64_t announcement) {
+    for (Source& source : sources_) {
+        if (source.loss_reported || source.lost_after >= announcement) continue;
+        source.loss_reported = true;
+        const SourceCounters& who = source.counters;
+        throw Error(Code::peer_lost, "lost " + who.name + ": " + who.reason, {who.name}, who.reason);
+    }
+}
+
 std::optional<Step> Inbox::wait_complete(Deadline deadline) {
     Patience patience(policy_);
     for (;;) {
         const uint32_t prepared = transport_->prepare(Event::arrival);
         look();
-        while (complete_count_ > 0) {
-            const Announcement next = complete_[complete_begin_];
-            complete_begin_ = (complete_begin_ + 1) % complete_.size();
-            --complete_count_;
-            StepEntry* entry = table_.find(next.step);
-            if (entry == nullptr || entry->announcement != next.number || entry->count < entry->participants) continue;
-            entry->handed_out = true;
+        if (const std::optional<Step> step = next_complete()) {
             waits_.add(patience.waited_ns());
-            return next.step;
-        }
-        for (Source& source : sources_) {
-            if (std::exchange(source.loss_reported, true)) continue;
-            const SourceCounters& who = source.counters;
-            throw Error(Code::peer_lost, "lost " + who.name + ": " + who.reason, {who.name}, who.reason);
+            return step;
         }
         throw_if_interrupted();
         if (deadline.passed()) return std::nullopt;

@@ -105,7 +105,8 @@ class Inbox {
     void wait(Step step, const Expected& expected, Deadline deadline);
 
     // The next step of which as many messages are here as its messages announced. Each complete step is returned once.
-    // nullopt at the deadline. A source lost since the last call: Error(peer_lost), once for each loss.
+    // nullopt at the deadline. A lost source: Error(peer_lost), once for each loss, after the steps that were complete
+    // before it and before those that were completed later, so that neither keeps the other waiting.
     std::optional<Step> wait_complete(Deadline deadline);
     // `wait_complete` will not mention the sources lost so far: the caller knows.
     void forget_losses();
@@ -154,6 +155,7 @@ class Inbox {
         ConnectionId connection = 0;
         std::shared_ptr<Landing> landing;
         bool loss_reported = true;
+        uint64_t lost_after = 0;  // the last announcement before the loss
     };
     struct Stored {
         MessageHeader header;
@@ -172,6 +174,8 @@ class Inbox {
     void lose(SourceId source, const std::string& reason);
     void arrive(SourceId source, Immediate immediate);
     void announce(StepEntry& entry);
+    std::optional<Step> next_complete();
+    void report_losses_before(uint64_t announcement);
     void drop_messages_of(SourceId source);
     void unlink(StepEntry& entry, uint32_t place);
     void give_back(uint32_t place);

@@ -30,7 +30,7 @@ struct TcpBufferReport {
 
 // What users have no reason to change.
 struct TcpTuning {
-    uint64_t least_buffer_bytes = uint64_t{256} << 10;   // many small packets cost more than their bytes
+    uint64_t least_buffer_bytes = uint64_t{4} << 20;     // 17% faster than 256 KiB with 8 x 8 messages of that size
     uint64_t largest_buffer_bytes = uint64_t{64} << 20;  // a pair with larger slots gets a progress thread
     bool force = true;  // go beyond the system's limit where this process may (CAP_NET_ADMIN)
 };

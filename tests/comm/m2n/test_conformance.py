@@ -1,8 +1,8 @@
 """What every back-end of the M2N library does alike, seen through its Python interface.
 
-One suite, run over each back-end; `loopback-shuffled` delivers late and in random order, so nothing here may rely on an
-order of arrival. Sender and receiver are often driven by one thread in turn: then payloads are small, because large ones
-need both ends at work. Kills of real processes are in test_kills.py.
+One suite, run over each back-end; `loopback-shuffled` delivers late and in random order, so nothing here may rely on
+an order of arrival. Sender and receiver are often driven by one thread in turn: then payloads are small, because large
+ones need both ends at work. Kills of real processes are in test_kills.py.
 """
 
 import gc
@@ -155,13 +155,15 @@ def test_a_message_carries_its_label(net: Net) -> None:
 def test_every_size_up_to_a_full_slot(net: Net, slot_bytes: int) -> None:
     inbox, outbox = net.pair(slots=2, slot_bytes=slot_bytes)
     for step, length in enumerate(sorted({0, 1, slot_bytes // 2, slot_bytes - 1, slot_bytes})):
-        outbox.send(step, pattern(0, step, length))
+        outbox.send(step, pattern(0, step, length), timeout_s=PATIENCE_S)
         assert take(inbox, step) == {0: pattern(0, step, length).tobytes()}
 
 
 def test_a_slot_is_not_overrun(net: Net) -> None:
     inbox, outbox = net.pair(slots=2, slot_bytes=100)
-    what = r"a message of 101 bytes to receiver, whose slots hold 100: make the inbox with larger slots or split the mess"
+    what = (
+        r"a message of 101 bytes to receiver, whose slots hold 100: make the inbox with larger slots or split the mess"
+    )
     with pytest.raises(UserError, match=what):
         outbox.send(0, bytes(101))
     assert len(outbox.slot()) == 100
@@ -269,7 +271,7 @@ def test_without_credit_nothing_is_sent_and_nothing_lost(net: Net) -> None:
         outbox.send(3, b"too much")
     assert caught.value.peers == ["receiver"]
     started = time.monotonic()
-    with pytest.raises(NoCredit, match="after 0.1 s"):
+    with pytest.raises(NoCredit, match=r"after 0\.1 s"):
         outbox.slot(0.1)
     assert time.monotonic() - started >= 0.1
     with pytest.raises(PeerTimeout, match=r"wait for credits \(peer receiver\) after 0.05 s"):
@@ -381,7 +383,7 @@ def test_wait_by_number_and_by_set(net: Net) -> None:
         with pytest.raises(UserError, match=f"{words}.*: the inbox has 3"):
             inbox.wait(6, bad, 0.0)
     for seconds in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(UserError, match="a timeout of .* s: it must be 0 to 1e9"):
+        with pytest.raises(UserError, match=r"a timeout of .* s: it must be 0 to 1e9"):
             inbox.wait(6, 1, seconds)
 
 
@@ -437,6 +439,7 @@ def test_random_participants_are_all_served(net: Net) -> None:
 
     def send(source: int) -> None:
         outbox = receiver.connect(source)
+        net.held.append(outbox)
         for step in range(num_steps):
             if source in senders_of[step]:
                 label = {"participants": len(senders_of[step]), "timeout_s": PATIENCE_S}
@@ -653,9 +656,10 @@ def test_every_way_to_wait(net: Net, waiting: str) -> None:
     ends = [net.endpoint(name, waiting=waiting, spin_s=20e-6) for name in ("a", "b")]
     assert ends[0].waiting == waiting
     inboxes = [end.inbox(1, 1, 64) for end in ends]
+    tickets = [end.ticket(inbox) for end, inbox in zip(ends, inboxes, strict=True)]
 
     def run(me: int) -> None:
-        outbox = ends[me].connect(ends[1 - me].ticket(inboxes[1 - me]), 0, PATIENCE_S)
+        outbox = ends[me].connect(tickets[1 - me], 0, PATIENCE_S)
         for step in range(num_steps):
             if me == step % 2:
                 outbox.send(step, b"ball", timeout_s=PATIENCE_S)
@@ -678,7 +682,9 @@ def test_connections_are_waited_for(net: Net) -> None:
     receiver = net.receiver(sources=3)
     inbox = receiver.inbox
     assert inbox.connected() == []
-    with pytest.raises(PeerTimeout, match=r"receiver wait for connections: .* source 2 \(never connected\) after 0.02 s"):
+    with pytest.raises(
+        PeerTimeout, match=r"receiver wait for connections: .* source 2 \(never connected\) after 0.02 s"
+    ):
         inbox.wait_connected([2], 0.02)
     with crew() as threads:
         outboxes: list[_m2n.Outbox] = []
@@ -810,7 +816,7 @@ def test_what_a_lost_source_had_sent_still_counts(net: Net) -> None:
     outboxes[0].send(1, b"one", participants=1)
     outboxes[0].send(2, b"two", participants=2)
     outboxes[0].wait_reusable(PATIENCE_S)
-    if net.backend.holds_back:
+    if net.backend.holds_back or net.backend.needs_both_ends_at_work:
         inbox.wait(1, 1, PATIENCE_S)
         inbox.wait(2, 1, PATIENCE_S)
     net.endpoints[1].close()
@@ -819,13 +825,39 @@ def test_what_a_lost_source_had_sent_still_counts(net: Net) -> None:
     inbox.wait(2, [0], 0.0)
     outboxes[1].send(2, b"rest", participants=2)
     inbox.wait(2, [0, 1], PATIENCE_S)
-    assert {inbox.wait_complete(0.0), inbox.wait_complete(0.0)} == {1, 2}, "what is complete comes before the bad news"
+    assert inbox.wait_complete(0.0) == 1, "what was complete comes before the bad news"
     with pytest.raises(PeerLost):
         inbox.wait_complete(PATIENCE_S)
+    assert inbox.wait_complete(0.0) == 2
     assert take(inbox, 1) == {0: b"one"}
     assert take(inbox, 2, 2) == {0: b"two", 1: b"rest"}
     with pytest.raises(PeerLost):
         inbox.wait(3, [0], PATIENCE_S)
+
+
+def test_busy_sources_do_not_hide_a_loss(net: Net) -> None:
+    """There is always a complete step of somebody else, and still the loss is told."""
+    receiver = net.receiver(sources=2, slots=8)
+    inbox = receiver.inbox
+    lost, busy = receiver.connect_all()
+    lost.send(1000, b"", participants=1)
+    inbox.wait(1000, 1, PATIENCE_S)
+    for step in range(3):
+        busy.send(step, b"", participants=1, timeout_s=PATIENCE_S)
+        inbox.wait(step, 1, PATIENCE_S)
+    net.endpoints[1].close()
+    until(lambda: inbox.connected() == [1], "the loss")
+    seen: list[int | str | None] = []
+    for step in range(3, 20):
+        busy.send(step, b"", participants=1, timeout_s=PATIENCE_S)
+        inbox.wait(step, 1, PATIENCE_S)
+        try:
+            seen.append(inbox.wait_complete(PATIENCE_S))
+            inbox.release(seen[-1])  # type: ignore[arg-type]
+        except PeerLost:
+            seen.append("lost")
+            break
+    assert seen == [1000, 0, 1, 2, "lost"], "after what was complete before it, before what was completed later"
 
 
 def test_losses_that_are_known_are_not_told(net: Net) -> None:
@@ -1032,7 +1064,7 @@ def test_an_interrupt_waits_for_the_next_wait_and_disturbs_nothing_else(net: Net
     outbox.commit(2, 3)
     assert take(inbox, 1) == {0: b"not a wait"}
     assert take(inbox, 2) == {0: b"\x01\x01\x01"}
-    outbox.wait_credits(2, PATIENCE_S) if outbox.credits == 2 else None
+    until(lambda: outbox.credits == 2, "both credits")
     for step in (3, 4):
         outbox.send(step, b"", timeout_s=PATIENCE_S)
     with pytest.raises(Interrupted):
@@ -1043,7 +1075,7 @@ def test_an_interrupt_waits_for_the_next_wait_and_disturbs_nothing_else(net: Net
 
 @pytest.mark.parametrize("which", ["wait", "wait_complete", "send"])
 def test_a_signal_ends_a_wait(net: Net, which: str) -> None:
-    if net.drivers:
+    if net.backend.needs_both_ends_at_work:
         pytest.skip("signals end waits of the main thread, and here another one waits")
 
     class Alarm(Exception):
@@ -1109,7 +1141,7 @@ def test_long_waits_are_in_the_right_bucket(shm: Net) -> None:
     assert 2 ** (bucket + 1) > 0.03 * 1e9
 
 
-MANY = {"shm": 1_000_000, "tcp": 100_000, "loopback": 200_000, "loopback-shuffled": 50_000, "libfabric": 50_000}
+MANY = {"shm": 1_000_000, "tcp": 100_000, "loopback": 200_000, "loopback-shuffled": 50_000, "libfabric": 20_000}
 
 
 def test_a_million_messages_need_no_more_memory(net: Net) -> None:
