@@ -37,7 +37,6 @@ class OwnerBlocks {
   public:
     explicit OwnerBlocks(std::atomic<bool>& flag) : flag_(flag) { flag_.store(true); }
     ~OwnerBlocks() { flag_.store(false); }
-
   private:
     std::atomic<bool>& flag_;
 };
@@ -461,8 +460,6 @@ void LibfabricFabric::keep_going() {
         if (under_way) keeper_parked_.store(false);
     }
 }
-
-// --- sleeping ---
 
 void LibfabricFabric::block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) {
     const int64_t started_ns = monotonic_ns();
