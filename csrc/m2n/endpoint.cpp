@@ -72,10 +72,12 @@ void Endpoint::close() {
         for (const auto& [source, connection] : open.connections) {
             open.inbox->membership().push({connection, false, source, 0, reason, nullptr});
         }
+        open.inbox->membership().close();
     }
     for (const auto& [id, weak] : ties_) {
         if (const auto tie = weak.lock()) tie->lose(reason);
     }
+    transport_->interrupt();
 }
 
 ControlCounts Endpoint::control_counts() const {
@@ -86,6 +88,7 @@ ControlCounts Endpoint::control_counts() const {
 
 std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, uint64_t slot_bytes,
                                             std::vector<std::string> names) {
+    if (control_ == nullptr) throw Error(Code::invalid, options_.name + " is closed: it cannot receive");
     check_range("sources", sources, max_sources);
     check_range("slots", slots, max_slots);
     check_range("slot bytes", slot_bytes, max_slot_bytes);

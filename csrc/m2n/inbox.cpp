@@ -296,7 +296,8 @@ void Inbox::time_out(const std::string& what, const std::vector<std::string>& na
     throw Error(Code::timeout, name_ + " " + what + ": still waiting for " + joined(names), names);
 }
 
-void Inbox::throw_if_interrupted() {
+void Inbox::throw_if_over() {
+    if (membership_.closed()) throw Error(Code::invalid, name_ + " is closed: nothing can arrive any more");
     if (interrupted_->exchange(false)) throw Error(Code::interrupted, name_ + ": the wait was interrupted");
 }
 
@@ -333,7 +334,7 @@ void Inbox::wait(Step step, const Expected& expected, Deadline deadline) {
         }
         const StepEntry* entry = table_.find(step);
         throw_if_lost(entry, expected, lacking);
-        throw_if_interrupted();
+        throw_if_over();
         if (deadline.passed()) time_out("wait for step " + std::to_string(step), names_of_missing(entry, expected));
         transport_->block(Event::arrival, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns());
         patience.slept();
@@ -375,7 +376,7 @@ std::optional<Step> Inbox::wait_complete(Deadline deadline) {
             waits_.add(patience.waited_ns());
             return step;
         }
-        throw_if_interrupted();
+        throw_if_over();
         if (deadline.passed()) return std::nullopt;
         // Any message may complete a step: one that has only one participant begins and ends with it.
         transport_->block(Event::arrival, prepared, 1, patience.sleep_until(deadline), patience.spin_ns());
@@ -415,7 +416,7 @@ void Inbox::wait_connected(const Expected& expected, Deadline deadline) {
             }
             if (absent.empty()) return;
         }
-        throw_if_interrupted();
+        throw_if_over();
         if (deadline.passed()) time_out("wait for connections", absent);
         transport_->block(Event::arrival, prepared, 1, patience.sleep_until(deadline), patience.spin_ns());
         patience.slept();

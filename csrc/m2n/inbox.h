@@ -41,10 +41,13 @@ class Membership {
   public:
     void push(MembershipEvent event);
     std::vector<MembershipEvent> take();  // empty and cheap when nothing happened
+    void close() { closed_.store(true); }  // nobody will join any more
+    bool closed() const { return closed_.load(); }
 
   private:
     std::mutex mutex_;
     std::atomic<bool> any_{false};
+    std::atomic<bool> closed_{false};
     std::vector<MembershipEvent> events_;
 };
 
@@ -101,7 +104,7 @@ class Inbox {
     void wait_connected(const Expected& expected, Deadline deadline);
 
     // Until messages of `step` are visible from all expected sources. Error: timeout (names the missing), peer_lost,
-    // interrupted.
+    // interrupted, invalid (this endpoint was closed).
     void wait(Step step, const Expected& expected, Deadline deadline);
 
     // The next step of which as many messages are here as its messages announced. Each complete step is returned once.
@@ -183,7 +186,7 @@ class Inbox {
     bool here(const StepEntry* entry, SourceId source) const;
     [[noreturn]] void time_out(const std::string& what, const std::vector<std::string>& names);
     void throw_if_lost(const StepEntry* entry, const Expected& expected, uint32_t missing);
-    void throw_if_interrupted();
+    void throw_if_over();
     std::vector<std::string> names_of_missing(const StepEntry* entry, const Expected& expected) const;
 
     std::string name_;

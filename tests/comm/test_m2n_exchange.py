@@ -502,7 +502,8 @@ def test_closing_lets_go_of_memory_sockets_and_threads(backend: Backend) -> None
     before, threads = descriptors(), len(list(Path("/proc/self/task").iterdir()))
     for _ in range(3):
         run()
-    assert descriptors() == before
+    # Not more: what earlier tests of this process still held may go meanwhile.
+    assert descriptors() <= before
     assert len(list(Path("/proc/self/task").iterdir())) <= threads
 
 

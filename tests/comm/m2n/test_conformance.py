@@ -790,6 +790,14 @@ def test_after_its_own_close_an_endpoint_sends_and_receives_nothing(net: Net) ->
         outbox_here.send(0, b"")
     with pytest.raises(PeerLost, match=r"lost sender\[0\]: "):
         receiver.inbox.wait(0, 1, PATIENCE_S)
+    for wait in (
+        lambda: receiver.inbox.wait_complete(PATIENCE_S),
+        lambda: receiver.inbox.wait_connected(1, PATIENCE_S),
+    ):
+        with pytest.raises((PeerLost, UserError), match=r"receiver is closed: nothing can arrive|lost sender\[0\]"):
+            wait()
+    with pytest.raises(UserError, match="receiver is closed: it cannot receive"):
+        receiver.endpoint.inbox(1, 1, 1)
     with pytest.raises(UserError, match="receiver is closed: it cannot connect"):
         receiver.endpoint.connect(other.ticket, 0, PATIENCE_S)
     with pytest.raises(UserError, match="receiver is closed: it has no tickets to give"):

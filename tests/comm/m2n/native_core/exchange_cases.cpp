@@ -12,7 +12,7 @@ namespace antiphon::m2n::test {
 namespace {
 
 constexpr uint32_t num_attention = 2, num_workers = 3, num_experts = 5, num_micro_batches = 2, num_layers = 3;
-constexpr uint64_t num_steps = 12;
+constexpr uint64_t num_steps = 60;
 constexpr uint32_t top_k = 2;
 const RowShape shape{7, top_k, 6, RowType::fp32};
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t num_senders = 3, num_receivers = 2, num_slots = 3;
 constexpr uint64_t slot_bytes = 30'000;
-constexpr Step num_steps = 150;
+constexpr Step num_steps = 400;
 
 void send_step(Outbox& outbox, uint32_t source, uint32_t receiver, Step step) {
     const auto payload = content(key_of(source, receiver, step), slot_bytes);

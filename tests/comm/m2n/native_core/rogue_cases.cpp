@@ -176,7 +176,7 @@ void random_words_and_headers(const Backend& backend) {
     Neighbour neighbour(backend);
     Inbox& inbox = *neighbour.receiver.inbox;
     std::mt19937_64 random(3);
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < 300; ++round) {
         Rogue rogue;
         rogue.connect(neighbour.receiver.ticket, 0);
         for (int i = 0; i < 8; ++i) {
