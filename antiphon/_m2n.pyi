@@ -115,7 +115,7 @@ class Inbox:
     def incomplete(self) -> list[tuple[int, float]]:
         """Steps of which something is here but not all that was announced, with the seconds since it began."""
     def messages(self, step: int) -> list[Message]:
-        """What is here of `step`, by source. Never less than the wait before it promised."""
+        """What was here of `step` at the last wait (or `partial`, `incomplete`), by source."""
     def release(self, step: int, source: int = -1) -> None:
         """Return the credits of all messages of `step`, or of one source's."""
     def drop(self, source: int) -> None:

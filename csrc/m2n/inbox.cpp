@@ -59,10 +59,13 @@ Inbox::Inbox(std::string name, const InboxSpec& spec, std::shared_ptr<Transport>
 
 // --- taking in what happened ---
 
+// Joins after arrivals: what a replaced incarnation wrote after its successor was welcomed is seen, if at all, before the
+// join that drops it. And both again after any news: a newcomer's messages may have rung the bell already.
 void Inbox::look() {
     transport_->progress();
-    take_membership();
-    take_arrivals();
+    do {
+        take_arrivals();
+    } while (take_membership());
 }
 
 void Inbox::take_arrivals() {
@@ -76,8 +79,9 @@ void Inbox::take_arrivals() {
     }
 }
 
-void Inbox::take_membership() {
-    for (MembershipEvent& event : membership_.take()) {
+bool Inbox::take_membership() {
+    std::vector<MembershipEvent> events = membership_.take();
+    for (MembershipEvent& event : events) {
         if (event.joined) {
             join(event);
             continue;
@@ -89,6 +93,7 @@ void Inbox::take_membership() {
             lose(source, event.name);
         }
     }
+    return !events.empty();
 }
 
 // What a source wrote completely before it died still counts, also if the news of its death overtook it.
@@ -451,8 +456,6 @@ std::vector<Inbox::Incomplete> Inbox::incomplete() {
 }
 
 std::vector<Message> Inbox::messages(Step step) {
-    transport_->progress();
-    take_arrivals();
     std::vector<Message> result;
     for_each(step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
         Message message{source, header.step, header.participants, {}, payload, header.length, sources_[source].landing};

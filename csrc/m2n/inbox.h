@@ -127,7 +127,7 @@ class Inbox {
     };
     std::vector<Incomplete> incomplete();
 
-    // By source, ascending. Takes in what has arrived, but no joins: what a wait promised is still here. Never waits.
+    // By source, ascending; as the last wait (or `partial`, `incomplete`) has seen it. So what a wait promised is here.
     std::vector<Message> messages(Step step);
     // visit(message header copy, payload) for each message of `step`, by arrival; no allocation.
     template <class Visit>
@@ -172,7 +172,7 @@ class Inbox {
     void look();  // takes in everything that happened since the last look
     void take_arrivals();
     void take_last_arrivals(SourceId source);
-    void take_membership();
+    bool take_membership();  // true: there was some news
     void join(MembershipEvent& event);
     void lose(SourceId source, const std::string& reason);
     void arrive(SourceId source, Immediate immediate);

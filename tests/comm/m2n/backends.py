@@ -1,9 +1,8 @@
 """Back-ends of the M2N library as tests go through them, and small helpers that every test of the library needs."""
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,9 @@ class Backend:
         return _m2n.Endpoint(name, self.transport, **{"secret": SECRET, "options": options, **arguments})
 
     @property
-    def needs_both_ends_at_work(self) -> bool:
-        """Nothing moves, not even a connection, unless sender and receiver are inside calls of the library."""
-        return self.transport == "libfabric"
-
-    @property
     def holds_back(self) -> bool:
-        """Messages that are here may be reported later than they could be."""
-        return self.shuffle_seed != 0
+        """What was sent may still be on its way when the news that its sender has gone is here."""
+        return self.shuffle_seed != 0 or self.transport == "libfabric"
 
 
 BACKENDS = (
@@ -67,116 +61,6 @@ def need(backend: Backend) -> Backend:
         except OSError as error:
             pytest.skip(f"libfabric: {error}")
     return backend
-
-
-class Driver:
-    """A thread that owns one endpoint and what it makes, and keeps them at work between the calls of a test.
-
-    For tests in which one thread drives sender and receiver in turn, over back-ends that need both at work at once."""
-
-    def __init__(self, endpoint: _m2n.Endpoint) -> None:
-        self.endpoint: Any = Driven(self, endpoint)
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._workers: dict[int, Callable[[], Any]] = {}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                call = self._calls.get(timeout=0.0005)
-            except queue.Empty:
-                for work in list(self._workers.values()):
-                    work()
-                    del work
-                continue
-            if call is None:
-                return
-            call()
-            del call
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run it on the thread; its result or exception."""
-        if threading.current_thread() is self._thread:
-            return function(*arguments, **options)
-        done = threading.Event()
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append((True, self._wrap(function(*arguments, **options))))
-            except BaseException as error:
-                outcome.append((False, error))
-            done.set()
-
-        self._calls.put(run)
-        done.wait()
-        fine, result = outcome.pop()
-        if fine:
-            return result
-        raise result.with_traceback(None)
-
-    def _wrap(self, result: Any) -> Any:
-        if isinstance(result, _m2n.Inbox):
-            self._workers[id(result)] = lambda: result.messages(0)
-        elif isinstance(result, _m2n.Outbox):
-            self._workers[id(result)] = lambda: result.credits
-        else:
-            return result
-        return Driven(self, result)
-
-    def forget(self, target: Any) -> None:
-        key = id(target)
-        self._calls.put(lambda: self._workers.pop(key, None) and None)
-
-    def stop(self) -> None:
-        self._calls.put(None)
-        self._thread.join()
-        self._workers.clear()
-
-
-class Driven:
-    """An endpoint, inbox or outbox whose every call runs on its driver's thread."""
-
-    def __init__(self, driver: Driver, target: Any) -> None:
-        self._driver = driver
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        target, driver = self._target, self._driver
-        if name == "interrupt":
-            return target.interrupt  # any thread may, and the owner is busy
-        if not callable(getattr(type(target), name)):
-            return driver.call(getattr, target, name)
-        return lambda *arguments, **options: driver.call(
-            getattr(target, name), *map(bare, arguments), **{key: bare(value) for key, value in options.items()}
-        )
-
-    def __del__(self) -> None:
-        self._driver.forget(self._target)
-
-
-def bare(value: Any) -> Any:
-    """The library's own object."""
-    return value._target if isinstance(value, Driven) else value
-
-
-def send_all(outboxes: Sequence[Any], *arguments: Any, **options: Any) -> None:
-    """`_m2n.send_all`, also for driven outboxes."""
-    _of_all(_m2n.send_all, outboxes, *arguments, **options)
-
-
-def wait_all_credits(outboxes: Sequence[Any], timeout_s: float) -> None:
-    """`_m2n.wait_all_credits`, also for driven outboxes."""
-    _of_all(_m2n.wait_all_credits, outboxes, timeout_s)
-
-
-def _of_all(function: Callable[..., None], outboxes: Sequence[Any], *arguments: Any, **options: Any) -> None:
-    targets = [bare(outbox) for outbox in outboxes]
-    if outboxes and isinstance(outboxes[0], Driven):
-        outboxes[0]._driver.call(function, targets, *arguments, **options)
-    else:
-        function(targets, *arguments, **options)
 
 
 class Crew:
