@@ -19,7 +19,7 @@ FLOORS = (
     {"models"},
     {"serve", "train"},
     {"sim"},
-    {"bench"},
+    {"bench", "report", "reproduce"},
     {"cli"},
 )
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
@@ -28,7 +28,10 @@ FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package 
 FREE_OF = {
     "antiphon.serve.policy": {"torch", "numpy"},
     "antiphon.comm.micro_ops": {"torch", "numpy"},
-    "antiphon.specs": {"torch"},
+    "antiphon.specs": {"torch", "numpy"},
+    "antiphon.cost": {"torch"},
+    "antiphon.placement": {"torch"},
+    "antiphon.planner": {"torch"},
 }
 PICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -1,14 +1,15 @@
 """Compiles C++ test programs against the native sources with a sanitizer, and runs them.
 
-A sanitizer does not load into a plain Python, so what it shall watch is a program of its own.
+A sanitizer does not load into a plain Python, so what it shall watch is a program of its own. Programs of one build
+share their objects: most of the time goes into compiling the same sources (`conftest.py` keeps one build per session).
 """
 
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 SANITIZERS = {
+    "plain": (),
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "thread": ("-fsanitize=thread",),
 }
@@ -29,32 +31,53 @@ class Build:
     flags: Sequence[str]
     folder: Path
     launcher: Sequence[str]  # what programs must be started through on this machine
+    _objects: dict[tuple[Path, tuple[str, ...]], Path] = field(default_factory=dict)
 
-    def program(self, name: str, sources: Sequence[Path], timeout_s: float = 300.0) -> Path:
+    def program(self, name: str, sources: Sequence[Path], flags: Sequence[str] = (), timeout_s: float = 300.0) -> Path:
         """Compiles the sources side by side and links them; fails with the compiler's words, also for a warning."""
         made = self.folder / name
-
-        def compile_one(source: Path) -> str:
-            output = self.folder / f"{source.parent.name}_{source.stem}.o"
-            self._compile(["-c", str(source), "-o", str(output)], timeout_s)
-            return str(output)
-
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as workers:
-            objects = list(workers.map(compile_one, sources))
-        self._compile([*objects, "-ldl", "-o", str(made)], timeout_s)
+            objects = list(workers.map(lambda source: self._object(source, tuple(flags), timeout_s), sources))
+        self._compile([*map(str, objects), "-ldl", "-o", str(made)], timeout_s)
         return made
+
+    def _object(self, source: Path, flags: tuple[str, ...], timeout_s: float) -> Path:
+        key = (source, flags)
+        if key not in self._objects:
+            made = self.folder / f"{len(flags)}_{source.parent.name}_{source.stem}.o"
+            self._compile(["-I", str(source.parent), *flags, "-c", str(source), "-o", str(made)], timeout_s)
+            self._objects[key] = made
+        return self._objects[key]
 
     def _compile(self, arguments: Sequence[str], timeout_s: float) -> None:
         command = [*self.compiler, *FLAGS, *self.flags, "-I", str(ROOT / "csrc"), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
         assert done.returncode == 0, f"{' '.join(command)}:\n{done.stderr}"
 
-    def run(self, program: Path, *arguments: str, timeout_s: float) -> str:
-        """What the program printed; it must succeed."""
-        command = [*self.launcher, str(program), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
-        assert done.returncode == 0, f"{program.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+    def run(
+        self,
+        program: Path,
+        *arguments: str,
+        timeout_s: float,
+        stdin: str = "",
+        environment: Mapping[str, str] | None = None,
+        may_end_with: int = 0,
+    ) -> subprocess.CompletedProcess[str]:
+        """The program's end and what it printed; it must succeed, or end with `may_end_with`."""
+        # ThreadSanitizer would let every dying process sleep for a second.
+        variables = {**os.environ, "TSAN_OPTIONS": "atexit_sleep_ms=0", **(environment or {})}
+        done = subprocess.run(
+            [*self.launcher, str(program), *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+            env=variables,
+        )
+        if done.returncode not in {0, may_end_with}:
+            pytest.fail(f"{program.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        return done
 
 
 def usable_build(sanitizer: str, folder: Path) -> Build:

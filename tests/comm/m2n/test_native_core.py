@@ -5,11 +5,12 @@
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.comm.m2n.compile import ROOT, SANITIZERS, Build, usable_build
+from tests.comm.m2n.compile import ROOT, Build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,17 +24,11 @@ SOURCES = [
 ]
 
 
-@pytest.fixture(scope="session", params=list(SANITIZERS))
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Build, Path]:
-    """The test program, once for each sanitizer."""
-    build = usable_build(request.param, tmp_path_factory.mktemp(f"core-{request.param}"))
-    return build, build.program("native_core", SOURCES)
-
-
-def test_native_core(program: tuple[Build, Path]) -> None:
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_native_core(native_build: Callable[[str], Build], sanitizer: str) -> None:
     """Every case of the program."""
-    build, path = program
-    printed = build.run(path, timeout_s=300.0)
+    build = native_build(sanitizer)
+    printed = build.run(build.program("native_core", SOURCES), timeout_s=300.0).stdout
     started, ended = re.findall(r"^(\S+)$", printed, re.MULTILINE), re.findall(r"^ok (\S+)", printed, re.MULTILINE)
     assert started == ended
     assert printed.endswith(f"{len(ended)} cases, all ok\n")
