@@ -32,6 +32,7 @@ FREE_OF = {
     "antiphon.cost": {"torch"},
     "antiphon.placement": {"torch"},
     "antiphon.planner": {"torch"},
+    "antiphon.models.config": {"torch", "numpy"},
 }
 PICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

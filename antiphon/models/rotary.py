@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.api import RotaryTable
+from antiphon.models.families.config_keys import yarn_magnitude
 from antiphon.specs.model import RopeSpec
 
 
@@ -37,11 +38,6 @@ def rotary_table(rope: RopeSpec, num_positions: int, device: torch.device) -> Ro
 def unrotated(table: RotaryTable) -> RotaryTable:
     """The table that rotates nothing, for rows whose rotation was done before."""
     return RotaryTable(cos=table.cos[:, :0], sin=table.sin[:, :0], interleaved=table.interleaved)
-
-
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention with the context's stretch (arXiv 2309.00071, section 3.4)."""
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _angles(frequencies_R: Tensor, first: int, last: int, magnitude: float) -> tuple[Tensor, Tensor]:

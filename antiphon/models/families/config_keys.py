@@ -1,5 +1,6 @@
 """Reading `config.json`: the spellings shared by families, with errors that name key, value and what is supported."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
@@ -118,6 +119,11 @@ def rope(
         max_position=max_position,
         original_max_position=int(original or max_position),
     )
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's growth of attention with the context's stretch (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _is_number(value: object) -> bool:

@@ -9,7 +9,6 @@ Multi-token-prediction layers (beyond `num_hidden_layers`) are not loaded.
 
 from antiphon.models.families import config_keys as keys
 from antiphon.models.names import GatedNames, TensorNames
-from antiphon.models.rotary import yarn_magnitude
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec
 
 NAMES = TensorNames(shared=GatedNames(prefix="mlp.shared_experts."))
@@ -124,4 +123,4 @@ def _score_magnitude(rope: RopeSpec) -> float:
     all_dim, factor = rope.parameters.get("mscale_all_dim"), rope.parameters.get("factor")
     if not isinstance(all_dim, (int, float)) or not isinstance(factor, (int, float)) or not all_dim:
         return 1.0
-    return yarn_magnitude(factor, all_dim)
+    return keys.yarn_magnitude(factor, all_dim)

@@ -1,0 +1,114 @@
+"""Which machines there are and how they are wired: groups of equal nodes, in any mix.
+
+The network has two levels. Devices of one scale-up domain reach each other through the scale-up link (NVLink, HCCS,
+xGMI, PCIe, shared memory); anything farther goes through the nodes' NICs and one switched fabric with an
+oversubscription.
+"""
+
+from dataclasses import dataclass, field
+
+from antiphon.base.errors import UserError
+from antiphon.specs.device import DeviceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficiencySpec:
+    """How much of the peaks a cluster's software reaches: ONE calibration per cluster, stated, shared by all that is
+    computed for it.
+
+    `gemm`: fraction of peak FLOP/s of a large matrix product; `attention` the same for attention's own products in
+    prefill. `memory`: fraction of memory bandwidth when streaming weights or KV. `scale_up`, `scale_out`: fraction of
+    link bandwidth of a large message. `scale_up_half_bytes`, `scale_out_half_bytes`: message size at which half of that
+    is reached (Util(x) = x / (x + half)). `kernel_s`: fixed time of one kernel (launch, tail). `collective_s`: fixed
+    time of one collective or M2N exchange beyond the wire latency. `layer_overhead_s`: what a layer costs beside what
+    is modelled (norms, router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights
+    and KV (activations, workspace, runtime). `overlap`: fraction of hideable communication that really is hidden.
+    `source`: how these were found.
+    """
+
+    gemm: float = 0.7
+    attention: float = 0.5
+    memory: float = 0.8
+    scale_up: float = 0.75
+    scale_out: float = 0.8
+    scale_up_half_bytes: float = 256e3
+    scale_out_half_bytes: float = 64e3
+    kernel_s: float = 4e-6
+    collective_s: float = 10e-6
+    layer_overhead_s: float = 10e-6
+    memory_reserve: float = 0.1
+    overlap: float = 0.9
+    source: str = "default: typical of tuned GPU serving software, fitted to nothing"
+
+    def __post_init__(self) -> None:
+        for name in ("gemm", "attention", "memory", "scale_up", "scale_out"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be above 0 and at most 1")
+        for name in ("scale_up_half_bytes", "scale_out_half_bytes", "kernel_s", "collective_s", "layer_overhead_s"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be at least 0")
+        for name in ("memory_reserve", "overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """`num_nodes` equal nodes of `devices_per_node` equal devices.
+
+    `scale_up_domain`: devices that the scale-up link joins; more than `devices_per_node` when it spans nodes (NVL72).
+    `node_scale_out_bytes_per_s`: all NICs of one node together, one direction; a device gets its even share.
+    """
+
+    device: DeviceSpec
+    num_nodes: int
+    devices_per_node: int
+    scale_up_domain: int
+    scale_up_bytes_per_s: float
+    node_scale_out_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "devices_per_node", "scale_up_domain"):
+            if getattr(self, name) < 1:
+                raise UserError(f"nodes of {self.device.name}: {name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("scale_up_bytes_per_s", "node_scale_out_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"nodes of {self.device.name}: {name} is {getattr(self, name)}: it must be above 0")
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def scale_out_bytes_per_s(self) -> float:
+        """One device's share of its node's NICs, one direction."""
+        return self.node_scale_out_bytes_per_s / self.devices_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """Groups of nodes on one fabric. `oversubscription` divides the fabric's bandwidth between nodes (1: none)."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    scale_up_latency_s: float = 2e-6
+    scale_out_latency_s: float = 5e-6
+    oversubscription: float = 1.0
+    efficiency: EfficiencySpec = field(default_factory=EfficiencySpec)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise UserError(f"cluster {self.name}: it has no nodes: give at least one group")
+        names = [group.device.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise UserError(f"cluster {self.name}: groups {names} repeat a device: join the groups of equal devices")
+        if not self.oversubscription >= 1:
+            raise UserError(f"cluster {self.name}: oversubscription is {self.oversubscription}: it must be at least 1")
+        for name in ("scale_up_latency_s", "scale_out_latency_s"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"cluster {self.name}: {name} is {getattr(self, name)}: it must be at least 0")
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)

@@ -1,0 +1,202 @@
+"""Exact counts that follow from a `ModelSpec`: parameters by part, KV bytes, floating-point operations per token.
+
+Nothing here is estimated. A parameter is an element of a checkpoint's tensor; a FLOP is a multiplication or an
+addition of a matrix product, so a matrix with P elements costs 2 P per row (norms, rotation, softmax and activations
+are left out: they are bandwidth, not arithmetic). All results are for ONE layer unless the name says otherwise.
+
+Latent attention (DeepSeek-V2, section 2.1) has two orders of the same products, and both are counted:
+- absorbed (decode): queries go through the key up-projection and meet the cached rows themselves;
+- expanded (prefill of a whole prompt): keys and values of all heads are made from the cached row, once per token.
+One row costs the same projections either way (the up-projection is applied to the query and the output, or to the row);
+what differs is the work per token of context: `score_flops_absorbed` against `score_flops_expanded`.
+
+Rejected: counting by building the model on torch's meta device; it takes seconds and needs torch.
+"""
+
+from dataclasses import dataclass
+
+from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
+from antiphon.specs.precision import BYTES_OF, StorageDtype
+
+GATED_MATRICES = 3  # gate, up, down: the feed-forwards of all supported families are gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """Elements of the checkpoint's tensors. The first five are of one layer that has such a part.
+
+    `router` includes the score bias, `shared_expert` its gate, `attention` the norms of queries, keys and latents,
+    `layer_norms` the two norms of a layer. `head` is 0 when it shares the embedding's table. `active` is what one
+    token uses: all but the routed experts that were not chosen (publishers differ on whether the embedding counts:
+    `active_without_embedding` leaves its table out).
+    """
+
+    attention: int
+    router: int
+    expert: int
+    shared_expert: int
+    dense: int
+    layer_norms: int
+    final_norm: int
+    embedding: int
+    head: int
+    total: int
+    active: int
+
+    @property
+    def active_without_embedding(self) -> int:
+        return self.active - self.embedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCounts:
+    """FLOPs of one token in one layer, `head` once per model. `expert` is one routed expert: times `top_k` per token;
+    `shared_expert` includes its gate.
+
+    `score_flops_absorbed` and `score_flops_expanded` are per token of context (scores and weighted values, all query
+    heads); grouped-query attention has one way only, so both are equal. `expand_flops` is what making one cached row's
+    keys and values costs in the expanded order; it is already in `attention_projections` for a token's own row, and has
+    to be added for every row that comes from the cache instead.
+    """
+
+    attention_projections: int
+    score_flops_absorbed: int
+    score_flops_expanded: int
+    expand_flops: int
+    router: int
+    expert: int
+    shared_expert: int
+    dense: int
+    head: int
+
+
+def count_parameters(model: ModelSpec) -> ParameterCounts:
+    """Parameters by part, their total, and how many of them one token uses."""
+    hidden, router, feed_forward = model.hidden_size, model.router, model.feed_forward
+    num_moe, num_dense = model.num_moe_layers, model.num_layers - model.num_moe_layers
+    attention = attention_parameters(model)
+    gate = hidden * router.num_experts + (router.num_experts if router.has_score_bias else 0)
+    expert = GATED_MATRICES * hidden * feed_forward.intermediate
+    shared = GATED_MATRICES * hidden * feed_forward.shared_intermediate + (hidden if feed_forward.shared_gate else 0)
+    dense = GATED_MATRICES * hidden * feed_forward.dense_intermediate
+    norm = 2 * hidden if model.norm == "layer" else hidden
+    embedding = model.vocab_size * hidden
+    head = 0 if model.tie_embeddings else embedding
+    head += model.vocab_size if model.lm_head_bias else 0
+    per_layer = model.num_layers * (attention + 2 * norm) + num_moe * (gate + shared) + num_dense * dense
+    common = per_layer + norm + embedding + head
+    return ParameterCounts(
+        attention=attention,
+        router=gate,
+        expert=expert,
+        shared_expert=shared,
+        dense=dense,
+        layer_norms=2 * norm,
+        final_norm=norm,
+        embedding=embedding,
+        head=head,
+        total=common + num_moe * router.num_experts * expert,
+        active=common + num_moe * router.top_k * expert,
+    )
+
+
+def attention_parameters(model: ModelSpec) -> int:
+    """Projections with their biases, and the norms of queries, keys and latent vectors, of one layer."""
+    attention = model.attention
+    if attention.latent is not None:
+        return _latent_attention_parameters(attention, attention.latent, model.hidden_size)
+    hidden = model.hidden_size
+    query_width = attention.num_heads * attention.head_dim
+    kv_width = attention.num_kv_heads * attention.head_dim
+    count = hidden * (query_width + 2 * kv_width) + query_width * hidden
+    count += query_width + 2 * kv_width if attention.qkv_bias else 0
+    count += hidden if attention.out_bias else 0
+    return count + {"none": 0, "head": 2 * attention.head_dim, "full": query_width + kv_width}[attention.qk_norm]
+
+
+def _latent_attention_parameters(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> int:
+    query_width = attention.num_heads * attention.head_dim
+    biased = hidden if attention.out_bias else 0
+    biased += latent.key_dim if attention.qkv_bias else 0
+    if latent.q_lora_rank is None:
+        query = hidden * query_width
+    else:
+        query = hidden * latent.q_lora_rank + latent.q_lora_rank + latent.q_lora_rank * query_width
+        biased += latent.q_lora_rank if attention.qkv_bias else 0
+    key_value = hidden * latent.key_dim + latent.kv_lora_rank + _expansion(attention, latent)
+    return query + key_value + attention.num_heads * latent.v_head_dim * hidden + biased
+
+
+def _expansion(attention: AttentionSpec, latent: LatentSpec) -> int:
+    """Elements of the matrix that makes all heads' keys and values from a latent row (kv_b_proj)."""
+    return latent.kv_lora_rank * attention.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+
+
+def count_flops(model: ModelSpec) -> FlopCounts:
+    """FLOPs of one token by part."""
+    attention, hidden = model.attention, model.hidden_size
+    latent = attention.latent
+    if latent is None:
+        query_width = attention.num_heads * attention.head_dim
+        projections = 2 * hidden * (2 * query_width + 2 * attention.num_kv_heads * attention.head_dim)
+        absorbed = expanded = 4 * query_width
+        expand = 0
+    else:
+        projections = 2 * _latent_matrices(attention, latent, hidden)
+        absorbed = 2 * attention.num_heads * (latent.key_dim + latent.kv_lora_rank)
+        expanded = 2 * attention.num_heads * (attention.head_dim + latent.v_head_dim)
+        expand = 2 * _expansion(attention, latent)
+    feed_forward = model.feed_forward
+    return FlopCounts(
+        attention_projections=projections,
+        score_flops_absorbed=absorbed,
+        score_flops_expanded=expanded,
+        expand_flops=expand,
+        router=2 * hidden * model.router.num_experts,
+        expert=2 * GATED_MATRICES * hidden * feed_forward.intermediate,
+        shared_expert=2 * GATED_MATRICES * hidden * feed_forward.shared_intermediate
+        + (2 * hidden if feed_forward.shared_gate else 0),
+        dense=2 * GATED_MATRICES * hidden * feed_forward.dense_intermediate,
+        head=2 * hidden * model.vocab_size,
+    )
+
+
+def _latent_matrices(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> int:
+    """Elements of the matrices a row passes: as the parameters, without norms and biases."""
+    query_width = attention.num_heads * attention.head_dim
+    rank = latent.q_lora_rank
+    query = hidden * query_width if rank is None else hidden * rank + rank * query_width
+    out = attention.num_heads * latent.v_head_dim * hidden
+    return query + hidden * latent.key_dim + _expansion(attention, latent) + out
+
+
+def flops_per_token(model: ModelSpec, context: float, *, absorbed: bool = True, with_head: bool = True) -> float:
+    """Forward FLOPs of one token over the whole model, with `context` tokens (its own included) to attend to."""
+    counts = count_flops(model)
+    score = counts.score_flops_absorbed if absorbed else counts.score_flops_expanded
+    num_moe = model.num_moe_layers
+    routed = counts.router + model.router.top_k * counts.expert + counts.shared_expert
+    return (
+        model.num_layers * (counts.attention_projections + context * score)
+        + num_moe * routed
+        + (model.num_layers - num_moe) * counts.dense
+        + (counts.head if with_head else 0)
+    )
+
+
+def kv_elements_per_token(model: ModelSpec) -> int:
+    """Cached elements of one token in ONE layer: keys and values of the KV heads, or one latent row."""
+    attention = model.attention
+    if attention.latent is not None:
+        return attention.latent.key_dim
+    return 2 * attention.num_kv_heads * attention.head_dim
+
+
+def kv_bytes_per_token_layer(model: ModelSpec, dtype: StorageDtype) -> float:
+    """Bytes of KV cache of one token in one layer; a fraction of a byte is possible with int4."""
+    return kv_elements_per_token(model) * BYTES_OF[dtype]
+
+
+def kv_bytes_per_token(model: ModelSpec, dtype: StorageDtype) -> float:
+    """Bytes of KV cache of one token over all layers (MegaScale-Infer eq. 8 counts the same, in BF16)."""
+    return model.num_layers * kv_bytes_per_token_layer(model, dtype)

@@ -1,0 +1,55 @@
+"""What a device can do, as its maker states it: frozen data with a source for every number.
+
+Peaks only. How much of a peak is reached belongs to `EfficiencySpec`, because it depends on the software and the
+cluster.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from antiphon.base.errors import UserError
+
+ComputeDtype = Literal["float32", "bfloat16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator (or one CPU socket's share). All rates are per device and, for links, one direction.
+
+    `flops_per_s`: dense peak by compute dtype; a dtype that is missing cannot be computed in.
+    `scale_up_domain`: how many devices the scale-up link connects at most (8: one server; 72: GB200 NVL72; 1: none).
+    `scale_up_spans_nodes`: whether that link leaves the server (NVL72), so that a domain may be larger than a node.
+    `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where nobody states one.
+    `sources`: field name -> where its number is from.
+    """
+
+    name: str
+    kind: Literal["gpu", "npu", "cpu"]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    flops_per_s: dict[ComputeDtype, float]
+    scale_up_bytes_per_s: float
+    scale_up_domain: int
+    scale_out_bytes_per_s: float
+    power_w: float
+    price: float | None = None
+    scale_up_spans_nodes: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "memory_bytes_per_s", "scale_up_bytes_per_s", "scale_out_bytes_per_s", "power_w"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"device {self.name}: {name} is {getattr(self, name)}: it must be above 0")
+        if self.scale_up_domain < 1:
+            raise UserError(f"device {self.name}: scale_up_domain is {self.scale_up_domain}: it must be at least 1")
+        if not self.flops_per_s or not all(rate > 0 for rate in self.flops_per_s.values()):
+            raise UserError(f"device {self.name}: flops_per_s is {self.flops_per_s}: give at least one rate above 0")
+        if self.price is not None and not self.price > 0:
+            raise UserError(f"device {self.name}: price is {self.price}: it must be above 0")
+
+    def peak_flops_per_s(self, dtype: ComputeDtype) -> float:
+        """Dense peak in `dtype`; `UserError` if the device cannot compute in it."""
+        if dtype not in self.flops_per_s:
+            known = ", ".join(sorted(self.flops_per_s))
+            raise UserError(f"{self.name} has no {dtype} arithmetic: compute in one of {known}")
+        return self.flops_per_s[dtype]

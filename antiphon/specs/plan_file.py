@@ -1,0 +1,231 @@
+"""`plan.json`: a `Plan` to JSON and back, strictly. What reads it obeys it, so nothing in it is guessed or skipped.
+
+A phase holds its parallel sizes beside `layout`, as plain keys (`attention_tp`, ..., `pp`), and
+
+    "placement": {"0": {"3": 0.5, "4": 0.5}, "1": {"0": 1.0}, ...}     expert -> worker -> fraction of its tokens
+
+with every expert from 0 on, workers from 0 on, fractions above 0 that add up to 1. `rejected` lists the best
+candidate of every other layout. Unknown keys and other versions are refused by name. Rejected: a schema library, whose
+errors do not say the mend.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from antiphon.base.errors import UserError
+from antiphon.specs.plan import (
+    LAYOUTS,
+    OBJECTIVES,
+    DeviceUse,
+    Layout,
+    Parallel,
+    PhaseName,
+    PhasePlan,
+    Plan,
+    Predicted,
+    Rejected,
+)
+from antiphon.specs.strict_table import Table, read_json
+
+VERSION = 1
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+ROLES: tuple[Literal["attention", "experts", "both"], ...] = ("attention", "experts", "both")
+FRACTION_TOLERANCE = 1e-6
+Placement = tuple[tuple[tuple[int, float], ...], ...]
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Plain JSON values in the shape above; what has no value is left out."""
+    return {
+        "version": plan.version,
+        "model": plan.model,
+        "cluster": plan.cluster,
+        "workload": plan.workload,
+        "objective": plan.objective,
+        "phases": {name: _phase_to_json(phase) for name, phase in plan.phases.items()},
+        "model_config": dict(plan.model_config),
+        "num_candidates": plan.num_candidates,
+        "search_s": plan.search_s,
+    }
+
+
+def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
+    """The plan a mapping holds; `UserError` names the key, its value and the mend."""
+    return _plan(Table(mapping, where))
+
+
+def read_plan(path: str | Path) -> Plan:
+    return _plan(read_json(Path(path)))
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Replaces the file at `path`."""
+    text = json.dumps(plan_to_json(plan), indent=1, allow_nan=False)
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
+
+
+def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:
+    return {
+        "layout": phase.layout,
+        **asdict(phase.parallel),
+        "num_instances": phase.num_instances,
+        "micro_batches": phase.micro_batches,
+        "batch": phase.batch,
+        "devices": [asdict(use) for use in phase.devices],
+        "placement": {
+            str(expert): {str(worker): fraction for worker, fraction in shares}
+            for expert, shares in enumerate(phase.placement)
+        },
+        "predicted": _without_none(asdict(phase.predicted)),
+        "rejected": [_rejected_to_json(rejected) for rejected in phase.rejected],
+        "notes": list(phase.notes),
+    }
+
+
+def _rejected_to_json(rejected: Rejected) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "layout": rejected.layout,
+        "reason": rejected.reason,
+        "micro_batches": rejected.micro_batches,
+        "batch": rejected.batch,
+        "devices": [asdict(use) for use in rejected.devices],
+        "predicted": None if rejected.predicted is None else _without_none(asdict(rejected.predicted)),
+    }
+    parallel = {} if rejected.parallel is None else asdict(rejected.parallel)
+    return _without_none({**written, **parallel})
+
+
+def _without_none(mapping: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _plan(table: Table) -> Plan:
+    version = table.whole("version", at_least=0)
+    if version != VERSION:
+        raise table.error("version", f"this program reads version {VERSION}: make the plan again with `antiphon plan`")
+    phases = table.table("phases")
+    by_name = {name: _phase(phases.table(name)) for name in PHASES if phases.has(name)}
+    phases.finish()
+    if not by_name:
+        raise table.error("phases", f"give at least one of {', '.join(PHASES)}")
+    plan = Plan(
+        version=version,
+        model=table.text("model"),
+        cluster=table.text("cluster"),
+        workload=table.text("workload"),
+        objective=table.choice("objective", OBJECTIVES),
+        phases=by_name,
+        model_config=table.mapping("model_config"),
+        num_candidates=table.whole("num_candidates", 0, at_least=0),
+        search_s=table.number("search_s", 0.0, above=-1e-9),
+    )
+    table.finish()
+    return plan
+
+
+def _phase(table: Table) -> PhasePlan:
+    layout = table.choice("layout", LAYOUTS)
+    parallel = _parallel(table, layout)
+    phase = PhasePlan(
+        layout=layout,
+        parallel=parallel,
+        num_instances=table.whole("num_instances", 1),
+        micro_batches=table.whole("micro_batches"),
+        batch=table.whole("batch"),
+        devices=_devices(table),
+        placement=_placement(table.table("placement"), layout, parallel),
+        predicted=_predicted(table.table("predicted")),
+        rejected=tuple(_rejected(entry) for entry in table.tables("rejected")) if table.has("rejected") else (),
+        notes=_notes(table),
+    )
+    table.finish()
+    return phase
+
+
+def _parallel(table: Table, layout: Layout) -> Parallel:
+    sizes = {
+        field.name: table.whole(field.name, field.default, at_least=0 if field.name == "expert_workers" else 1)
+        for field in fields(Parallel)
+        if isinstance(field.default, int)
+    }
+    if layout == "disaggregated" and not sizes["expert_workers"]:
+        raise table.error("expert_workers", "a disaggregated layout needs at least 1")
+    return Parallel(**sizes)
+
+
+def _devices(table: Table) -> tuple[DeviceUse, ...]:
+    uses = []
+    for entry in table.tables("devices") if table.has("devices") else ():
+        role, device = entry.choice("role", ROLES), entry.text("device")
+        uses.append(DeviceUse(role=role, device=device, num_devices=entry.whole("num_devices")))
+        entry.finish()
+    return tuple(uses)
+
+
+def _placement(table: Table, layout: Layout, parallel: Parallel) -> Placement:
+    num_workers = parallel.expert_workers if layout == "disaggregated" else parallel.expert_ep
+    experts = table.names()
+    if expected := [str(expert) for expert in range(len(experts)) if str(expert) not in experts]:
+        raise UserError(f"{table.where}: expert {expected[0]} is missing: place every expert from 0 to the last")
+    return tuple(_shares(table.table(str(expert)), num_workers) for expert in range(len(experts)))
+
+
+def _shares(table: Table, num_workers: int) -> tuple[tuple[int, float], ...]:
+    shares = []
+    for worker in table.names():
+        if not worker.isdecimal() or str(int(worker)) != worker or int(worker) >= num_workers:
+            raise UserError(f"{table.where}: worker {worker!r} does not exist: use 0 to {num_workers - 1}")
+        shares.append((int(worker), table.number(worker, above=0)))
+    total = sum(fraction for _, fraction in shares)
+    if abs(total - 1) > FRACTION_TOLERANCE:
+        raise UserError(f"{table.where}: the fractions add up to {total:.6g}: make them add up to 1")
+    return tuple(shares)
+
+
+def _predicted(table: Table) -> Predicted:
+    memory, bound = table.optional_table("memory_bytes"), table.optional_table("bound_by")
+    predicted = Predicted(
+        tpot_s=table.optional_number("tpot_s"),
+        ttft_s=table.optional_number("ttft_s"),
+        tokens_per_s=table.number("tokens_per_s", 0.0),
+        per_gpu=table.number("per_gpu", 0.0),
+        per_cost=table.optional_number("per_cost"),
+        per_power=table.number("per_power", 0.0),
+        t_a_s=table.optional_number("t_a_s"),
+        t_e_s=table.optional_number("t_e_s"),
+        t_c_s=table.optional_number("t_c_s"),
+        queueing_s=table.optional_number("queueing_s"),
+        memory_bytes={role: memory.number(role) for role in memory.names()},
+        bound_by={part: bound.text(part) for part in bound.names()},
+    )
+    table.finish()
+    return predicted
+
+
+def _rejected(table: Table) -> Rejected:
+    layout = table.choice("layout", LAYOUTS)
+    given = [field.name for field in fields(Parallel) if table.has(field.name)]
+    rejected = Rejected(
+        layout=layout,
+        reason=table.text("reason"),
+        parallel=_parallel(table, layout) if given else None,
+        micro_batches=table.optional_whole("micro_batches"),
+        batch=table.optional_whole("batch"),
+        devices=_devices(table),
+        predicted=_predicted(table.table("predicted")) if table.has("predicted") else None,
+    )
+    table.finish()
+    return rejected
+
+
+def _notes(table: Table) -> tuple[str, ...]:
+    notes = tuple(table.items("notes")) if table.has("notes") else ()
+    if not all(isinstance(note, str) for note in notes):
+        raise table.error("notes", "a list of texts is needed")
+    return notes

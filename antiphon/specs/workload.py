@@ -1,0 +1,108 @@
+"""What the requests look like, how fast they come, and what is promised to them."""
+
+import math
+from dataclasses import dataclass, field
+
+from antiphon.base.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSpec:
+    """Lengths in tokens: log-normal with a median and a shape `sigma` (0: all equal), or the very lengths of a trace.
+
+    A log-normal's mean is median * exp(sigma^2 / 2).
+    """
+
+    median: float
+    sigma: float = 0.0
+    trace: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.median >= 1:
+            raise UserError(f"lengths: the median is {self.median}: it must be at least 1 token")
+        if not self.sigma >= 0:
+            raise UserError(f"lengths: sigma is {self.sigma}: it must be at least 0")
+        if any(length < 1 for length in self.trace):
+            raise UserError(f"lengths: the trace has a length of {min(self.trace)}: each must be at least 1 token")
+
+    @property
+    def mean(self) -> float:
+        if self.trace:
+            return sum(self.trace) / len(self.trace)
+        return self.median * math.exp(self.sigma**2 / 2)
+
+    @property
+    def mean_square(self) -> float:
+        """E[X^2]; with the mean it gives the average remaining work and M/G/1's variance."""
+        if self.trace:
+            return sum(length * length for length in self.trace) / len(self.trace)
+        return self.median**2 * math.exp(2 * self.sigma**2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloSpec:
+    """Promises. `percentile` says which percentile of requests must keep them (0.5: the median). None: no promise."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    percentile: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"slo: {name} is {value}: it must be above 0, or be left out")
+        if not 0 < self.percentile < 1:
+            raise UserError(f"slo: percentile is {self.percentile}: it must lie between 0 and 1, for example 0.99")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSpec:
+    """`requests_per_s` None: as many as the plan can take (offline throughput). `expert_skew`: exponent of the Zipf
+    law of expert popularity (0: uniform); `expert_loads`: measured shares instead, one per expert, adding up to 1.
+    `arrivals_s`: when each request of a trace came, in order (the traces of lengths are in the same order).
+    `max_batch`: requests in flight in the whole system at most; `max_length`: tokens of a prompt and its output
+    together at most; None: as many as fit. `source`: where the numbers are from."""
+
+    name: str = "workload"
+    input_tokens: LengthSpec
+    output_tokens: LengthSpec
+    requests_per_s: float | None = None
+    slo: SloSpec = field(default_factory=SloSpec)
+    expert_skew: float = 0.0
+    expert_loads: tuple[float, ...] = ()
+    arrivals_s: tuple[float, ...] = ()
+    max_batch: int | None = None
+    max_length: int | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        self._check_limits()
+        if self.requests_per_s is not None and not self.requests_per_s > 0:
+            raise UserError(f"workload: requests_per_s is {self.requests_per_s}: it must be above 0, or be left out")
+        if not self.expert_skew >= 0:
+            raise UserError(f"workload: expert_skew is {self.expert_skew}: it must be at least 0")
+        if self.expert_loads and (min(self.expert_loads) < 0 or abs(sum(self.expert_loads) - 1) > 1e-6):
+            raise UserError(
+                f"workload: expert_loads add up to {sum(self.expert_loads):.6g}: give shares that add up to 1"
+            )
+
+    def _check_limits(self) -> None:
+        for name in ("max_batch", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"workload: {name} is {value}: it must be at least 1, or be left out")
+        if any(later < earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)):
+            raise UserError("workload: arrivals_s goes back in time: give the requests in the order they came")
+        lengths = (self.input_tokens.trace, self.output_tokens.trace)
+        if self.arrivals_s and not len(self.arrivals_s) == len(lengths[0]) == len(lengths[1]):
+            raise UserError(
+                f"workload: {len(self.arrivals_s)} arrivals for {len(lengths[0])} inputs and {len(lengths[1])} outputs:"
+                f" give as many of each"
+            )
+
+    @property
+    def decode_context(self) -> float:
+        """Tokens a running sequence has behind it, averaged over running sequences (not over requests): the prompt,
+        and half of the output weighted by how long an output stays in the batch, E[X^2] / 2 E[X]."""
+        return self.input_tokens.mean + self.output_tokens.mean_square / (2 * self.output_tokens.mean)
