@@ -18,8 +18,9 @@ import psutil
 
 from antiphon.base.errors import UserError
 from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result
+from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
-from antiphon.serve.config import Layout, ServeConfig, kv_cache_block_bytes
+from antiphon.serve.config import Layout, ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import start_engine

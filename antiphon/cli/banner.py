@@ -6,8 +6,9 @@ from typing import Any
 
 from antiphon import __version__, _native
 from antiphon.base.units import format_bytes
+from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
-from antiphon.serve.config import ServeConfig, kv_cache_block_bytes
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.fleet import WorkerName

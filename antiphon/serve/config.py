@@ -13,7 +13,8 @@ from typing import Literal
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.kernels.api import KVCacheSpec
+from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
+from antiphon.serve.reachable_host import refuse_wildcard
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
@@ -101,10 +102,8 @@ class ServeConfig:
             raise UserError(f"{num_joined} workers shall join: say where with --join-address HOST:PORT")
         if self.join_address and not num_joined:
             raise UserError("--join-address without --join-workers: say how many workers join")
-        if self.join_address and split_address(self.join_address)[0] in ("0.0.0.0", "::"):
-            raise UserError(
-                f"--join-address is {self.join_address}: name the address by which the other machines reach this one"
-            )
+        if self.join_address:
+            refuse_wildcard("--join-address", self.join_address, split_address(self.join_address)[0])
         if num_joined and self.exchange == "shm":
             raise UserError("--transport shm does not reach other machines: use tcp or libfabric")
 
@@ -166,9 +165,9 @@ def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: 
     """KV blocks of each attention worker within the budget; `ResourceError` if not even one sequence fits.
 
     Without a budget, 30% of the memory free now, but no more than every running request at full length needs."""
-    blocks_per_sequence = -(-context_length // config.block_size)
+    blocks_per_sequence = blocks_of(context_length, config.block_size)
     budget = config.kv_bytes or int(free_bytes * 0.3)
-    num_blocks = budget // config.num_attention // block_bytes
+    num_blocks = blocks_in_budget(budget // config.num_attention, block_bytes)
     if not config.kv_bytes:
         num_blocks = min(num_blocks, config.max_running * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
@@ -178,19 +177,3 @@ def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: 
             f"{config.num_attention} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
         )
     return num_blocks
-
-
-def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: int) -> int:
-    """Bytes of one KV block over all layers, without building anything."""
-    attention = spec.attention
-    latent = attention.latent
-    cache = KVCacheSpec(
-        num_layers=spec.num_layers,
-        num_blocks=1,
-        block_size=block_size,
-        num_kv_heads=1 if latent else attention.num_kv_heads,
-        key_dim=latent.kv_lora_rank + latent.qk_rope_head_dim if latent else attention.head_dim,
-        value_dim=latent.kv_lora_rank if latent else attention.head_dim,
-        values_in_keys=latent is not None,
-    )
-    return cache.block_bytes(bytes_per_element)

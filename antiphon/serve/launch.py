@@ -12,10 +12,11 @@ from pathlib import Path
 from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
+from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
-from antiphon.serve.config import ServeConfig, kv_blocks_per_worker, kv_cache_block_bytes
+from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
-from antiphon.serve.config import ServeConfig, kv_cache_block_bytes
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.fleet import WorkerName

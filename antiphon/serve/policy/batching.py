@@ -18,6 +18,7 @@ overtake a large head (better use of memory, but the head may then wait for ever
 
 from dataclasses import dataclass, field
 
+from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.policy.occupancy import WorkerOccupancy
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.step import SequenceStart, SequenceStep, StepPlan
@@ -105,7 +106,7 @@ def _admit_waiting(occupancy: WorkerOccupancy, draft: _Draft) -> None:
     while occupancy.waiting and draft.budget > 0 and occupancy.free_slots:
         request = occupancy.waiting.oldest
         found = occupancy.find_prefix(request)
-        num_new = _num_blocks(len(request.token_ids), config.block_size) - len(found)
+        num_new = blocks_of(len(request.token_ids), config.block_size) - len(found)
         num_spare = config.num_reserved_blocks if occupancy.running else 0
         if pool.num_free < num_new + pool.num_idle(found) + num_spare:
             return
@@ -120,7 +121,7 @@ def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_
     """Plan the next `num_tokens` of a request. The blocks they need must be free."""
     start = request.num_computed
     end = start + num_tokens
-    num_missing = _num_blocks(end, occupancy.config.block_size) - len(request.block_table)
+    num_missing = blocks_of(end, occupancy.config.block_size) - len(request.block_table)
     if num_missing > 0:
         request.block_table += occupancy.pool.allocate(num_missing)
     first = request.num_blocks_sent
@@ -143,10 +144,6 @@ def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_
     request.num_blocks_sent = len(request.block_table)
     request.planned_step = draft.step_id
     draft.budget -= num_tokens
-
-
-def _num_blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
 
 
 def _sequence_start(request: Request) -> SequenceStart:

@@ -6,6 +6,7 @@ A request that could never run must be refused at the door: once queued, it woul
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
+from antiphon.cost.kv_blocks import reserved_blocks
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.policy.request import Request
 
@@ -43,7 +44,7 @@ class SchedulerConfig:
 
     @property
     def num_reserved_blocks(self) -> int:
-        return max(1, self.num_blocks // 100) if self.watermark_blocks is None else self.watermark_blocks
+        return reserved_blocks(self.num_blocks) if self.watermark_blocks is None else self.watermark_blocks
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:

@@ -1,0 +1,180 @@
+"""Time of one attention layer of one worker of `tp` devices: everything of a layer but the routed experts.
+
+1. Two norms, projections, scores over the context, output, then the gate and the shared expert, or the dense layer's
+   feed-forward, which all run where attention does. The busiest device counts; tp synchronisation is not in here.
+2. Decode: one row per sequence; keys and values of the whole context are read. Latent attention is absorbed: all heads
+   meet the cached latent row, which is on every device.
+3. Prefill: causal, each row sees the tokens before it. Latent attention is expanded for whole prompts and absorbed for
+   chunks with cached context, as the engine does it.
+4. Each kernel by its own roofline, plus `layer_s` once per layer.
+
+Rejected: T_a from its two projections alone (MegaScale-Infer, Table 2). The paper's own text calls attention bound by
+the KV cache, which then would be missing.
+"""
+
+import numpy as np
+
+from antiphon.cost.gemm import gemm, row_bytes_of
+from antiphon.cost.parts import Number, Parts, select
+from antiphon.cost.roofline import Roofs, kernel
+from antiphon.cost.shapes import (
+    Matrix,
+    attention_matrices,
+    cached_width,
+    gated_matrices,
+    local_heads,
+    score_width,
+    share_of,
+)
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import PrecisionSpec
+
+
+def attention_decode(
+    model: ModelSpec,
+    roofs: Roofs,
+    batch: Number,
+    context: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    moe_layer: bool = True,
+    with_shared: bool = True,
+) -> Parts:
+    """One layer, one new token for each of `batch` sequences that have `context` tokens (mean, the new one included).
+
+    `moe_layer`: with gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
+    attention = model.attention
+    visible = context if attention.sliding_window is None else np.minimum(context, attention.sliding_window)
+    read_bytes = batch * visible * cached_width(attention, tp) * precision.kv_bytes
+    scores = _scores(model, roofs, batch, batch * visible, read_bytes, tp, precision, absorbed=True)
+    return (
+        _projections(model, roofs, batch, tp, precision)
+        + scores
+        + _rest(model, roofs, batch, tp, precision, moe_layer, with_shared)
+    )
+
+
+def attention_prefill(
+    model: ModelSpec,
+    roofs: Roofs,
+    tokens: Number,
+    context: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    past: Number = 0.0,
+    moe_layer: bool = True,
+    with_shared: bool = True,
+) -> Parts:
+    """One layer, `tokens` new tokens of several sequences, `context` new ones in each after `past` cached ones.
+
+    Of prompts of unequal length `context` is the mean a *token* sees, E[X^2] / E[X], not the mean length."""
+    attention = model.attention
+    visible = past + (context + 1) / 2
+    if attention.sliding_window is not None:
+        visible = np.minimum(visible, attention.sliding_window)
+    num_sequences = tokens / np.maximum(context, 1e-9)
+    cached = num_sequences * (past + context)
+    read_bytes = cached * cached_width(attention, tp) * precision.kv_bytes
+    whole = np.asarray(past) == 0
+    absorbed = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=True)
+    expanded = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=False)
+    scores = select(whole, expanded, absorbed)
+    return (
+        _projections(model, roofs, tokens, tp, precision)
+        + scores
+        + _rest(model, roofs, tokens, tp, precision, moe_layer, with_shared)
+    )
+
+
+def dense_feed_forward(
+    model: ModelSpec, roofs: Roofs, rows: Number, intermediate: int, tp: Number, precision: PrecisionSpec
+) -> Parts:
+    """A gated feed-forward that all rows pass: dense layers and shared experts. Width 0: none."""
+    if intermediate == 0:
+        return Parts()
+    into, out = gated_matrices(model.hidden_size, intermediate, tp)
+    return (
+        _apply(roofs, into, rows, precision)
+        + elementwise(roofs, rows * 1.5 * into.outputs, precision)
+        + _apply(roofs, out, rows, precision)
+    )
+
+
+def output_head(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec) -> Parts:
+    """The last norm and the logits of `rows` rows; once per iteration, not per layer."""
+    head = Matrix(inner=model.hidden_size, outputs=share_of(model.vocab_size, tp))
+    return elementwise(roofs, rows * 2 * model.hidden_size, precision) + _apply(roofs, head, rows, precision)
+
+
+def elementwise(roofs: Roofs, num_elements: Number, precision: PrecisionSpec) -> Parts:
+    """A kernel that reads and writes `num_elements` in all and computes next to nothing."""
+    return kernel(roofs.gemm, 0.0, num_elements * row_bytes_of(precision))
+
+
+def _apply(roofs: Roofs, matrix: Matrix, rows: Number, precision: PrecisionSpec) -> Parts:
+    return gemm(
+        roofs.gemm,
+        rows,
+        matrix.inner,
+        matrix.outputs,
+        precision.weight_bytes,
+        row_bytes_of(precision),
+        matrix.count,
+    )
+
+
+def _projections(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec) -> Parts:
+    total = Parts()
+    for matrix in attention_matrices(model, tp):
+        total = total + _apply(roofs, matrix, rows, precision)
+    return total
+
+
+def _scores(
+    model: ModelSpec,
+    roofs: Roofs,
+    rows: Number,
+    pairs: Number,
+    read_bytes: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    absorbed: bool,
+) -> Parts:
+    """Rotation and the write to the cache, then scores and values over all (row, visible token) pairs."""
+    attention = model.attention
+    heads = local_heads(attention, tp)
+    width = score_width(attention, absorbed)
+    written = rows * cached_width(attention, tp) * precision.kv_bytes
+    rows_bytes = rows * heads * width * row_bytes_of(precision)
+    rotated = kernel(roofs.gemm, 0.0, written + rows * heads * attention.head_dim * row_bytes_of(precision))
+    return rotated + kernel(roofs.attention, 2 * pairs * heads * width, read_bytes + rows_bytes)
+
+
+def _rest(
+    model: ModelSpec,
+    roofs: Roofs,
+    rows: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    moe_layer: bool,
+    with_shared: bool,
+) -> Parts:
+    """Two norms, each adding a residual (4 passes over the rows), and what runs beside the routed experts."""
+    norms = 2 * elementwise(roofs, rows * 4 * model.hidden_size, precision)
+    fixed = Parts(fixed_s=np.where(np.asarray(rows) > 0, roofs.layer_s, 0.0))
+    if not moe_layer:
+        return (
+            norms + fixed + dense_feed_forward(model, roofs, rows, model.feed_forward.dense_intermediate, tp, precision)
+        )
+    gate = _apply(roofs, Matrix(inner=model.hidden_size, outputs=model.router.num_experts), rows, precision)
+    if not with_shared:
+        return norms + fixed + gate
+    return (
+        norms
+        + fixed
+        + gate
+        + dense_feed_forward(model, roofs, rows, model.feed_forward.shared_intermediate, tp, precision)
+    )

@@ -1,0 +1,133 @@
+"""Measured times by size: points, and how a time is read off between and beyond them.
+
+1. `Curve`: (size, seconds) points. `Surface`: a grid of them over two sizes.
+2. Between points: linear. Below the first: its value (a fixed cost does not shrink). Beyond the last: straight on,
+   with the slope from the middle point to the last, for the last two are often within noise of each other.
+3. More work is never faster: a point below one of smaller size is raised to it before anything is read off.
+4. `Curve.line`: least squares of k1 * x + k2 with neither below 0 (MegaScale-Infer section 4.2).
+
+Rejected: splines, or polynomials of size. They fit better and swing between the points, even to negative times.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.cost.parts import FloatArray, Number
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`seconds[i]` is the time at size `sizes[i]`; sizes ascend."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_sizes("sizes", self.sizes)
+        if len(self.seconds) != len(self.sizes):
+            raise UserError(f"{len(self.sizes)} sizes but {len(self.seconds)} times: give one time per size")
+        _check_seconds(self.seconds)
+
+    def at(self, size: Number) -> Number:
+        """Seconds at any size; 0 at size 0."""
+        sizes, seconds = self._points
+        value = _along(np.asarray(sizes), seconds.reshape(-1, *([1] * np.ndim(size))), np.asarray(size, np.float64))
+        result: Number = np.where(np.asarray(size) > 0, value, 0.0)
+        return result
+
+    def line(self) -> tuple[float, float]:
+        """(k1, k2): seconds per unit of size, and seconds at size 0."""
+        return fit_line(self.sizes, self.seconds)
+
+    @functools.cached_property
+    def _points(self) -> tuple[FloatArray, FloatArray]:
+        return np.asarray(self.sizes, np.float64), np.maximum.accumulate(np.asarray(self.seconds, np.float64))
+
+
+@dataclass(frozen=True)
+class Surface:
+    """`seconds[i][j]` is the time at `first[i]` and `second[j]`; both ascend."""
+
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_sizes("first sizes", self.first)
+        _check_sizes("second sizes", self.second)
+        if len(self.seconds) != len(self.first) or any(len(row) != len(self.second) for row in self.seconds):
+            raise UserError(
+                f"a grid of {len(self.first)} x {len(self.second)} sizes, but times of shape "
+                f"{[len(row) for row in self.seconds]}: give one row per first size, one time in it per second size"
+            )
+        for row in self.seconds:
+            _check_seconds(row)
+
+    def at(self, first: Number, second: Number) -> Number:
+        """Seconds at any pair of sizes, linear in each; 0 where either is 0."""
+        one, two = np.broadcast_arrays(np.asarray(first, np.float64), np.asarray(second, np.float64))
+        grid = self._grid.reshape(len(self.first), len(self.second), *([1] * one.ndim))
+        rows = np.stack([_along(np.asarray(self.second, np.float64), row, two) for row in grid])
+        value = _along(np.asarray(self.first, np.float64), rows, one)
+        result: Number = np.where((one > 0) & (two > 0), value, 0.0)
+        return result
+
+    def along_first(self, second: float) -> Curve:
+        """The curve over the first size at one value of the second."""
+        return Curve(self.first, tuple(float(self.at(size, second)) for size in self.first))
+
+    @functools.cached_property
+    def _grid(self) -> FloatArray:
+        grid = np.asarray(self.seconds, np.float64)
+        return np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1)
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(k1, k2) of the least-squares line k1 * size + k2; where one would be negative it is 0, the other fitted alone.
+
+    One point: a line through the origin."""
+    x, y = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+    if x.size == 1:
+        return (float(y[0] / x[0]), 0.0) if x[0] > 0 else (0.0, float(y[0]))
+    spread = x - x.mean()
+    slope = float(np.dot(spread, y) / np.dot(spread, spread))
+    offset = float(y.mean() - slope * x.mean())
+    if slope < 0:
+        return 0.0, float(y.mean())
+    if offset < 0:
+        return float(np.dot(x, y) / np.dot(x, x)), 0.0
+    return slope, offset
+
+
+def _along(sizes: FloatArray, values: FloatArray, at: FloatArray) -> FloatArray:
+    """Interpolation along the first axis of `values` [sizes, ...], which broadcasts with `at` [...]."""
+    values = np.broadcast_to(values, (sizes.size, *at.shape))
+    if sizes.size == 1:
+        return np.array(values[0])
+    left = np.clip(np.searchsorted(sizes, at, side="right") - 1, 0, sizes.size - 2)
+    low, high = (np.take_along_axis(values, index[None], axis=0)[0] for index in (left, left + 1))
+    inside = low + (high - low) * (np.clip(at, sizes[0], sizes[-1]) - sizes[left]) / (sizes[left + 1] - sizes[left])
+    middle = (sizes.size - 1) // 2
+    slope = (values[-1] - values[middle]) / (sizes[-1] - sizes[middle])
+    result: FloatArray = inside + np.maximum(at - sizes[-1], 0.0) * slope
+    return result
+
+
+def _check_sizes(what: str, sizes: Sequence[float]) -> None:
+    if not sizes:
+        raise UserError(f"{what} are empty: give at least one measured point")
+    if not all(math.isfinite(size) and size >= 0 for size in sizes):
+        raise UserError(f"{what} are {list(sizes)}: each must be a number of at least 0")
+    if any(after <= before for before, after in itertools.pairwise(sizes)):
+        raise UserError(f"{what} are {list(sizes)}: they must ascend")
+
+
+def _check_seconds(seconds: Sequence[float]) -> None:
+    if not all(math.isfinite(time) and time >= 0 for time in seconds):
+        raise UserError(f"times are {list(seconds)}: each must be a number of seconds, at least 0")

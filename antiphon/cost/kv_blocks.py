@@ -1,0 +1,58 @@
+"""KV memory in blocks: the arithmetic by which the serving engine admits sequences, and by which the planner counts.
+
+A block holds `block_size` tokens of one sequence over all layers. Admission leaves a reserve free for running sequences
+to grow into. Written with operators alone, so that the engine calls it with integers and the planner with arrays.
+
+Rejected: bytes per token times tokens. Sequences then fit that the engine, rounding up to blocks and keeping its
+reserve, never admits; planners elsewhere over-predicted throughput several times by that.
+"""
+
+from typing import Any, Protocol, TypeVar
+
+from antiphon.specs.model import ModelSpec
+
+
+class Counts(Protocol):
+    """Whole numbers: an `int`, or an array of them."""
+
+    def __neg__(self) -> Any: ...
+    def __add__(self, other: Any, /) -> Any: ...
+    def __sub__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+    def __floordiv__(self, other: Any, /) -> Any: ...
+    def __lt__(self, other: Any, /) -> Any: ...
+
+
+T = TypeVar("T", bound=Counts)
+
+
+def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: int) -> int:
+    """Bytes of one KV block over all layers: keys and values of all KV heads, or latent rows (which hold both)."""
+    return block_size * spec.kv_bytes_per_token(bytes_per_element)
+
+
+def blocks_of(num_tokens: T, block_size: int) -> T:
+    """Blocks that a sequence of `num_tokens` occupies: the last one may be partly filled."""
+    num_blocks: T = -(-num_tokens // block_size)
+    return num_blocks
+
+
+def blocks_in_budget(budget_bytes: T, block_bytes: Any) -> T:
+    """Whole blocks that fit in a KV budget."""
+    num_blocks: T = budget_bytes // block_bytes
+    return num_blocks
+
+
+def reserved_blocks(num_blocks: T) -> T:
+    """Blocks that admission leaves free while other sequences run: 1% of all, at least one."""
+    reserved: T = num_blocks // 100 + (num_blocks < 100)
+    return reserved
+
+
+def admitted_sequences(num_blocks: T, blocks_per_sequence: Any, num_reserved: Any) -> T:
+    """Sequences of equal length that are admitted side by side. The first needs no reserve; where it is the only one
+    that fits the reserve does not keep it out."""
+    beside: Any = (num_blocks - num_reserved) // blocks_per_sequence
+    alone: Any = num_blocks // blocks_per_sequence
+    admitted: T = beside * (beside > 0) + (alone > 0) * (beside <= 0)
+    return admitted

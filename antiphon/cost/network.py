@@ -1,0 +1,215 @@
+"""Collectives on a network of two levels: bytes each rank sends, and the time that takes.
+
+`size_bytes` is defined once, for all: the bytes of the whole tensor that one rank holds before the collective
+(all-reduce, reduce-scatter, all-to-all) or after it (all-gather). A group of `degree` ranks has `ranks_per_domain` of
+them in one scale-up domain.
+
+1. Inside a domain every rank sends to every other at once (MixServe, Table I: one round), the bytes of a ring.
+2. Across domains the ranks of equal place form rings, of `size / ranks_per_domain`: reduce-scatter inside, then across;
+   all-gather across, then inside; all-reduce both. Dependent rounds pay the link's latency each.
+3. All-to-all sends each pair its block directly, all at once; the two levels are different wires, the longer counts.
+4. Where `ranks_per_domain` does not divide `degree`, a flat ring runs over all, each round as slow as its slowest link.
+5. A message of x bytes reaches the fraction x / (x + half) of the bandwidth: each message costs `half` bytes more.
+
+Rejected: the proportionalities of MixServe's eq. 1-3 as costs. They leave out latency and divide by the degree twice in
+eq. 2; `cost.hybrid` keeps them, named as what they are.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from antiphon.cost.parts import Number, Parts, select
+from antiphon.specs.cluster import ClusterSpec, NodeGroup
+
+Level = Literal["scale_up", "scale_out"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One device's way to others, one direction: what a large message reaches, latency, Util's half point."""
+
+    level: Level
+    bytes_per_s: Number
+    latency_s: Number
+    half_bytes: Number
+
+    def wire_s(self, message_bytes: Number, num_messages: Number = 1) -> Number:
+        """Time the wire is busy with messages of that size, latency left out. No bytes, no time."""
+        busy: Number = np.where(
+            np.asarray(message_bytes) > 0, num_messages * (message_bytes + self.half_bytes) / self.bytes_per_s, 0.0
+        )
+        return busy
+
+    def send_s(self, message_bytes: Number, num_messages: Number = 1, num_rounds: Number = 1) -> Number:
+        """`num_rounds` dependent rounds of `num_messages` messages each, every round with its latency."""
+        sent = np.asarray(message_bytes * num_messages) > 0
+        time: Number = np.where(sent, num_rounds * (self.latency_s + self.wire_s(message_bytes, num_messages)), 0.0)
+        return time
+
+    def util(self, message_bytes: Number) -> Number:
+        """Fraction of `bytes_per_s` that a message of that size reaches: x / (x + half)."""
+        return message_bytes / (message_bytes + self.half_bytes)
+
+    def parts(self, seconds: Number) -> Parts:
+        """Seconds on this link, booked under its level."""
+        return Parts(scale_up_s=seconds) if self.level == "scale_up" else Parts(scale_out_s=seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentBytes:
+    """Bytes one rank sends in a collective: to ranks of its domain, and to others. Of unequal ranks, the most each."""
+
+    inside: Number
+    across: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network as the devices of one group of nodes see it. `domain`: devices that the scale-up link joins (by
+    candidate, where they differ).
+
+    `collective_s`: fixed time of one collective beyond latency; `overlap`: fraction of hideable communication that
+    really is hidden.
+    """
+
+    scale_up: Link
+    scale_out: Link
+    domain: Number
+    collective_s: Number = 0.0
+    overlap: float = 1.0
+
+    def link(self, span_devices: int) -> Link:
+        """The link that joins `span_devices` neighbouring devices: scale-up if they fit in one domain (of one size)."""
+        return self.scale_up if span_devices <= float(self.domain) else self.scale_out
+
+    def ranks_per_domain(self, degree: Number, stride: Number = 1) -> Number:
+        """How many of `degree` ranks that stand `stride` devices apart share a domain; at least 1."""
+        together: Number = np.clip(self.domain // np.asarray(stride), 1, degree)
+        return together
+
+    def all_reduce(self, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> Parts:
+        """Sum of a tensor over `degree` ranks, known to all. None: all ranks in as few domains as they fit in."""
+        return self.collective("all_reduce", size_bytes, degree, ranks_per_domain)
+
+    def reduce_scatter(self, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> Parts:
+        """Sum of a tensor over `degree` ranks, each keeping its 1 / degree."""
+        return self.collective("reduce_scatter", size_bytes, degree, ranks_per_domain)
+
+    def all_gather(self, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> Parts:
+        """Each rank's 1 / degree of `size_bytes`, known to all."""
+        return self.collective("all_gather", size_bytes, degree, ranks_per_domain)
+
+    def all_to_all(self, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> Parts:
+        """Each rank sends 1 / degree of `size_bytes` to every rank, itself included (which costs nothing)."""
+        return self.collective("all_to_all", size_bytes, degree, ranks_per_domain)
+
+    def collective(
+        self, name: CollectiveName, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None
+    ) -> Parts:
+        """Time of one collective. A group of one, or nothing to send, costs nothing."""
+        together = self.ranks_per_domain(degree) if ranks_per_domain is None else ranks_per_domain
+        together = np.minimum(together, degree)
+        if name == "all_to_all":
+            sent = self._all_to_all(size_bytes, degree, together)
+        else:
+            num_passes = 2 if name == "all_reduce" else 1
+            even = np.asarray(degree) % np.asarray(together) == 0
+            sent = select(
+                even,
+                num_passes * self._two_level_pass(size_bytes, degree, together),
+                num_passes * self._flat_ring_pass(size_bytes, degree),
+            )
+        happens = (np.asarray(degree) > 1) & (np.asarray(size_bytes) > 0)
+        return select(happens, sent + Parts(fixed_s=self.collective_s), Parts())
+
+    def point_to_point(self, size_bytes: Number, across: bool) -> Parts:
+        """One message to one other device, as between pipeline stages."""
+        link = self.scale_out if across else self.scale_up
+        return link.parts(link.send_s(size_bytes))
+
+    def _two_level_pass(self, size_bytes: Number, degree: Number, together: Number) -> Parts:
+        """Reduce-scatter or all-gather, which mirror each other: inside a domain and across equal domains."""
+        num_domains = degree / together
+        shard = size_bytes / together
+        inside = self.scale_up.send_s(shard, together - 1)
+        across = self.scale_out.send_s(shard / num_domains, 1, num_domains - 1)
+        return Parts(scale_up_s=inside, scale_out_s=np.where(np.asarray(num_domains) > 1, across, 0.0))
+
+    def _flat_ring_pass(self, size_bytes: Number, degree: Number) -> Parts:
+        chunk, rounds = size_bytes / degree, degree - 1
+        up = self.scale_up.parts(self.scale_up.send_s(chunk, 1, rounds))
+        out = self.scale_out.parts(self.scale_out.send_s(chunk, 1, rounds))
+        return select(np.asarray(up.total_s) > np.asarray(out.total_s), up, out)
+
+    def _all_to_all(self, size_bytes: Number, degree: Number, together: Number) -> Parts:
+        """Rank by rank the longer of its two wires; the slowest rank is of the fullest or of the emptiest domain."""
+        block = size_bytes / degree
+        fewest = degree - together * (np.ceil(degree / np.asarray(together)) - 1)
+        up = self.scale_up.parts(self.scale_up.send_s(block, together - 1))
+        out = self.scale_out.parts(self.scale_out.send_s(block, degree - fewest))
+        return select(np.asarray(up.total_s) >= np.asarray(out.total_s), up, out)
+
+
+def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
+    """The network seen by `group`'s devices, with the cluster's latencies, oversubscription and efficiency.
+
+    A domain of one device has no scale-up link: neighbours reach each other through the NICs."""
+    efficiency = cluster.efficiency
+    return Network(
+        scale_up=Link(
+            level="scale_up",
+            bytes_per_s=group.scale_up_bytes_per_s * efficiency.scale_up,
+            latency_s=cluster.scale_up_latency_s,
+            half_bytes=efficiency.scale_up_half_bytes,
+        ),
+        scale_out=Link(
+            level="scale_out",
+            bytes_per_s=group.scale_out_bytes_per_s * efficiency.scale_out / cluster.oversubscription,
+            latency_s=cluster.scale_out_latency_s,
+            half_bytes=efficiency.scale_out_half_bytes,
+        ),
+        domain=group.scale_up_domain,
+        collective_s=efficiency.collective_s,
+        overlap=efficiency.overlap,
+    )
+
+
+def collective_bytes(
+    name: CollectiveName, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None
+) -> SentBytes:
+    """Bytes one rank sends. None: the whole group lies in one domain."""
+    together = np.asarray(degree if ranks_per_domain is None else np.minimum(ranks_per_domain, degree))
+    if name == "all_to_all":
+        fewest = degree - together * (np.ceil(degree / together) - 1)
+        return SentBytes(inside=size_bytes * (together - 1) / degree, across=size_bytes * (degree - fewest) / degree)
+    num_passes = 2 if name == "all_reduce" else 1
+    num_domains = degree / together
+    flat = size_bytes * (degree - 1) / degree
+    even = degree % together == 0
+    return SentBytes(
+        inside=num_passes * np.where(even, size_bytes * (together - 1) / together, flat),
+        across=num_passes * np.where(even, size_bytes / together * (num_domains - 1) / num_domains, flat),
+    )
+
+
+def all_reduce_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
+    """2 (d - 1) / d of the size, in all."""
+    return collective_bytes("all_reduce", size_bytes, degree, ranks_per_domain)
+
+
+def reduce_scatter_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
+    """(d - 1) / d of the size, in all."""
+    return collective_bytes("reduce_scatter", size_bytes, degree, ranks_per_domain)
+
+
+def all_gather_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
+    """(d - 1) / d of the size, in all."""
+    return collective_bytes("all_gather", size_bytes, degree, ranks_per_domain)
+
+
+def all_to_all_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
+    """(d - 1) / d of the size, in all."""
+    return collective_bytes("all_to_all", size_bytes, degree, ranks_per_domain)

@@ -1,0 +1,208 @@
+"""What was measured on a machine, and the cost functions that read it: used instead of the roofline where it covers the
+question.
+
+1. Per layer: attention by (sequences, context) for decode and (tokens, context) for prefill, and experts by (experts
+   held, (token, expert) pairs); per iteration: the head by rows, and the engine's own fixed work.
+2. Per message: one-way time by bytes and transport (Util is derived from it); per collective: time by bytes and degree.
+3. Results are the same `Parts` as the roofline's. A measurement cannot tell arithmetic from memory, so all beyond the
+   fixed share k2 is booked under the table's `bound`, which the writer states.
+
+`antiphon profile` writes such a file through `cost.profile_file`, `antiphon plan --profile` reads it.
+
+Rejected: correcting the roofline by measured ratios. At sizes that were not measured it inherits the faults of both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.cost.curves import Curve, Surface
+from antiphon.cost.network import CollectiveName, Level, Link
+from antiphon.cost.parts import Number, Parts
+
+PROFILE_VERSION = 1
+Bound = Literal["compute", "memory"]
+AttentionPhase = Literal["decode", "prefill"]
+LayerKind = Literal["moe", "dense"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """The machine measured: what it is called and what it reached. 0: not measured."""
+
+    name: str
+    num_cores: int
+    memory_bytes: int
+    memory_bytes_per_s: float = 0.0
+    flops_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_cores", "memory_bytes"):
+            if not getattr(self, name) >= 1:
+                raise UserError(f"profile: machine.{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("memory_bytes_per_s", "flops_per_s"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"profile: machine.{name} is {getattr(self, name)}: it must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTable:
+    """Seconds of one layer without its routed experts. Decode: `times` over (sequences, context each). Prefill: over
+    (new tokens in all, new tokens of each sequence), nothing cached. `num_threads`: cores the worker had."""
+
+    phase: AttentionPhase
+    layer: LayerKind
+    times: Surface
+    tp: int = 1
+    num_threads: int = 1
+    bound: Bound = "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTable:
+    """Seconds of one layer's routed experts on one worker: `times` over (experts held, (token, expert) pairs)."""
+
+    times: Surface
+    tp: int = 1
+    num_threads: int = 1
+    bound: Bound = "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageTable:
+    """Seconds one way of one message by bytes, latency included, over one transport (`shm`, `tcp`, `libfabric`)."""
+
+    transport: str
+    times: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTable:
+    """Seconds of one collective by `size_bytes` (as `cost.network` defines it) over `degree` ranks."""
+
+    name: CollectiveName
+    degree: int
+    times: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All that was measured. `command`: what to run to get it again; `model_config`: the `config.json` keys it is for.
+
+    `head`: seconds of the last norm, logits and sampling by rows. `step_s`, `step_per_sequence_s`: what the engine
+    itself takes per step and per running sequence (scheduling, messages, detokenizing)."""
+
+    version: int = PROFILE_VERSION
+    command: str
+    created: str
+    machine: MachineFacts
+    model: str
+    dtype: str
+    attention: tuple[AttentionTable, ...]
+    experts: tuple[ExpertTable, ...]
+    head: Curve | None = None
+    messages: tuple[MessageTable, ...] = ()
+    collectives: tuple[CollectiveTable, ...] = ()
+    step_s: float = 0.0
+    step_per_sequence_s: float = 0.0
+    model_config: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.version != PROFILE_VERSION:
+            raise UserError(f"profile: version is {self.version}: this program reads version {PROFILE_VERSION}")
+        for name in ("step_s", "step_per_sequence_s"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"profile: {name} is {getattr(self, name)}: it must be at least 0")
+
+    def attention_table(
+        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, num_threads: int | None = None
+    ) -> AttentionTable | None:
+        """The table that answers for this worker; None if none was measured. `num_threads` None: the first measured."""
+        for table in self.attention:
+            if (table.phase, table.layer, table.tp) == (phase, layer, tp) and num_threads in (None, table.num_threads):
+                return table
+        return None
+
+    def expert_table(self, tp: int = 1, num_threads: int | None = None) -> ExpertTable | None:
+        """The table that answers for this worker; None if none was measured."""
+        for table in self.experts:
+            if table.tp == tp and num_threads in (None, table.num_threads):
+                return table
+        return None
+
+    def message_times(self, transport: str) -> Curve | None:
+        """One-way seconds by message bytes."""
+        return next((table.times for table in self.messages if table.transport == transport), None)
+
+    def collective_times(self, name: CollectiveName, degree: int) -> Curve | None:
+        """Seconds by size; None if this collective was not measured with so many ranks."""
+        return next((table.times for table in self.collectives if (table.name, table.degree) == (name, degree)), None)
+
+    def util(self, transport: str, message_bytes: Number) -> Number | None:
+        """Util(x) of MegaScale-Infer eq. 6: rate at message size x over the best rate measured; at most 1."""
+        times = self.message_times(transport)
+        if times is None:
+            return None
+        best = max(size / seconds for size, seconds in zip(times.sizes, times.seconds, strict=True) if seconds > 0)
+        result: Number = np.minimum(message_bytes / (np.asarray(times.at(message_bytes)) * best), 1.0)
+        return result
+
+    def balance_lines(self, context: float, num_held: float) -> tuple[float, float, float, float]:
+        """(k1, k2, k3, k4) of MegaScale-Infer section 4.2: T_a = k1 b_a + k2 at that context, T_e = k3 rows + k4 on a
+        worker that holds so many experts."""
+        attention, experts = self.attention_table(), self.expert_table()
+        if attention is None or experts is None:
+            raise UserError(f"the profile of {self.machine.name} has no decode attention or no experts: measure both")
+        times = tuple(float(experts.times.at(num_held, rows)) for rows in experts.times.second)
+        return (*attention.times.along_first(context).line(), *Curve(experts.times.second, times).line())
+
+
+def profiled_attention(table: AttentionTable, rows: Number, context: Number) -> Parts:
+    """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each."""
+    return _parts(table.times, rows, context, table.bound, lowest=(table.times.first[0], table.times.second[0]))
+
+
+def profiled_experts(table: ExpertTable, rows: Number, num_held: Number) -> Parts:
+    """One layer of one worker: `rows` (token, expert) pairs over `num_held` experts."""
+    return _parts(table.times, num_held, rows, table.bound, lowest=(table.times.first[0], table.times.second[0]))
+
+
+def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number = 1) -> Parts:
+    """So many messages one after another, booked as scale-out; the time of the smallest measured one as fixed."""
+    total = np.asarray(num_messages * np.asarray(times.at(message_bytes)))
+    fixed = np.minimum(total, num_messages * times.seconds[0])
+    return Parts(scale_out_s=total - fixed, fixed_s=fixed)
+
+
+def measured_link(times: Curve, level: Level = "scale_out") -> Link:
+    """A link as `cost.m2n` and `cost.network` take it, from measured messages: the line k1 x + k2 gives 1 / k1 bytes
+    per second, and half = k2 / k1, so that every message costs k2; no latency beside that."""
+    per_byte_s, per_message_s = times.line()
+    if not per_byte_s > 0:
+        raise UserError(f"messages of {list(times.sizes)} bytes took {list(times.seconds)} s: measure larger ones too")
+    return Link(level=level, bytes_per_s=1 / per_byte_s, latency_s=0.0, half_bytes=per_message_s / per_byte_s)
+
+
+def profiled_collective(times: Curve, size_bytes: Number) -> Parts:
+    """One collective, booked as scale-up; the time of the smallest measured one as fixed."""
+    total = np.asarray(times.at(size_bytes))
+    fixed = np.minimum(total, times.seconds[0])
+    return Parts(scale_up_s=total - fixed, fixed_s=fixed)
+
+
+def covered(table: AttentionTable | ExpertTable, sizes: Sequence[tuple[float, float]]) -> bool:
+    """Whether all (first, second) sizes lie within what was measured, so that nothing is extrapolated."""
+    first, second = table.times.first, table.times.second
+    return all(one <= first[-1] and two <= second[-1] for one, two in sizes)
+
+
+def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: tuple[float, float]) -> Parts:
+    total = np.asarray(times.at(first, second))
+    fixed = np.minimum(total, times.at(*lowest))
+    beyond = total - fixed
+    if bound == "compute":
+        return Parts(compute_s=beyond, fixed_s=fixed)
+    return Parts(memory_s=beyond, fixed_s=fixed)

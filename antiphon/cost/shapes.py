@@ -1,0 +1,88 @@
+"""Which matrices one device holds of a layer under tensor parallelism: the same list for time and for memory.
+
+1. Heads and widths are cut; what does not divide is rounded up, because the busiest device sets the pace.
+2. Key/value heads are copied where there are fewer of them than devices.
+3. Latent attention's down-projections and its cache are on every device, for all heads read the same latent row.
+
+Rejected: dividing parameter counts by tp. It is too small for all three of these, and for DeepSeek-V3 by a lot.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from antiphon.cost.parts import Number
+from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """`count` equal weights [inner, outputs] that one kernel applies."""
+
+    inner: Number
+    outputs: Number
+    count: Number = 1
+
+    @property
+    def num_elements(self) -> Number:
+        return self.count * self.inner * self.outputs
+
+
+def share_of(total: Number, tp: Number) -> Number:
+    """What the busiest of `tp` devices gets of `total` things that cannot be cut further."""
+    share: Number = np.ceil(total / np.asarray(tp))
+    return share
+
+
+def local_heads(attention: AttentionSpec, tp: Number) -> Number:
+    """Query heads of the busiest device."""
+    return share_of(attention.num_heads, tp)
+
+
+def cached_width(attention: AttentionSpec, tp: Number) -> Number:
+    """Cached elements of one token, layer and device: keys and values of its KV heads, or the whole latent row."""
+    if attention.latent is not None:
+        return float(attention.latent.key_dim)
+    return 2 * share_of(attention.num_kv_heads, tp) * attention.head_dim
+
+
+def score_width(attention: AttentionSpec, absorbed: bool) -> int:
+    """Multiply-adds of one query head with one visible token: its score, and its share of the weighted values."""
+    latent = attention.latent
+    if latent is None:
+        return 2 * attention.head_dim
+    return latent.key_dim + latent.kv_lora_rank if absorbed else attention.head_dim + latent.v_head_dim
+
+
+def attention_matrices(model: ModelSpec, tp: Number) -> tuple[Matrix, ...]:
+    """Projections of one attention layer on the busiest device, in the order of use."""
+    attention, hidden = model.attention, model.hidden_size
+    heads = local_heads(attention, tp)
+    if attention.latent is not None:
+        return _latent_matrices(attention, attention.latent, hidden, heads)
+    query_width = heads * attention.head_dim
+    return (
+        Matrix(inner=hidden, outputs=query_width + cached_width(attention, tp)),
+        Matrix(inner=query_width, outputs=hidden),
+    )
+
+
+def _latent_matrices(attention: AttentionSpec, latent: LatentSpec, hidden: int, heads: Number) -> tuple[Matrix, ...]:
+    query_width = heads * attention.head_dim
+    rank = latent.q_lora_rank
+    if rank is None:
+        first: tuple[Matrix, ...] = (Matrix(inner=hidden, outputs=query_width + latent.key_dim),)
+    else:
+        first = (Matrix(inner=hidden, outputs=rank + latent.key_dim), Matrix(inner=rank, outputs=query_width))
+    return (
+        *first,
+        Matrix(inner=latent.qk_nope_head_dim, outputs=latent.kv_lora_rank, count=heads),
+        Matrix(inner=latent.kv_lora_rank, outputs=latent.v_head_dim, count=heads),
+        Matrix(inner=heads * latent.v_head_dim, outputs=hidden),
+    )
+
+
+def gated_matrices(hidden: int, intermediate: int, tp: Number) -> tuple[Matrix, Matrix]:
+    """Gate and up projections as one product, then down, of a gated feed-forward."""
+    width = share_of(intermediate, tp)
+    return Matrix(inner=hidden, outputs=2 * width), Matrix(inner=width, outputs=hidden)

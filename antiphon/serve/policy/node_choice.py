@@ -1,0 +1,133 @@
+"""Which node of a cluster each worker goes to: attention and experts on different nodes where there is room for it.
+
+All workers need the same. At first the nodes are split in two, for attention and for experts, so that both sides fit
+and the fuller of the two is as empty as can be; within a side workers spread evenly. Where no split fits, they mix.
+Without a number of threads the largest is taken that keeps the sides apart, or else the largest that fits. A worker
+that is lost goes to a node of its own side if one has room, else to any. Rejected: a cluster scheduler's own spreading,
+which knows no roles and so puts attention and experts together when there are more workers than nodes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from antiphon.base.errors import UserError
+
+Side = str  # "attention" or "experts"
+SIDES: tuple[Side, Side] = ("attention", "experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerNeeds:
+    """What one worker takes of its node."""
+
+    num_cpus: int
+    num_gpus: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_cpus < 1 or self.num_gpus < 0:
+            raise UserError(f"a worker needs {self.num_cpus} CPUs and {self.num_gpus} GPUs: at least 1 and 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRoom:
+    """A live node and what it has in all."""
+
+    node: str
+    num_cpus: float
+    num_gpus: float = 0.0
+
+    def num_workers(self, needs: WorkerNeeds) -> int:
+        """How many such workers fit on an empty node."""
+        by_cpus = int(self.num_cpus // needs.num_cpus)
+        return min(by_cpus, int(self.num_gpus // needs.num_gpus)) if needs.num_gpus else by_cpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A worker's place: its side and its node."""
+
+    side: Side
+    node: str
+
+
+def choose_nodes(
+    nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, needs: WorkerNeeds
+) -> list[Seat] | None:
+    """A seat for each attention worker, then for each expert worker; None if they do not fit."""
+    return _apart(nodes, num_attention, num_experts, needs) or _mixed(nodes, num_attention, num_experts, needs)
+
+
+def most_cpus(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, num_gpus: int = 0) -> int:
+    """The largest number of CPUs each worker can have with the sides apart, or else at all; 0 if not even one."""
+    for fit in (_apart, _mixed):
+        for num_cpus in range(int(max((room.num_cpus for room in nodes), default=0.0)), 0, -1):
+            if fit(nodes, num_attention, num_experts, WorkerNeeds(num_cpus=num_cpus, num_gpus=num_gpus)) is not None:
+                return num_cpus
+    return 0
+
+
+def choose_node(
+    nodes: Sequence[NodeRoom],
+    taken: Sequence[Seat],
+    side: Side,
+    needs: WorkerNeeds,
+    avoid: frozenset[str] = frozenset(),
+) -> str | None:
+    """The node for one more worker beside those that sit already; None if there is no room.
+
+    First choice are nodes without the other side, then the emptiest; nodes of `avoid` only come last."""
+    other = {seat.node for seat in taken if seat.side != side}
+    num_taken = {room.node: sum(seat.node == room.node for seat in taken) for room in nodes}
+    num_free = {room.node: room.num_workers(needs) - num_taken[room.node] for room in nodes}
+    open_nodes = [room.node for room in nodes if num_free[room.node] > 0]
+    return min(open_nodes, key=lambda node: (node in avoid, node in other, -num_free[node], node), default=None)
+
+
+def _apart(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, needs: WorkerNeeds) -> list[Seat] | None:
+    """Seats with attention and experts on different nodes; None if no split of the nodes has room for both."""
+    best: tuple[float, frozenset[int]] | None = None
+    capacity = [room.num_workers(needs) for room in nodes]
+    for num_places, chosen in _subsets_by_capacity(capacity):
+        others = sum(capacity) - num_places
+        if num_places >= num_attention and others >= num_experts:
+            fullness = max(num_attention / num_places, num_experts / others)
+            if best is None or fullness < best[0]:
+                best = (fullness, chosen)
+    if best is None:
+        return None
+    sides: tuple[list[NodeRoom], list[NodeRoom]] = ([], [])
+    for index, room in enumerate(nodes):
+        sides[index not in best[1]].append(room)
+    attention = _spread(sides[0], "attention", num_attention, needs)
+    return attention + _spread(sides[1], "experts", num_experts, needs)
+
+
+def _subsets_by_capacity(capacity: Sequence[int]) -> Iterator[tuple[int, frozenset[int]]]:
+    """For every total that some nodes have together, those nodes (one choice of them); the usual subset-sum table."""
+    known: dict[int, frozenset[int]] = {0: frozenset()}
+    for index, places in enumerate(capacity):
+        if places:
+            known = {total + places: chosen | {index} for total, chosen in known.items()} | known
+    yield from sorted(known.items(), key=lambda entry: entry[0])
+
+
+def _spread(nodes: Sequence[NodeRoom], side: Side, count: int, needs: WorkerNeeds) -> list[Seat]:
+    seats: list[Seat] = []
+    for _ in range(count):
+        node = choose_node(nodes, seats, side, needs)
+        assert node is not None, "the side was chosen because it has room"
+        seats.append(Seat(side=side, node=node))
+    return seats
+
+
+def _mixed(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, needs: WorkerNeeds) -> list[Seat] | None:
+    """Seats on any node, the sides in turn so that each finds nodes without the other while there are some."""
+    seats: dict[Side, list[Seat]] = {side: [] for side in SIDES}
+    wanted = {"attention": num_attention, "experts": num_experts}
+    for _ in range(num_attention + num_experts):
+        side = min(SIDES, key=lambda side: len(seats[side]) / wanted[side] if wanted[side] else 1.0)
+        node = choose_node(nodes, [*seats["attention"], *seats["experts"]], side, needs)
+        if node is None:
+            return None
+        seats[side].append(Seat(side=side, node=node))
+    return seats["attention"] + seats["experts"]

@@ -1,0 +1,194 @@
+"""MixServe eq. 1 to 13 and section III-D, each worked by hand, and what the counted exchange adds to them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.cost import hybrid, queueing
+from antiphon.cost.hybrid import Degrees, layer_exchange
+from antiphon.cost.memory import mix_memory_bytes
+from antiphon.cost.network import network
+from tests.cost.specimens import PERFECT, round_cluster, round_group
+
+NETWORK = network(round_cluster(), round_group())  # 1 GB/s inside a domain of 4, 0.1 GB/s per device across
+
+
+def test_equations_1_to_3() -> None:
+    assert hybrid.eq1_reduce_scatter(12, 4) == 3
+    assert hybrid.eq2_all_reduce(12, 4) == 2 * (12 / 4) / 4
+    assert hybrid.eq3_all_to_all(12, 4) == 9
+
+
+def test_equation_4() -> None:
+    # 100 parameters, TP 2 x EP 5, DP 4, batch 8, sh = 3: 10 * 2 * 3.
+    assert hybrid.eq4_compute(100, 2, 5, 4, 8, 3) == 60
+
+
+def test_equation_5_and_its_three_cases() -> None:
+    # b = 8, sh = 3, k = 2, TP 1 (no AR: RS of a group of one is its own size twice, 2 * 2 * b/d_DP * 3).
+    def without_all_reduce(ep: int, dp: int) -> float:
+        return float(hybrid.eq5_communicated(8, 3, 2, 1, ep, dp)) - 2 * 2 * 8 / dp * 3
+
+    assert without_all_reduce(4, 4) == 2 * (8 / 4 * 6) / 4 * 3
+    assert without_all_reduce(2, 4) == 2 * (8 / 4 * 6) / 2 * 1, "d_DP > d_EP: groups of d_EP"
+    assert without_all_reduce(4, 2) == 2 * (8 / 4 * 6) / 2 * 1, "d_DP < d_EP: groups of d_DP, batch by d_EP"
+    # With TP 2: 2 * AR(6, 2) = 2 * 2 * (6 / 2) / 2 = 6, and the exchange of the balanced case, 18.
+    assert hybrid.eq5_communicated(8, 3, 2, 2, 4, 4) == 6 + 18
+
+
+def test_equation_6() -> None:
+    # 10 layers of 2 + 3 s, 4 stages, 0.5 s a hop.
+    assert hybrid.eq6_service_s(10, 2, 3, 4, 0.5) == 51.5
+    assert hybrid.eq6_service_s(10, 2, 3) == 50
+
+
+def test_equation_7_and_the_general_service() -> None:
+    # 3 arrivals against 4 services a second: rho = 3/4, wait 3/4 / (4 * 1/4) = 3 / (4 * 1).
+    assert queueing.mm1_wait(3, 4) == pytest.approx(0.75)
+    assert queueing.mg1_wait(3, 1 / 4, 2 / 16) == pytest.approx(0.75), "exponential: E[S^2] = 2 E[S]^2"
+    assert queueing.mg1_wait(3, 1 / 4, 1 / 16) == pytest.approx(0.375), "constant: half of it"
+    assert queueing.utilization(3, 4) == 0.75
+
+
+@pytest.mark.parametrize("arrivals", [4, 5])
+def test_at_saturation_the_wait_has_no_end(arrivals: int) -> None:
+    assert not queueing.stable(arrivals / 4)
+    assert queueing.mm1_wait(arrivals, 4) == math.inf
+    assert queueing.mg1_wait(arrivals, 0.25, 0.1) == math.inf
+    assert queueing.mm1_wait_percentile(arrivals, 4, 0.9) == math.inf
+    assert queueing.throughput(100, 10, math.inf, 1.0, 0.1) == 0
+    np.testing.assert_array_equal(queueing.stable(np.array([0.5, 1.0])), [True, False])
+
+
+def test_percentile_of_the_wait() -> None:
+    # P(W > t) = 3/4 e^-t: the 90th percentile is ln(7.5); at 20% nobody waits yet.
+    assert queueing.mm1_wait_percentile(3, 4, 0.9) == pytest.approx(math.log(7.5))
+    assert queueing.mm1_wait_percentile(3, 4, 0.2) == 0
+    assert queueing.mm1_wait(0, 4) == 0
+
+
+def test_equation_8() -> None:
+    # 100 / 2 + 600 / (3 * 2) + 2 * 4 * 5 * 8 * 10 / 2.
+    assert mix_memory_bytes(100, 600, tp=2, ep=3, pp=2, batch=4, sequence=5, hidden=8, num_layers=10) == 50 + 100 + 1600
+
+
+def test_equations_9_to_11() -> None:
+    assert queueing.ttft(0.5, 1.5) == 2
+    assert queueing.itl(0.1) == 0.1
+    # (100 + 20) tokens in 0.5 + 1.5 + 20 * 0.1 s.
+    assert queueing.throughput(100, 20, 0.5, 1.5, 0.1) == pytest.approx(30)
+
+
+def test_equations_12_and_13_on_the_network() -> None:
+    # bsh = 4 MB, k = 2, 4 processes in each of 3 nodes. AR inside: 2 * 3 MB at 1 GB/s.
+    # Eq. 12: A2A of 8 MB over 3 nodes sends 16/3 MB at 0.1 GB/s, twice.
+    pure = hybrid.eq12_lambda_ep(NETWORK, 4e6, 2, 4, 3)
+    assert (pure.scale_up_s, pure.scale_out_s) == (pytest.approx(6e-3), pytest.approx(2 * 16 / 3 * 10e-3))
+    # Eq. 13: a quarter of that between nodes, and an all-gather of 8 MB inside: 6 MB at 1 GB/s.
+    mixed = hybrid.eq13_lambda_mix(NETWORK, 4e6, 2, 4, 3)
+    assert (mixed.scale_up_s, mixed.scale_out_s) == (pytest.approx(12e-3), pytest.approx(2 * 4 / 3 * 10e-3))
+    assert mixed.total_s < pure.total_s
+
+
+def test_fused_rounds_of_figure_9() -> None:
+    # 4 nodes, 3 s between nodes, 2 s inside. Dispatch: 3 + 3 + 3 and the last all-gather.
+    assert hybrid.synchronous_dispatch_s(4, 3, 2) == 15
+    assert hybrid.fused_dispatch_s(4, 3, 2) == 11
+    assert hybrid.fused_dispatch_s(4, 2, 3) == 11, "the first messages, then three all-gathers"
+    assert hybrid.fused_dispatch_s(1, 3, 2) == 0
+    # Combine: the own reduce-scatter starts at once; 9 s of messages, the last one's reduce-scatter, the all-gather.
+    assert hybrid.synchronous_combine_s(4, 3, 2, 1) == 18
+    assert hybrid.fused_combine_s(4, 3, 2, 1) == 12
+    assert hybrid.fused_combine_s(4, 2, 3, 1) == 13
+    assert hybrid.fused_combine_s(1, 3, 2, 1) == 3
+
+
+def rounds_by_clock(num_nodes: int, inter: float, intra: float, *, combine: bool) -> float:
+    """Both algorithms as events: two wires, each round of the inner one waits for its messages."""
+    arrived = [0.0] if combine else []
+    arrived += [inter * (number + 1) for number in range(num_nodes - 1)]
+    clock = 0.0
+    for ready in arrived:
+        clock = max(clock, ready) + intra
+    return clock
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 20))
+def test_fused_time_equals_the_rounds_by_clock(num_nodes: int, inter: int, intra: int) -> None:
+    assert hybrid.fused_dispatch_s(num_nodes, inter, intra) == rounds_by_clock(num_nodes, inter, intra, combine=False)
+    assert hybrid.fused_combine_s(num_nodes, inter, intra) == rounds_by_clock(num_nodes, inter, intra, combine=True)
+
+
+def test_exchange_of_a_hybrid_layer_by_hand() -> None:
+    """3 nodes of 4, TP 4 inside, DP = EP = 3 between; 100 rows of 30 kB per node, each to 2 nodes."""
+    degrees = Degrees(attention_tp=4, attention_dp=3, expert_tp=4, expert_ep=3)
+    parts = layer_exchange(NETWORK, degrees, rows=100, row_bytes=30e3, sends_per_row=2, fused=False)
+    # AR of 3 MB: 2 * 3/4 * 3 ms. Each way: a device sends 25 rows twice, 1.5 MB, of which 2/3 leave the node;
+    # 200 rows arrive at a node, 6 MB gathered: 4.5 ms.
+    assert parts.scale_out_s == pytest.approx(2 * 1.0 * 10e-3)
+    assert parts.scale_up_s == pytest.approx(4.5e-3 + 2 * 4.5e-3)
+    # Fused dispatch, 2 rounds: 5 ms a round outside, 2.25 inside: hides 2.25. Combine, 3 inside of 1.5: hides 3.
+    fused = layer_exchange(NETWORK, degrees, rows=100, row_bytes=30e3, sends_per_row=2, fused=True)
+    assert fused.total_s == pytest.approx(float(parts.total_s) - 2.25e-3 - 3e-3)
+    half = replace(NETWORK, overlap=0.5)
+    partly = layer_exchange(half, degrees, rows=100, row_bytes=30e3, sends_per_row=2, fused=True)
+    assert partly.total_s == pytest.approx(float(parts.total_s) - 1.125e-3 - 1.5e-3)
+
+
+def test_fusing_small_rounds_is_left_to_whom_it_helps() -> None:
+    """With 1 ms of latency a round, three small inner rounds cost more than fusing hides."""
+    wires = network(round_cluster(scale_up_latency_s=1e-3), round_group())
+    degrees = Degrees(attention_tp=4, attention_dp=3, expert_tp=4, expert_ep=3)
+    fused, apart = (
+        layer_exchange(wires, degrees, rows=1, row_bytes=3e3, sends_per_row=2, fused=choice) for choice in (True, False)
+    )
+    assert fused.total_s == apart.total_s
+
+
+def test_formats_of_dispatch_and_combine_count_separately() -> None:
+    degrees = Degrees(attention_tp=1, attention_dp=3, expert_tp=1, expert_ep=3)
+    network_of_ones = network(round_cluster(), round_group(devices_per_node=1, scale_up_domain=1, num_nodes=3))
+    both, fp8 = (
+        layer_exchange(network_of_ones, degrees, rows=9, row_bytes=2e3, sends_per_row=2, dispatch_row_bytes=there)
+        for there in (None, 1e3)
+    )
+    assert both.scale_out_s == pytest.approx(2 * 9 * 2 * 2e3 * 2 / 3 / 4e8)
+    assert fp8.scale_out_s == pytest.approx(0.75 * float(both.scale_out_s))
+
+
+def test_unsliced_ranks_send_all_their_rows() -> None:
+    degrees = Degrees(attention_tp=4, attention_dp=3, expert_tp=1, expert_ep=12)
+    sliced, whole = (
+        layer_exchange(NETWORK, degrees, rows=100, row_bytes=30e3, sends_per_row=2, sliced=choice)
+        for choice in (True, False)
+    )
+    # Of 12 ranks 8 are in other nodes: 25 (100) rows twice, 2/3 of them across.
+    assert sliced.scale_out_s == pytest.approx(2 * 1.5e6 * 8 / 12 / 1e8)
+    assert whole.scale_out_s == pytest.approx(4 * float(sliced.scale_out_s))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(
+        [(4, 3, 4, 3), (2, 6, 4, 3), (4, 3, 2, 6), (4, 3, 1, 12), (1, 12, 12, 1), (3, 4, 2, 6), (1, 1, 1, 1)]
+    ),
+    st.integers(0, 4096),
+)
+def test_fusing_and_bandwidth_never_slow_down(degrees: tuple[int, int, int, int], rows: int) -> None:
+    tp, dp, expert_tp, ep = degrees
+    shape = Degrees(attention_tp=tp, attention_dp=dp, expert_tp=expert_tp, expert_ep=ep)
+    cluster = round_cluster(scale_up_latency_s=1e-6, scale_out_latency_s=5e-6, efficiency=replace(PERFECT, overlap=0.9))
+
+    def seconds(group_changes: dict[str, float], fused: bool) -> float:
+        wires = network(cluster, round_group(**group_changes))
+        return float(layer_exchange(wires, shape, rows=rows, row_bytes=8192, sends_per_row=2.5, fused=fused).total_s)
+
+    assert seconds({}, True) <= seconds({}, False) * (1 + 1e-12)
+    assert seconds({"scale_up_bytes_per_s": 2e9}, True) <= seconds({}, True) * (1 + 1e-12)
+    assert seconds({"node_scale_out_bytes_per_s": 8e8}, True) <= seconds({}, True) * (1 + 1e-12)
+    assert seconds({}, True) >= 0

@@ -1,0 +1,204 @@
+"""Measured profiles: reading between points, the file and its errors, and the parts they give."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.base.errors import UserError
+from antiphon.cost.curves import Curve, Surface, fit_line
+from antiphon.cost.parts import Parts
+from antiphon.cost.profile import (
+    AttentionTable,
+    CollectiveTable,
+    ExpertTable,
+    MachineFacts,
+    MessageTable,
+    Profile,
+    covered,
+    measured_link,
+    profiled_attention,
+    profiled_collective,
+    profiled_experts,
+    profiled_messages,
+)
+from antiphon.cost.profile_file import profile_from_json, read_profile, write_profile
+
+CURVE = Curve((1.0, 2.0, 4.0), (10.0, 12.0, 20.0))
+GRID = Surface((1.0, 3.0), (10.0, 20.0), ((1.0, 2.0), (3.0, 8.0)))
+PROFILE = Profile(
+    command="antiphon profile model",
+    created="2026-11-21",
+    machine=MachineFacts(name="box", num_cores=2, memory_bytes=10**9),
+    model="tiny",
+    dtype="bfloat16",
+    attention=(AttentionTable(phase="decode", layer="moe", times=GRID),),
+    experts=(ExpertTable(times=GRID, num_threads=2, bound="compute"),),
+    head=CURVE,
+    messages=(MessageTable(transport="shm", times=Curve((100.0, 1000.0), (2.0, 4.0))),),
+    collectives=(CollectiveTable(name="all_reduce", degree=2, times=CURVE),),
+    step_s=1e-3,
+    model_config={"hidden_size": 8},
+)
+
+
+def test_curve_between_below_and_beyond() -> None:
+    np.testing.assert_allclose(CURVE.at(np.array([1.0, 1.5, 3.0, 4.0])), [10, 11, 16, 20])
+    assert CURVE.at(0.5) == 10, "a fixed cost does not shrink"
+    assert CURVE.at(0.0) == 0
+    assert CURVE.at(6.0) == 20 + 2 * (20 - 12) / 2, "on with the slope from the middle point to the last"
+    assert Curve((5.0,), (3.0,)).at(50.0) == 3
+
+
+def test_a_dip_in_the_measurements_is_noise() -> None:
+    np.testing.assert_allclose(Curve((1.0, 2.0, 3.0), (5.0, 4.0, 6.0)).at(np.array([1.0, 2.0, 2.5])), [5, 5, 5.5])
+
+
+def test_surface_is_linear_in_each_size() -> None:
+    assert GRID.at(1.0, 10.0) == 1
+    assert GRID.at(2.0, 15.0) == pytest.approx((1.5 + 5.5) / 2)
+    np.testing.assert_allclose(GRID.at(np.array([3.0, 3.0, 0.0]), np.array([20.0, 30.0, 10.0])), [8, 13, 0])
+    assert GRID.along_first(20.0) == Curve((1.0, 3.0), (2.0, 8.0))
+
+
+def test_line_of_least_squares_is_never_negative() -> None:
+    assert fit_line((1.0, 2.0, 3.0), (5.0, 7.0, 9.0)) == (pytest.approx(2), pytest.approx(3))
+    slope, offset = fit_line((1.0, 2.0), (1.0, 4.0))
+    assert (slope, offset) == (pytest.approx(9 / 5), 0)
+    assert fit_line((1.0, 2.0), (4.0, 2.0)) == (0, 3)
+    assert fit_line((4.0,), (2.0,)) == (0.5, 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(1, 1e6), min_size=1, max_size=8, unique=True),
+    st.lists(st.floats(0, 10), min_size=8, max_size=8),
+    st.lists(st.floats(0, 2e6), min_size=2, max_size=20),
+)
+def test_more_work_is_never_faster(sizes: list[float], seconds: list[float], at: list[float]) -> None:
+    curve = Curve(tuple(sorted(sizes)), tuple(seconds[: len(sizes)]))
+    times = np.asarray(curve.at(np.array(sorted(at))))
+    assert np.all(np.diff(times) >= -1e-9 * (1 + times[:-1]))
+    assert np.all(times >= 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "says"),
+    [
+        ((), (), "sizes are empty"),
+        ((2.0, 1.0), (1.0, 1.0), "they must ascend"),
+        ((1.0, 2.0), (1.0,), "2 sizes but 1 times"),
+        ((1.0,), (float("nan"),), "at least 0"),
+        ((1.0,), (-1.0,), "at least 0"),
+    ],
+)
+def test_impossible_curves(sizes: tuple[float, ...], seconds: tuple[float, ...], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Curve(sizes, seconds)
+
+
+def test_a_grid_with_a_hole_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a grid of 2 x 1 sizes, but times of shape \[1\]"):
+        Surface((1.0, 2.0), (1.0,), ((1.0,),))
+
+
+def test_file_and_back(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "profile: version is 2: this program reads version 1"),
+        ({"extra": 1}, "profile has unknown entries extra"),
+        ({"experts": 3}, "profile.experts is 3: it must be a list"),
+        ({"step_s": "fast"}, "profile.step_s is 'fast': it must be a float"),
+        ({"step_s": -1}, "step_s is -1.0: it must be at least 0"),
+        ({"machine": {"name": "box"}}, "profile.machine lacks memory_bytes, num_cores"),
+        ({"head": {"sizes": [2, 1], "seconds": [1, 1]}}, "profile.head: sizes are [2.0, 1.0]: they must ascend"),
+        ({"messages": [{"transport": "shm", "times": None}]}, "profile.messages[0].times is None"),
+        ({"collectives": [{"name": "sum", "degree": 2, "times": {}}]}, "profile.collectives[0].name is 'sum'"),
+        ({"model": True}, "profile.model is True: it must be a str"),
+    ],
+)
+def test_wrong_entries_are_named(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(PROFILE, path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=re.escape(says)) as raised:
+        read_profile(path)
+    assert str(raised.value).startswith(str(path))
+
+
+def test_missing_files_and_broken_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the profile"):
+        read_profile(tmp_path / "none.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        read_profile(tmp_path / "broken.json")
+    with pytest.raises(UserError, match=r"profile is \[\]: it must be an object"):
+        profile_from_json([])
+
+
+def test_tables_are_found_or_not() -> None:
+    assert PROFILE.attention_table() is PROFILE.attention[0]
+    assert PROFILE.attention_table("prefill") is None
+    assert PROFILE.attention_table(tp=2) is None
+    assert PROFILE.expert_table(num_threads=2) is PROFILE.experts[0]
+    assert PROFILE.expert_table(num_threads=1) is None
+    assert PROFILE.collective_times("all_reduce", 2) is CURVE
+    assert PROFILE.collective_times("all_reduce", 3) is None
+    assert PROFILE.message_times("tcp") is None
+    assert covered(PROFILE.experts[0], [(3, 20)])
+    assert not covered(PROFILE.experts[0], [(3, 20), (4, 1)])
+
+
+def test_parts_of_measured_times() -> None:
+    parts = profiled_attention(PROFILE.attention[0], 2.0, 15.0)
+    assert parts == Parts(memory_s=pytest.approx(2.5), fixed_s=1.0)
+    experts = profiled_experts(PROFILE.experts[0], np.array([20.0, 0.0]), np.array([3.0, 3.0]))
+    np.testing.assert_allclose(experts.compute_s, [7.0, 0.0])
+    np.testing.assert_allclose(experts.total_s, [8.0, 0.0])
+    times = PROFILE.message_times("shm")
+    assert times is not None
+    messages = profiled_messages(times, 1000.0, 3)
+    assert (messages.fixed_s, messages.scale_out_s) == (6.0, 6.0)
+    assert profiled_collective(CURVE, 4.0) == Parts(scale_up_s=10.0, fixed_s=10.0)
+
+
+def test_util_is_the_rate_over_the_best() -> None:
+    # 1000 bytes in 4 s is the best rate, 250; 100 bytes in 2 s is a fifth of it.
+    np.testing.assert_allclose(PROFILE.util("shm", np.array([100.0, 1000.0])), [0.2, 1.0])
+    assert PROFILE.util("tcp", 5.0) is None
+
+
+def test_a_link_from_measured_messages() -> None:
+    # 2 s and 10 ms a byte: 100 bytes take 3 s, 300 take 5.
+    link = measured_link(Curve((100.0, 300.0), (3.0, 5.0)))
+    assert (link.bytes_per_s, link.half_bytes, link.level) == (pytest.approx(100), pytest.approx(200), "scale_out")
+    assert link.send_s(200.0, 3) == pytest.approx(12)
+    with pytest.raises(UserError, match="measure larger ones too"):
+        measured_link(Curve((1.0, 2.0), (2.0, 1.0)))
+
+
+def test_lines_for_the_balance() -> None:
+    # At context 20: 2 at 1 sequence, 8 at 3. With 3 experts: 3 at 10 rows, 8 at 20.
+    k1, k2, k3, k4 = PROFILE.balance_lines(20.0, 3.0)
+    # Both lines would start below 0, so they go through it: (1 * 2 + 3 * 8) / 10 and (10 * 3 + 20 * 8) / 500.
+    assert (k1, k2) == (pytest.approx(2.6), 0)
+    assert (k3, k4) == (pytest.approx(0.38), 0)
+    with pytest.raises(UserError, match="no decode attention or no experts"):
+        replace(PROFILE, attention=()).balance_lines(20.0, 3.0)
+
+
+def test_impossible_machines_and_versions() -> None:
+    with pytest.raises(UserError, match=r"machine\.num_cores is 0"):
+        MachineFacts(name="box", num_cores=0, memory_bytes=1)
+    with pytest.raises(UserError, match="version is 7"):
+        replace(PROFILE, version=7)

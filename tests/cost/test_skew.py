@@ -1,0 +1,93 @@
+"""Unequal loads: shares, the expected maximum, and the barrier."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.base.errors import UserError
+from antiphon.cost.skew import (
+    barrier_factor,
+    batch_cv,
+    busiest_share,
+    even_busiest_share,
+    expected_max_normal,
+    expected_max_rows,
+    expected_max_rows_of,
+    worker_shares,
+    zipf_shares,
+)
+
+
+def test_zipf_shares_by_hand() -> None:
+    # 1, 1/2, 1/3 over 11/6.
+    np.testing.assert_allclose(zipf_shares(3, 1.0), [6 / 11, 3 / 11, 2 / 11])
+    np.testing.assert_allclose(zipf_shares(5, 0.0), 0.2)
+    with pytest.raises(UserError, match="exponent is -1"):
+        zipf_shares(3, -1)
+    with pytest.raises(UserError, match="0 experts"):
+        zipf_shares(0, 1)
+
+
+def test_shares_of_workers_follow_the_placement() -> None:
+    placement = [[(0, 1.0)], [(0, 0.5), (1, 0.5)], [(1, 1.0)]]
+    np.testing.assert_allclose(worker_shares([0.5, 0.3, 0.2], placement, 2), [0.65, 0.35])
+    assert busiest_share([0.5, 0.3, 0.2], placement, 2) == pytest.approx(0.65)
+    with pytest.raises(UserError, match="2 shares for 3 placed experts"):
+        worker_shares([0.5, 0.5], placement, 2)
+
+
+def test_equal_shares_on_uneven_workers() -> None:
+    assert even_busiest_share(5, 3) == pytest.approx(2 / 5)
+    np.testing.assert_allclose(even_busiest_share(8, np.array([1.0, 3.0, 8.0])), [1.0, 3 / 8, 1 / 8])
+
+
+def test_expected_maximum_of_normals_is_the_known_one() -> None:
+    np.testing.assert_allclose(
+        expected_max_normal(np.array([1, 2, 3, 10, 100])), [0, 0.56419, 0.84628, 1.53875, 2.50759], atol=2e-5
+    )
+    assert expected_max_normal(2) == pytest.approx(np.pi**-0.5, abs=1e-5)
+
+
+def test_barrier_by_hand() -> None:
+    assert barrier_factor(1, 0.3) == 1
+    assert barrier_factor(2, 0.3) == pytest.approx(1 + 0.3 * 0.56419, abs=1e-5)
+    assert barrier_factor(64, 0.0) == 1
+
+
+def test_a_large_batch_evens_lengths_out() -> None:
+    # Lengths 1 and 3, equally often: mean 2, mean square 5, so cv 1/2; of 16 of them 1/8.
+    assert batch_cv(2, 5, 1) == 0.5
+    assert batch_cv(2, 5, 16) == 0.125
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 2000), st.floats(0, 2))
+def test_more_workers_wait_no_less(num_workers: int, cv: float) -> None:
+    assert barrier_factor(num_workers + 1, cv) >= barrier_factor(num_workers, cv) >= 1
+
+
+def test_fullest_worker_against_chance() -> None:
+    generator = np.random.default_rng(3)
+    for rows, workers in ((512, 4), (512, 16), (100, 3)):
+        drawn = generator.multinomial(rows, np.full(workers, 1 / workers), size=4000).max(axis=1).mean()
+        assert expected_max_rows(rows, workers) == pytest.approx(drawn, rel=0.03)
+    skewed = np.array([0.4, 0.3, 0.2, 0.1])
+    drawn = generator.multinomial(200, skewed, size=4000).max(axis=1).mean()
+    assert expected_max_rows_of(200.0, skewed) == pytest.approx(drawn, rel=0.03)
+    tied = np.array([0.3, 0.3, 0.3, 0.1])
+    drawn = generator.multinomial(200, tied, size=4000).max(axis=1).mean()
+    assert expected_max_rows_of(200.0, tied) == pytest.approx(drawn, rel=0.03)
+
+
+@pytest.mark.parametrize(("rows", "workers", "expected"), [(0, 4, 0), (1, 16, 1), (7, 1, 7), (0.5, 4, 0.5)])
+def test_fullest_worker_of_few_rows(rows: float, workers: int, expected: float) -> None:
+    assert expected_max_rows(rows, workers) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0, 1e5), st.integers(1, 300))
+def test_fullest_worker_lies_between_mean_and_all(rows: float, workers: int) -> None:
+    fullest = expected_max_rows(rows, workers)
+    assert rows / workers <= fullest * (1 + 1e-9)
+    assert fullest <= rows
