@@ -1,0 +1,161 @@
+"""Lina's scheduler as a policy: what is launched when, and in which order, on numbers and names only."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.base.errors import UserError
+from antiphon.comm.micro_ops import MicroOp, MicroOpScheduler, choose_experts_per_device, partition
+
+
+def launch(scheduler: MicroOpScheduler) -> str | None:
+    """The next micro-op as ``tensor/number``, finished at once."""
+    chosen = scheduler.next()
+    if chosen is None:
+        return None
+    scheduler.finished(chosen)
+    return f"{chosen.tensor}/{chosen.number}"
+
+
+def launch_all(scheduler: MicroOpScheduler) -> list[str]:
+    return list(iter(lambda: launch(scheduler), None))
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**9), st.sampled_from([1, 2, 4]))
+@settings(max_examples=100, deadline=None)
+def test_partition_is_even_and_complete(num_elements: int, chunk: int, element_bytes: int) -> None:
+    chunk_bytes = max(chunk, num_elements // 1000 + 1) * element_bytes
+    size_bytes = num_elements * element_bytes
+    pieces = partition(size_bytes, chunk_bytes, element_bytes)
+    assert sum(size for _, size in pieces) == size_bytes
+    assert [offset for offset, _ in pieces] == [sum(size for _, size in pieces[:i]) for i in range(len(pieces))]
+    assert len(pieces) == -(-size_bytes // chunk_bytes)
+    sizes = [size for _, size in pieces] or [0]
+    assert max(sizes) <= chunk_bytes
+    assert max(sizes) - min(sizes) <= element_bytes
+    assert all(size % element_bytes == 0 for size in sizes)
+
+
+def test_partition_by_hand() -> None:
+    assert partition(90_000_000) == [(0, 30_000_000), (30_000_000, 30_000_000), (60_000_000, 30_000_000)]
+    assert partition(7, 3) == [(0, 2), (2, 2), (4, 3)]
+    with pytest.raises(UserError, match=r"7 bytes are no whole number of elements of 2 bytes"):
+        partition(7, 4, 2)
+    with pytest.raises(UserError, match=r"chunks of 1 bytes for elements of 2: a chunk holds at least one"):
+        MicroOpScheduler(1, element_bytes=2)
+
+
+def test_all_to_all_overtakes_and_all_reduce_fills_gaps() -> None:
+    """The story of Lina Figure 8(a), step by step."""
+    scheduler = MicroOpScheduler(10)
+    assert scheduler.submit_all_reduce("G0", 40) == 4
+    assert [launch(scheduler) for _ in range(2)] == ["G0/0", "G0/1"]
+    running = scheduler.next()
+    assert running == MicroOp("all_reduce", "G0", 2, 4, 20, 10)
+    scheduler.combine_begins()
+    scheduler.submit_all_reduce("G1", 10)
+    assert scheduler.next() is None, "one micro-op is in flight"
+    scheduler.finished(running)
+    assert scheduler.next() is None, "all-to-all is imminent"
+    scheduler.submit_all_to_all("A", 99)
+    assert launch(scheduler) == "A/0", "all-to-all is never cut by the scheduler"
+    assert launch(scheduler) == "G0/3", "the FFN computes: a gap"
+    scheduler.submit_all_to_all("B", 99)
+    assert launch_all(scheduler) == ["B/0", "G1/0"]
+    assert scheduler.num_waiting == 0
+
+
+def test_parts_of_an_all_to_all_keep_all_reduce_out() -> None:
+    scheduler = MicroOpScheduler(10)
+    scheduler.submit_all_reduce("G", 10)
+    scheduler.submit_all_to_all("A", 5, number=0, num_pieces=2)
+    assert launch(scheduler) == "A/0"
+    assert scheduler.next() is None, "part 1 of A is to come"
+    scheduler.submit_all_to_all("A", 5, number=1, num_pieces=2)
+    assert launch_all(scheduler) == ["A/1", "G/0"]
+
+
+def test_without_partitioning_and_without_stopping() -> None:
+    scheduler = MicroOpScheduler(None, stop_at_combine=False)
+    assert scheduler.submit_all_reduce("G", 10**9) == 1
+    assert scheduler.submit_all_reduce("empty", 0) == 0
+    scheduler.combine_begins()
+    assert launch_all(scheduler) == ["G/0"]
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("all_reduce"), st.integers(0, 50)),
+        st.tuples(st.just("all_to_all"), st.integers(1, 3)),
+        st.tuples(st.just("combine"), st.just(0)),
+        st.tuples(st.just("launch"), st.just(0)),
+        st.tuples(st.just("finish"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+def play(steps: list[tuple[str, int]]) -> list[MicroOp]:
+    """Perform the steps, then finish everything; all-to-alls come whole or in parts, an imminent one is submitted."""
+    scheduler, launched = MicroOpScheduler(10), []
+
+    def take() -> bool:
+        chosen = scheduler.next()
+        launched.extend([chosen] if chosen else [])
+        return chosen is not None
+
+    for number, (what, amount) in enumerate([*steps, ("all_to_all", 1)]):
+        if what == "all_reduce":
+            scheduler.submit_all_reduce(f"g{number}", amount)
+        elif what == "all_to_all":
+            for part in range(amount):
+                scheduler.submit_all_to_all(f"a{number}", 1, number=part, num_pieces=amount)
+        elif what == "combine":
+            scheduler.combine_begins()
+        elif what == "launch":
+            take()
+        elif scheduler.in_flight is not None:
+            scheduler.finished(scheduler.in_flight)
+    while scheduler.in_flight is not None or take():
+        scheduler.finished(scheduler.in_flight)
+    return launched
+
+
+@given(actions)
+@settings(max_examples=100, deadline=None)
+def test_everything_is_sent_once_in_the_order_of_submission(steps: list[tuple[str, int]]) -> None:
+    """Inside a class the order depends on submissions only: what ranks with other timings launch is the same."""
+    launched = play(steps)
+    hasty = play([step for step in steps if step[0] in ("all_reduce", "all_to_all")])
+    for traffic in ("all_to_all", "all_reduce"):
+        order = [(op.number, op.size_bytes) for op in launched if op.traffic == traffic]
+        assert order == [(op.number, op.size_bytes) for op in hasty if op.traffic == traffic]
+    expected = sum(size for what, size in steps if what == "all_reduce")
+    assert sum(op.size_bytes for op in launched if op.traffic == "all_reduce") == expected
+    tensors = [op.tensor for op in launched if op.traffic == "all_reduce"]
+    assert tensors == sorted(tensors, key=lambda name: int(name[1:]))
+
+
+def test_misuse_is_refused() -> None:
+    scheduler = MicroOpScheduler()
+    with pytest.raises(UserError, match=r"all-to-all 'A': part 1 of 2, but part 0 is next"):
+        scheduler.submit_all_to_all("A", 1, number=1, num_pieces=2)
+    with pytest.raises(UserError, match=r"is not in flight \(None is\)"):
+        scheduler.finished(MicroOp("all_reduce", "G", 0, 1, 0, 1))
+
+
+def test_packing_doubles_until_computation_fills_all_to_all() -> None:
+    steps = choose_experts_per_device(lambda packed: (1.0, 6.0 / packed**2), 16)
+    assert [step.experts_per_device for step in steps] == [1, 2, 4]
+    assert (steps[-1].ffn_s, steps[-1].all_to_all_s) == (1.0, 6.0 / 16)
+
+
+def test_packing_stops_at_limits_and_odd_counts() -> None:
+    def slow(packed: int) -> tuple[float, float]:
+        return 1.0, 100.0
+
+    assert [step.experts_per_device for step in choose_experts_per_device(slow, 8, 4)] == [1, 2, 4]
+    assert [step.experts_per_device for step in choose_experts_per_device(slow, 6)] == [1, 2]
+    assert [step.experts_per_device for step in choose_experts_per_device(slow, 5)] == [1]
+    with pytest.raises(UserError, match=r"0 experts, at most None per device"):
+        choose_experts_per_device(slow, 0)
