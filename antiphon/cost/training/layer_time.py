@@ -1,0 +1,127 @@
+"""Time of one layer's forward and backward pass, communication overlapped or not.
+
+1. Without overlap every operator waits for the one before it: the sum of all.
+2. Inter-operator: forward, the shared expert runs beside dispatch and combine; backward, gradients of weights and
+   whatever is made again run beside communication.
+3. Intra-operator: what is left of each communication is fused with the product it feeds or follows.
+4. What rematerialization makes again is added to backward: its computation, and its communication like any other.
+
+Rejected: an exact schedule by events. `sim` has that; a search over thousands of layouts needs a closed form, and the
+paper's own statement is about which operators can overlap, not about when they start.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from antiphon.cost.parts import Number, Parts
+from antiphon.cost.training.operators import Communication, LayerOperators, sum_of
+from antiphon.cost.training.overlap import hidden_behind
+from antiphon.cost.training.setup import OverlapLevel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """What backward makes again in one layer: computation, and communication."""
+
+    computation: Parts = field(default_factory=Parts)
+    communication: Parts = field(default_factory=Parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """One pass through one layer: computation, all communication, and the part of it that is not hidden."""
+
+    computation: Parts
+    communication: Parts
+    exposed: Parts
+
+    @property
+    def total(self) -> Parts:
+        return self.computation + self.exposed
+
+    @property
+    def hidden_s(self) -> Number:
+        return self.communication.total_s - self.exposed.total_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """Both passes of one layer and one micro-batch."""
+
+    forward: PassTime
+    backward: PassTime
+
+    @property
+    def total(self) -> Parts:
+        return self.forward.total + self.backward.total
+
+
+def layer_time(
+    operators: LayerOperators, level: OverlapLevel, overlap: float, recomputed: Recomputed | None = None
+) -> LayerTime:
+    """Both passes. `overlap`: fraction of what can be hidden that really is (`EfficiencySpec.overlap`)."""
+    return LayerTime(
+        forward=_forward(operators, level, overlap),
+        backward=_backward(operators, level, overlap, Recomputed() if recomputed is None else recomputed),
+    )
+
+
+def _forward(operators: LayerOperators, level: OverlapLevel, overlap: float) -> PassTime:
+    products = {name: product.forward for name, product in operators.products.items()}
+    computation = sum_of([*products.values(), *(kernel.forward for kernel in operators.kernels.values())])
+    beside_s = sum_of([products[name] for name in operators.beside]).total_s
+    experts = {name: item for name, item in operators.communications.items() if name in ("dispatch", "combine")}
+    others = {name: item for name, item in operators.communications.items() if name not in experts}
+    left = {name: item.time for name, item in operators.communications.items()}
+    if level != "none":
+        left = left | _left_together(experts, beside_s, overlap)
+    fused = {item.fuses_with: products[item.fuses_with] for item in (experts | others).values()}
+    return _pass(operators, computation, left, fused, level, overlap)
+
+
+def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, recomputed: Recomputed) -> PassTime:
+    products = operators.products.values()
+    weights = sum_of([product.weight_gradient for product in products])
+    inputs = {name: product.input_gradient for name, product in operators.products.items()}
+    rest = sum_of([kernel.backward for kernel in operators.kernels.values()])
+    computation = weights + sum_of(list(inputs.values())) + rest + recomputed.computation
+    items = operators.communications | {"again": Communication(time=recomputed.communication, fuses_with="")}
+    left = {name: item.time for name, item in items.items()}
+    if level != "none":
+        independent_s = weights.total_s + recomputed.computation.total_s
+        left = _left_together(items, independent_s, overlap)
+    return _pass(operators, computation, left, inputs, level, overlap, recomputed.communication)
+
+
+def _left_together(items: dict[str, Communication], independent_s: Number, overlap: float) -> dict[str, Parts]:
+    """Each communication's part that stays when all of them run beside `independent_s` seconds of other work."""
+    total = sum_of([item.time for item in items.values()])
+    before = np.asarray(total.total_s, dtype=np.float64)
+    after = np.asarray(hidden_behind(total, independent_s, overlap).total_s, dtype=np.float64)
+    share = np.where(before > 0, after / np.where(before > 0, before, 1.0), 0.0)
+    return {name: share * item.time for name, item in items.items()}
+
+
+def _pass(
+    operators: LayerOperators,
+    computation: Parts,
+    left: dict[str, Parts],
+    products: dict[str, Parts],
+    level: OverlapLevel,
+    overlap: float,
+    again: Parts | None = None,
+) -> PassTime:
+    """The pass, each communication that is left fused with its product where `level` says so."""
+    exposed = Parts()
+    for name, time in left.items():
+        item = operators.communications.get(name)
+        if level == "intra" and item is not None:
+            time = hidden_behind(time, products[item.fuses_with].total_s, overlap)
+        exposed = exposed + time
+    communication = sum_of([item.time for item in operators.communications.values()])
+    return PassTime(
+        computation=computation,
+        communication=communication if again is None else communication + again,
+        exposed=exposed,
+    )

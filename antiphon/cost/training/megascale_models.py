@@ -1,0 +1,120 @@
+"""The models and cluster of MegaScale-MoE's evaluation, as its tables state them (arXiv 2505.11432, Tables 2 and 4).
+
+The 352B row, read literally, has 341.3 billion parameters; with one shared expert of equal width, as its name and its
+printed MFU ask for, it has 351.9 billion. The vocabulary of 65,536 is section 6.1's and is used for all models; head
+width is hidden / heads. Only what the table states is modelled: DeepSeekMoE has neither shared experts nor a dense
+layer.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
+
+VOCABULARY = 65_536
+SEQUENCE_LENGTH = 8192
+NODE_DEVICES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """One row of Table 2. `num_shared`: shared experts of equal width, which the table does not state."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    heads_per_kv_head: int
+    expert_width: int
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+
+    def model(self, num_layers: int | None = None) -> ModelSpec:
+        """The row as a model, with fewer layers if asked (section 6.2 cuts them to fit one node)."""
+        layers = self.num_layers if num_layers is None else num_layers
+        head_dim = self.hidden_size // self.num_heads
+        return ModelSpec(
+            family="mixtral",
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden_size,
+            num_layers=layers,
+            moe_layers=(True,) * layers,
+            attention=AttentionSpec(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_heads // self.heads_per_kv_head,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                rope=RopeSpec(dim=head_dim, theta=1e6),
+            ),
+            router=RouterSpec(num_experts=self.num_experts, top_k=self.top_k),
+            feed_forward=FeedForwardSpec(
+                intermediate=self.expert_width, shared_intermediate=self.num_shared * self.expert_width
+            ),
+        )
+
+
+def _row(name: str, *values: int, num_shared: int = 0) -> TableRow:
+    layers, hidden, heads, per_kv, width, experts, top_k = values
+    return TableRow(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        heads_per_kv_head=per_kv,
+        expert_width=width,
+        num_experts=experts,
+        top_k=top_k,
+        num_shared=num_shared,
+    )
+
+
+TABLE_2 = {
+    row.name: row
+    for row in (
+        _row("Internal-352B", 60, 4096, 32, 4, 14336, 32, 3, num_shared=1),
+        _row("Mixtral-8x7B", 32, 4096, 32, 4, 14336, 8, 2),
+        _row("Mixtral-8x22B", 56, 6144, 48, 6, 16384, 8, 2),
+        _row("Hunyuan-Large", 64, 6400, 80, 10, 18304, 16, 1),
+        _row("Phi-3.5-MoE", 32, 4096, 32, 4, 6400, 16, 2),
+        _row("DeepSeekMoE", 28, 2048, 16, 1, 1408, 64, 6),
+    )
+}
+INTERNAL_352B_AS_PRINTED = _row("Internal-352B as printed", 60, 4096, 32, 4, 14336, 32, 3)
+
+Name = Literal["megatron", "megascale"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One line of Table 3: iteration time and throughput as printed (batch 720, sequences of 8,192)."""
+
+    num_devices: int
+    iteration_s: float
+    printed_tokens_per_s: float
+
+
+TABLE_3: dict[Name, tuple[Measured, ...]] = {
+    "megatron": (
+        Measured(num_devices=240, iteration_s=39.94, printed_tokens_per_s=151.1e3),
+        Measured(num_devices=480, iteration_s=19.56, printed_tokens_per_s=301.1e3),
+        Measured(num_devices=720, iteration_s=13.70, printed_tokens_per_s=430.5e3),
+        Measured(num_devices=960, iteration_s=10.82, printed_tokens_per_s=550.2e3),
+        Measured(num_devices=1440, iteration_s=7.90, printed_tokens_per_s=746.6e3),
+    ),
+    "megascale": (
+        Measured(num_devices=240, iteration_s=21.61, printed_tokens_per_s=272.9e3),
+        Measured(num_devices=480, iteration_s=11.83, printed_tokens_per_s=498.6e3),
+        Measured(num_devices=720, iteration_s=7.97, printed_tokens_per_s=740.1e3),
+        Measured(num_devices=960, iteration_s=6.12, printed_tokens_per_s=963.8e3),
+        Measured(num_devices=1440, iteration_s=4.19, printed_tokens_per_s=1407.7e3),
+    ),
+}
+TABLE_3_BATCH = 720
+TABLE_3_PIPELINE = 15
+TABLE_5 = (
+    1.0,
+    1.13,
+    1.22,
+    1.28,
+)  # throughput over the baseline: + SP and EP, + inter-operator, + intra-operator overlap

@@ -1,0 +1,265 @@
+"""One layer as a list of operators of the busiest rank: products, memory-bound kernels, communications.
+
+1. Sequence-parallel attention: rows / n through whole weights, all-to-all to heads / n and back (Ulysses).
+   Tensor-parallel: all rows, 1/n of the weights, all-gather before and reduce-scatter after.
+2. Expert-parallel experts: whole experts, ceil(E/n) of them, k/n of the rows. Tensor-parallel: all experts, all rows k
+   times, 1/n of the width: the same FLOPs, but n times the rows to scatter and gather.
+3. Each product runs three times: forward, gradient of its input, gradient of its weight. The last one adds to
+   FP32 sums in memory (read and written), which makes it memory-bound at small micro-batches.
+4. Each communication knows the product it can be fused with, forward and backward.
+5. Shared expert and dense layers run where attention runs: whole weights under sequence parallelism, 1/n under tensor
+   parallelism, where they share the exchange of the routed experts.
+
+Rejected: FLOPs over one efficiency. It cannot tell the layouts apart, whose FLOPs are equal.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from antiphon.cost.gemm import grouped_gemm
+from antiphon.cost.parts import Number, Parts
+from antiphon.cost.roofline import Roof, kernel
+from antiphon.cost.shapes import (
+    Matrix,
+    attention_matrices,
+    cached_width,
+    gated_matrices,
+    local_heads,
+    score_width,
+    share_of,
+)
+from antiphon.cost.training.dispatch import exchange, gather
+from antiphon.cost.training.layer_case import LayerCase
+from antiphon.specs.precision import BYTES_OF
+
+ATTENTION_BACKWARD = 2.5  # products of a recomputing attention kernel: five against two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """One matrix product: forward, gradient of its input, gradient of its weight."""
+
+    forward: Parts
+    input_gradient: Parts
+    weight_gradient: Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Anything else that computes or moves memory: forward and backward."""
+
+    forward: Parts
+    backward: Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """One exchange, the same size both ways, and the name of the product it can be fused with."""
+
+    time: Parts
+    fuses_with: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOperators:
+    """By name. `beside` names products of forward that no exchange of the experts waits for: the shared expert."""
+
+    products: dict[str, Product]
+    kernels: dict[str, Kernel]
+    communications: dict[str, Communication]
+    beside: tuple[str, ...] = ()
+
+
+def layer_operators(case: LayerCase, *, moe_layer: bool = True) -> LayerOperators:
+    """All operators of one layer; `moe_layer` False: with the dense feed-forward in place of the experts."""
+    products, kernels, communications = _attention(case)
+    more = _experts(case) if moe_layer else _dense(case)
+    beside = ("shared_in", "shared_out") if moe_layer and case.model.feed_forward.shared_intermediate else ()
+    return LayerOperators(
+        products=products | more[0],
+        kernels=kernels | more[1],
+        communications=communications | more[2],
+        beside=beside,
+    )
+
+
+_Operators = tuple[dict[str, Product], dict[str, Kernel], dict[str, Communication]]
+
+
+def _attention(case: LayerCase) -> _Operators:
+    model, setup, attention = case.model, case.setup, case.model.attention
+    degree, element = setup.model_parallel, setup.precision.row_bytes
+    sequence = setup.attention == "sequence"
+    matrices = attention_matrices(model, 1 if sequence else degree)
+    rows = case.rows if sequence else case.tokens
+    into = [_product(case, rows, matrix.count, matrix) for matrix in matrices[:-1]]
+    heads = local_heads(attention, degree)
+    own_width = heads * attention.head_dim + cached_width(attention, degree)
+    visible = (case.sequence_length + 1) / 2
+    if attention.sliding_window is not None:
+        visible = min(visible, attention.sliding_window)
+    width = score_width(attention, absorbed=False)
+    flops = 2 * case.tokens * visible * heads * width
+    moved = case.tokens * (heads * width + cached_width(attention, degree)) * element
+    scores = Kernel(
+        forward=kernel(case.roofs.attention, flops, moved),
+        backward=kernel(case.roofs.attention, ATTENTION_BACKWARD * flops, 2.5 * moved),
+    )
+    kernels = {
+        "scores": scores,
+        "norms": _elementwise(case.roofs.gemm, 9 * case.rows * model.hidden_size * element, 1.5, num_kernels=3),
+        "rope": _elementwise(case.roofs.gemm, 2 * case.tokens * own_width * element, 1.0),
+        "layer": Kernel(forward=Parts(fixed_s=case.roofs.layer_s), backward=Parts(fixed_s=case.roofs.layer_s)),
+    }
+    before, after = _attention_exchanges(case, own_width)
+    return (
+        {"qkv": _joined(into), "out": _product(case, rows, 1, matrices[-1])},
+        kernels,
+        {
+            "before_attention": Communication(time=before, fuses_with="qkv"),
+            "after_attention": Communication(time=after, fuses_with="out"),
+        },
+    )
+
+
+def _attention_exchanges(case: LayerCase, own_width: Number) -> tuple[Parts, Parts]:
+    """Ulysses: queries, keys and values to heads, output back. Key/value heads are copied where there are too few."""
+    model, setup = case.model, case.setup
+    degree, wire = setup.model_parallel, setup.precision.wire_bytes(model.hidden_size)
+    if setup.attention == "tensor":
+        size = case.tokens * model.hidden_size * wire
+        return gather(case.network, size, degree), _reduce(case, size)
+    latent = model.attention.latent
+    head_width = model.attention.head_dim if latent is None else latent.v_head_dim
+    out_width = local_heads(model.attention, degree) * head_width * degree
+    return (
+        exchange(case.network, case.rows * own_width * degree * wire, degree),
+        exchange(case.network, case.rows * out_width * wire, degree),
+    )
+
+
+def _experts(case: LayerCase) -> _Operators:
+    model, setup = case.model, case.setup
+    degree, element, hidden = setup.model_parallel, setup.precision.row_bytes, case.model.hidden_size
+    tensor = setup.experts == "tensor"
+    into, out = gated_matrices(hidden, model.feed_forward.intermediate, degree if tensor else 1)
+    held = model.router.num_experts if tensor else share_of(model.router.num_experts, degree)
+    rows = case.expert_rows
+    by_all_to_all = not tensor and setup.dispatch == "all_to_all"
+    sent_rows = case.rows * case.copies if by_all_to_all else case.tokens
+    at_source = np.where(np.asarray(degree) > 1, 4.0, 1.0) if by_all_to_all else 1.0
+    permuted = 4 * rows + at_source * sent_rows
+    shared, shared_kernels = _gated(case, model.feed_forward.shared_intermediate, "shared")
+    kernels = {
+        "permute": _elementwise(case.roofs.gemm, permuted * hidden * element, 1.0, num_kernels=4),
+        "activation": _elementwise(case.roofs.gemm, rows * 1.5 * into.outputs * element, 5 / 3),
+    }
+    router = Matrix(inner=hidden, outputs=model.router.num_experts)
+    products = {
+        "router": _product(case, case.rows, 1, router),
+        "experts_in": _product(case, rows, held, into),
+        "experts_out": _product(case, rows, held, out),
+    }
+    dispatch, combine = _expert_exchanges(case, by_all_to_all)
+    return (
+        products | shared,
+        kernels | shared_kernels,
+        {
+            "dispatch": Communication(time=dispatch, fuses_with="experts_in"),
+            "combine": Communication(time=combine, fuses_with="experts_out"),
+        },
+    )
+
+
+def _expert_exchanges(case: LayerCase, by_all_to_all: bool) -> tuple[Parts, Parts]:
+    setup, hidden = case.setup, case.model.hidden_size
+    wire = setup.precision.wire_bytes(hidden)
+    if by_all_to_all:
+        one_way = exchange(
+            case.network, case.rows * case.copies * hidden * wire * setup.imbalance, setup.model_parallel
+        )
+        return one_way, one_way
+    size = case.tokens * hidden * wire
+    return gather(case.network, size, setup.model_parallel), _reduce(case, size)
+
+
+def _reduce(case: LayerCase, size_bytes: Number) -> Parts:
+    """Reduce-scatter; in FP8 an all-to-all whose sums are in FP32 (MegaScale-MoE, section 5)."""
+    move = exchange if case.setup.precision.activation_wire == "fp8" else gather
+    return move(case.network, size_bytes, case.setup.model_parallel)
+
+
+def _dense(case: LayerCase) -> _Operators:
+    """The dense feed-forward of a layer without experts, cut like the attention beside it."""
+    products, kernels = _gated(case, case.model.feed_forward.dense_intermediate, "dense")
+    if case.setup.attention == "sequence":
+        return products, kernels, {}
+    size = case.tokens * case.model.hidden_size * case.setup.precision.wire_bytes(case.model.hidden_size)
+    before, after = gather(case.network, size, case.setup.model_parallel), _reduce(case, size)
+    return (
+        products,
+        kernels,
+        {
+            "before_dense": Communication(time=before, fuses_with="dense_in"),
+            "after_dense": Communication(time=after, fuses_with="dense_out"),
+        },
+    )
+
+
+def _gated(case: LayerCase, intermediate: int, name: str) -> tuple[dict[str, Product], dict[str, Kernel]]:
+    """A gated feed-forward that all rows pass; nothing if its width is 0."""
+    if intermediate == 0:
+        return {}, {}
+    sequence = case.setup.attention == "sequence"
+    rows = case.rows if sequence else case.tokens
+    into, out = gated_matrices(case.model.hidden_size, intermediate, 1 if sequence else case.setup.model_parallel)
+    moved = rows * 1.5 * into.outputs * case.setup.precision.row_bytes
+    return (
+        {f"{name}_in": _product(case, rows, 1, into), f"{name}_out": _product(case, rows, 1, out)},
+        {f"{name}_activation": _elementwise(case.roofs.gemm, moved, 5 / 3)},
+    )
+
+
+def _product(case: LayerCase, rows: Number, num_weights: Number, matrix: Matrix) -> Product:
+    """`num_weights` weights (experts, heads) share the rows; each weight's gradient is read, added to, and written."""
+    precision, roof = case.setup.precision, case.roofs.gemm
+    rows = rows * matrix.count
+    forward = grouped_gemm(
+        roof, rows, num_weights, matrix.inner, matrix.outputs, BYTES_OF[precision.weights], precision.row_bytes
+    )
+    gradient_bytes = num_weights * matrix.inner * matrix.outputs * 2 * BYTES_OF[precision.gradients]
+    weight_gradient = kernel(
+        roof,
+        2 * rows * matrix.inner * matrix.outputs,
+        gradient_bytes + rows * (matrix.inner + matrix.outputs) * precision.row_bytes,
+    )
+    return Product(forward=forward, input_gradient=forward, weight_gradient=weight_gradient)
+
+
+def _elementwise(roof: Roof, moved_bytes: Number, backward_factor: float, num_kernels: int = 1) -> Kernel:
+    """A kernel bound by memory; its backward moves `backward_factor` times as much."""
+    return Kernel(
+        forward=kernel(roof, 0.0, moved_bytes, num_kernels),
+        backward=kernel(roof, 0.0, moved_bytes * backward_factor, num_kernels),
+    )
+
+
+def _joined(products: list[Product]) -> Product:
+    """Products in a row as one."""
+    total = products[0]
+    for product in products[1:]:
+        total = Product(
+            forward=total.forward + product.forward,
+            input_gradient=total.input_gradient + product.input_gradient,
+            weight_gradient=total.weight_gradient + product.weight_gradient,
+        )
+    return total
+
+
+def sum_of(parts: list[Parts]) -> Parts:
+    """Their sum; nothing of nothing."""
+    total = Parts()
+    for part in parts:
+        total = total + part
+    return total

@@ -1,0 +1,50 @@
+"""Which communication can hide behind which computation (MegaScale-MoE, section 4 and eq. 5-9).
+
+1. R = time of the experts' products / time of one layer's token exchange. Above 1 the exchange fits behind them.
+2. Inter-operator: a communication runs beside operators that do not depend on it: in backward, gradients of weights and
+   what is made again; in forward, the shared expert beside dispatch and combine.
+3. Intra-operator: a communication is cut into tiles and fused with the product next to it; of the two the longer
+   counts.
+4. Of what could be hidden, the fraction `overlap` (the cluster's calibration) really is.
+
+Rejected: a hidden share per strategy. It would be the answer put in by hand.
+"""
+
+import numpy as np
+
+from antiphon.cost.parts import FloatArray, Number, Parts
+
+
+def computation_to_communication(
+    expert_width: Number, bytes_per_s: Number, flops_per_s: Number, degree: Number | None = None
+) -> Number:
+    """R of MegaScale-MoE eq. 8, or eq. 9 (large n) where `degree` is None: 3/2 * h_ffn * bandwidth / peak * n / (n -
+    1).
+
+    2 FLOPs per multiply-add and 2 bytes per BF16 element cancel, so bandwidth is in bytes and peak in FLOPs. One way of
+    the link; by all-to-all with k copies. Independent of top-k, hidden size, number of experts and tokens."""
+    ratio = 1.5 * expert_width * bytes_per_s / flops_per_s
+    if degree is None:
+        return ratio
+    exact: Number = ratio * np.asarray(degree, dtype=np.float64) / (np.asarray(degree, dtype=np.float64) - 1)
+    return exact
+
+
+def smallest_hiding_width(bytes_per_s: float, flops_per_s: float) -> float:
+    """Expert width from which R > 1 on these links: narrower experts cannot hide their exchange (eq. 9)."""
+    return flops_per_s / (1.5 * bytes_per_s)
+
+
+def hidden_behind(communication: Parts, independent_s: Number, overlap: float) -> Parts:
+    """What is left of `communication` when it runs beside `independent_s` seconds of other work."""
+    total = np.asarray(communication.total_s, dtype=np.float64)
+    hidden = overlap * np.minimum(total, independent_s)
+    left: FloatArray = np.where(total > 0, 1 - hidden / np.where(total > 0, total, 1.0), 0.0)
+    return left * communication
+
+
+def fused_speedup(communication_s: Number, product_s: Number, overlap: float) -> Number:
+    """(T_c + T_g) / T of one fused pair: from 1 (one of them is nothing) to 2 (equal, all hidden)."""
+    both = communication_s + product_s
+    speedup: Number = both / (both - overlap * np.minimum(communication_s, product_s))
+    return speedup

@@ -1,0 +1,111 @@
+"""What is trained on what, and how: parallel degrees, what is overlapped, in which formats things are kept and sent.
+
+Degrees may be arrays, one value per candidate; the strategies are one per setup, so that a search makes a few setups
+and lets each hold thousands of candidates.
+Rejected: the serving plan's `Parallel` and `PrecisionSpec`. Training has no KV cache and no phases, but gradients,
+optimizer state and virtual stages.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from antiphon.base.errors import UserError
+from antiphon.cost.parts import Number
+from antiphon.cost.training.activations import Dispatch
+from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.device import ComputeDtype
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import BYTES_OF, StorageDtype
+
+AttentionParallel = Literal["sequence", "tensor"]
+ExpertParallel = Literal["expert", "tensor"]
+OverlapLevel = Literal["none", "inter", "intra"]
+OVERLAP_LEVELS: tuple[OverlapLevel, ...] = ("none", "inter", "intra")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPrecision:
+    """`weights`: the copy that is multiplied; `gradients`: sums over micro-batches; `gradient_wire`: on the way between
+    data-parallel ranks (BF16 is MegaScale-MoE's compression, section 5; sums stay FP32); `activation_wire`: rows
+    between ranks of a model-parallel group. `optimizer_bytes`: main parameter and two moments, per parameter."""
+
+    weights: StorageDtype = "bfloat16"
+    compute: ComputeDtype = "bfloat16"
+    gradients: StorageDtype = "float32"
+    gradient_wire: StorageDtype = "float32"
+    activation_wire: StorageDtype = "bfloat16"
+    optimizer_bytes: float = 12.0
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "gradients", "gradient_wire", "activation_wire"):
+            if getattr(self, name) not in BYTES_OF:
+                raise UserError(f"precision: {name} is {getattr(self, name)!r}: use one of {', '.join(BYTES_OF)}")
+        if not self.optimizer_bytes >= 0:
+            raise UserError(f"precision: optimizer_bytes is {self.optimizer_bytes}: it must be at least 0")
+
+    @property
+    def row_bytes(self) -> float:
+        """One element of an activation that is kept: 4 where float32 is computed in, else 2."""
+        return 4.0 if self.compute == "float32" else 2.0
+
+    def wire_bytes(self, hidden_size: int) -> float:
+        """One element of a row on the wire. FP8 rows carry one FP32 scale each (per-token quantization)."""
+        size = BYTES_OF[self.activation_wire]
+        return size + 4 / hidden_size if self.activation_wire == "fp8" else size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """One way to train. `model_parallel`: ranks of the group that shares every layer (n: TP, SP and EP size alike);
+    `micro_batch`: sequences of such a group per micro-batch; `virtual_stages`: chunks of layers per pipeline stage.
+
+    `overlap` "inter": communication beside operators independent of it; "intra": that, and fused pairs too.
+    `deduplicate`: in an all-to-all a token goes to a rank once. `zero`: 0 nothing sharded over data parallelism,
+    1 optimizer state, 2 gradients too, 3 parameters too. `imbalance`: rows of the busiest expert rank over the mean.
+    """
+
+    attention: AttentionParallel = "sequence"
+    experts: ExpertParallel = "expert"
+    dispatch: Dispatch = "all_to_all"
+    overlap: OverlapLevel = "intra"
+    deduplicate: bool = False
+    gate_after_down: bool = False
+    zero: int = 1
+    imbalance: float = 1.0
+    model_parallel: Number = 1
+    pipeline: Number = 1
+    virtual_stages: Number = 1
+    data_parallel: Number = 1
+    micro_batch: Number = 1
+    precision: TrainingPrecision = field(default_factory=TrainingPrecision)
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"training: zero is {self.zero}: use 0, 1, 2 or 3")
+        if not self.imbalance >= 1:
+            raise UserError(f"training: imbalance is {self.imbalance}: the busiest rank has at least the mean, 1")
+
+    @property
+    def num_devices(self) -> Number:
+        return self.model_parallel * self.pipeline * self.data_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained on what: the same for all candidates of a search. `batch`: sequences per iteration."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    group: NodeGroup
+    sequence_length: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"training: {name} is {getattr(self, name)}: it must be at least 1")
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one device that is not the runtime's."""
+        return self.group.device.memory_bytes * (1 - self.cluster.efficiency.memory_reserve)

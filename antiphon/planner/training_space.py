@@ -1,0 +1,127 @@
+"""All ways to divide a number of devices for training: degrees as arrays, one value per candidate.
+
+1. Model parallelism n: up to 16 devices or any divisor of a scale-up domain, and two and four whole domains. A group
+   never straddles a domain's edge: of a domain of 8 devices, groups of 3 use 6.
+2. Pipeline: of the stage counts with the same longest stage only the smallest, which has the smallest bubble.
+3. Virtual stages: only where micro-batches divide by stages, which interleaving needs.
+4. Data parallelism times micro-batch must divide the batch; what remains are the micro-batches of a pipeline.
+5. The space of more devices contains that of fewer, so a plan never gets slower by offering more.
+
+Rejected: only layouts that use every device. With 7 devices or 13 nodes the best layout leaves some idle.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.cost.training.setup import AttentionParallel, ExpertParallel
+from antiphon.specs.model import ModelSpec
+
+IntArray = NDArray[np.int64]
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+MOST_MODEL_PARALLEL = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Columns of candidates."""
+
+    model_parallel: IntArray
+    pipeline: IntArray
+    virtual_stages: IntArray
+    data_parallel: IntArray
+    micro_batch: IntArray
+
+    def __len__(self) -> int:
+        return len(self.model_parallel)
+
+    def where(self, keep: NDArray[np.bool_]) -> "Degrees":
+        """The candidates that are kept."""
+        return Degrees(
+            model_parallel=self.model_parallel[keep],
+            pipeline=self.pipeline[keep],
+            virtual_stages=self.virtual_stages[keep],
+            data_parallel=self.data_parallel[keep],
+            micro_batch=self.micro_batch[keep],
+        )
+
+    def at(self, index: int) -> tuple[int, int, int, int, int]:
+        """(model parallel, pipeline, virtual stages, data parallel, micro-batch) of one candidate."""
+        return (
+            int(self.model_parallel[index]),
+            int(self.pipeline[index]),
+            int(self.virtual_stages[index]),
+            int(self.data_parallel[index]),
+            int(self.micro_batch[index]),
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
+
+
+def model_parallel_degrees(
+    model: ModelSpec, domain: int, attention: AttentionParallel, experts: ExpertParallel
+) -> list[int]:
+    """Degrees a strategy can use: heads for each rank, an expert (or a column of each) for each rank."""
+    wanted = {*range(1, min(domain, MOST_MODEL_PARALLEL) + 1), *divisors(domain), 2 * domain, 4 * domain}
+    most = model.attention.num_heads
+    most = min(most, model.router.num_experts if experts == "expert" else model.feed_forward.intermediate)
+    if attention == "tensor" and model.num_moe_layers < model.num_layers:
+        most = min(most, model.feed_forward.dense_intermediate)
+    return sorted(degree for degree in wanted if degree <= most)
+
+
+def num_groups(num_devices: int, domain: int, degree: int) -> int:
+    """Model-parallel groups that fit: none straddles a domain, wide ones consist of whole domains."""
+    if degree > domain:
+        return num_devices // domain // (degree // domain)
+    full, rest = divmod(num_devices, domain)
+    return full * (domain // degree) + rest // degree
+
+
+def stage_counts(num_layers: int) -> list[int]:
+    """Pipeline stages worth trying: the fewest for each length of the longest stage."""
+    fewest: dict[int, int] = {}
+    for stages in range(1, num_layers + 1):
+        fewest.setdefault(-(-num_layers // stages), stages)
+    return sorted(fewest.values())
+
+
+def candidates(
+    model: ModelSpec,
+    *,
+    domain: int,
+    num_devices: int,
+    batch: int,
+    attention: AttentionParallel,
+    experts: ExpertParallel,
+) -> Degrees:
+    """Everything that can be run, memory aside."""
+    axes = (
+        model_parallel_degrees(model, domain, attention, experts),
+        stage_counts(model.num_layers),
+        VIRTUAL_STAGES,
+        divisors(batch),
+        [size for size in MICRO_BATCHES if batch % size == 0],
+    )
+    grid = np.meshgrid(*(np.asarray(axis, dtype=np.int64) for axis in axes), indexing="ij")
+    degree, pipeline, chunks, data, micro = (axis.reshape(-1) for axis in grid)
+    groups = np.asarray([num_groups(num_devices, domain, value) for value in axes[0]], dtype=np.int64)
+    room = groups[np.searchsorted(np.asarray(axes[0]), degree)]
+    count = batch // (data * micro)
+    keep = (
+        (pipeline * data <= room)
+        & (batch % (data * micro) == 0)
+        & (pipeline * chunks <= model.num_layers)
+        & ((chunks == 1) | ((pipeline > 1) & (count % pipeline == 0)))
+    )
+    every = Degrees(
+        model_parallel=degree, pipeline=pipeline, virtual_stages=chunks, data_parallel=data, micro_batch=micro
+    )
+    return every.where(keep)

@@ -1,0 +1,89 @@
+"""Communication volumes: by hand, and by moving every element of a small layer."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.cost.training.megascale_counts import volume_ratios
+from antiphon.cost.training.megascale_models import TABLE_2
+from antiphon.cost.training.volumes import (
+    distinct_ranks,
+    expert_parallel_volume,
+    gathered_expert_volume,
+    layer_ratio,
+    sequence_parallel_sent,
+    sequence_parallel_volume,
+    sequence_to_tensor_ratio,
+    tensor_parallel_volume,
+)
+
+
+def test_tensor_parallel_by_hand() -> None:
+    assert tensor_parallel_volume(8) == pytest.approx(2 * 7 / 8)
+    assert tensor_parallel_volume(1) == 0
+    assert gathered_expert_volume(8) == tensor_parallel_volume(8)
+
+
+def test_equations_by_hand() -> None:
+    assert sequence_parallel_volume(8, 4) == pytest.approx(2 * 7 / 8 * 2.5 / 8)
+    assert expert_parallel_volume(8, 2) == pytest.approx(2 * 2 / 8 * 7 / 8)
+
+
+def test_ulysses_sends_half_of_equation_2() -> None:
+    """Eq. 1 and 3 count what a rank sends; eq. 2, counted the same way, is twice too much."""
+    tokens, heads, kv_heads, head_dim, degree = 16, 8, 2, 4, 2
+    sent = 0
+    for token, head in itertools.product(range(tokens), range(heads)):
+        sent += (token * degree // tokens != head * degree // heads) * head_dim * 2  # the query's way, the output's
+    for token, head in itertools.product(range(tokens), range(kv_heads)):
+        sent += (token * degree // tokens != head * degree // kv_heads) * head_dim * 2  # key and value
+    per_rank = sent / degree / (tokens * heads * head_dim)
+    assert per_rank == pytest.approx(float(sequence_parallel_sent(degree, heads / kv_heads)))
+    assert sequence_parallel_volume(degree, 4) == pytest.approx(2 * per_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "experts", "layer"),
+    [
+        ("Internal-352B", 0.3125, 0.375, 0.344),
+        ("Mixtral-8x7B", 0.3125, 0.25, 0.281),
+        ("Mixtral-8x22B", 0.292, 0.25, 0.271),
+        ("Hunyuan-Large", 0.275, 0.125, 0.2),
+        ("Phi-3.5-MoE", 0.3125, 0.25, 0.281),
+        ("DeepSeekMoE", 0.5, 0.75, 0.625),
+    ],
+)
+def test_ratios_of_table_2(name: str, attention: float, experts: float, layer: float) -> None:
+    ratios = volume_ratios(TABLE_2[name])
+    assert ratios.attention == pytest.approx(attention, abs=5e-4)
+    assert ratios.experts == pytest.approx(experts)
+    assert ratios.layer == pytest.approx(layer, abs=5e-4)
+
+
+def test_distinct_ranks() -> None:
+    assert distinct_ranks(64, 6, 8) == pytest.approx(4.54, abs=5e-3)
+    assert distinct_ranks(128, 8, 8) == pytest.approx(5.34, abs=5e-3)
+    assert distinct_ranks(8, 2, 8) == pytest.approx(2)  # one expert a rank: nothing to save
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
+def test_distinct_ranks_by_enumeration(held: int, degree: int, top_k: int) -> None:
+    experts = held * degree
+    top_k = min(top_k, experts)
+    choices = list(itertools.combinations(range(experts), top_k))
+    mean = sum(len({expert // held for expert in choice}) for choice in choices) / len(choices)
+    assert distinct_ranks(experts, top_k, degree) == pytest.approx(mean)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 128), st.integers(1, 16), st.integers(1, 16))
+def test_ratios_are_positive_and_arrays_agree(degree: int, heads_per_kv: int, top_k: int) -> None:
+    assert float(sequence_to_tensor_ratio(degree, heads_per_kv)) > 0
+    both = sequence_parallel_volume(degree, heads_per_kv) + expert_parallel_volume(degree, top_k)
+    assert both / (2 * tensor_parallel_volume(degree)) == pytest.approx(float(layer_ratio(degree, heads_per_kv, top_k)))
+    column = layer_ratio(np.asarray([degree, degree]), heads_per_kv, top_k)
+    assert column[0] == column[1] == pytest.approx(float(layer_ratio(degree, heads_per_kv, top_k)))

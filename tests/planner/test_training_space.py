@@ -1,0 +1,81 @@
+"""The space of degrees: complete, without straddling, and growing with the number of devices."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.planner.training_space import (
+    MICRO_BATCHES,
+    VIRTUAL_STAGES,
+    candidates,
+    divisors,
+    model_parallel_degrees,
+    num_groups,
+    stage_counts,
+)
+from tests.cost.training.specimens import small_model
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(49) == [1, 7, 49]
+    assert divisors(1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "domain", "degree", "groups"),
+    [(16, 8, 3, 4), (7, 8, 3, 2), (7, 8, 7, 1), (7, 8, 8, 0), (24, 8, 16, 1), (144, 72, 72, 2), (5, 1, 1, 5)],
+)
+def test_groups_do_not_straddle(num_devices: int, domain: int, degree: int, groups: int) -> None:
+    assert num_groups(num_devices, domain, degree) == groups
+
+
+def test_stage_counts_are_the_fewest_for_their_length() -> None:
+    assert stage_counts(7) == [1, 2, 3, 4, 7]
+    assert stage_counts(1) == [1]
+
+
+def test_degrees_by_strategy() -> None:
+    model = small_model(num_experts=5)  # 8 heads, 5 experts
+    assert model_parallel_degrees(model, 8, "sequence", "expert") == [1, 2, 3, 4, 5]
+    assert model_parallel_degrees(model, 4, "sequence", "tensor") == [1, 2, 3, 4, 8]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 12), st.integers(1, 7))
+def test_against_brute_force(num_devices: int, domain: int, batch: int, num_layers: int) -> None:
+    model = small_model(num_layers)
+    found = candidates(
+        model, domain=domain, num_devices=num_devices, batch=batch, attention="sequence", experts="expert"
+    )
+    expected = set()
+    for degree, stages, chunks, data, micro in itertools.product(
+        model_parallel_degrees(model, domain, "sequence", "expert"),
+        stage_counts(num_layers),
+        VIRTUAL_STAGES,
+        range(1, batch + 1),
+        MICRO_BATCHES,
+    ):
+        count, left = divmod(batch, data * micro)
+        if left or stages * chunks > num_layers or stages * data > num_groups(num_devices, domain, degree):
+            continue
+        if chunks > 1 and (stages == 1 or count % stages):
+            continue
+        expected.add((degree, stages, chunks, data, micro))
+    assert {found.at(index) for index in range(len(found))} == expected
+    assert len(found) == len(expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 9))
+def test_more_devices_contain_fewer(first: int, second: int, domain: int) -> None:
+    few, many = sorted((first, second))
+    spaces = []
+    for count in (few, many):
+        space = candidates(
+            small_model(), domain=domain, num_devices=count, batch=6, attention="tensor", experts="tensor"
+        )
+        spaces.append({space.at(index) for index in range(len(space))})
+    assert spaces[0] <= spaces[1]
