@@ -29,7 +29,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint format bench gpu-check peers yardstick lock clean distclean
+.PHONY: help setup demo serve test lint format bench gpu-check ray-check peers yardstick lock clean distclean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -66,6 +66,10 @@ bench: setup $(YARDSTICK)/config.json  ## time serving on a tiny random model
 
 gpu-check: setup  ## check and time what needs a GPU; says so and stops where there is none
 	$(PY) benchmarks/gpu_check.py
+
+ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a cluster of two Ray nodes
+	$(PIP) install --quiet "ray>=2.60"
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/serve/test_ray.py
 
 peers: setup  ## install the engines we compare with, each in its own environment under .peers
 	bash benchmarks/peers.sh

@@ -17,8 +17,8 @@ from antiphon.bench.m2n.harness import Settings, bench_m2n
 from antiphon.bench.m2n.table import COLUMNS, table_cells
 from antiphon.bench.m2n.timeline import write_trace
 from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.options import check_output_file, parse_size
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.options import parse_size
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 
 SendersOption = Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")]
 ReceiversOption = Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")]

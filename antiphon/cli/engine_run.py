@@ -1,5 +1,6 @@
 """What commands that run an engine show of it: how far it has loaded, and at the end where its time went."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.table import Table
@@ -13,11 +14,14 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
 
 
-def start_with_progress(config: ServeConfig) -> Engine:
-    """A running engine; shows how much is loaded, and of how much as soon as every worker has said its part."""
+def start_with_progress(config: ServeConfig, check: Callable[[], None] = lambda: None) -> Engine:
+    """A running engine; shows how much is loaded, and of how much as soon as every worker has said its part.
+
+    `check` is called while it loads; what it raises ends the start."""
     with progress("loading weights", format_amount=format_bytes) as report:
 
         def loading(done: int, total: int) -> None:
+            check()
             if done:
                 report(done, total or None)
 

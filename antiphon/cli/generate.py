@@ -11,7 +11,8 @@ from antiphon.base.errors import UserError
 from antiphon.cli import options
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
+from antiphon.cli.plan_option import check_plan_fits, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
@@ -68,6 +69,7 @@ class SamplingOptions:
 
 @takes_groups
 def generate(
+    context: typer.Context,
     model: options.ModelFolder,
     prompt: PromptOptions,
     sampling: SamplingOptions,
@@ -76,9 +78,11 @@ def generate(
     json: JsonOption = None,
 ) -> None:
     """Complete a prompt with MODEL, without a server."""
-    options.check_output_file("--timeline", timeline)
+    check_output_file("--timeline", timeline)
     params = sampling.params()
-    config = workers.config(model, _CAPACITY, trace=timeline is not None)
+    config, served = planned_config(context, model, workers, _CAPACITY, trace=timeline is not None)
+    if served is not None:
+        check_plan_fits(config, served)
     ids, tokenizer = prompt.read(model)
     engine = start_with_progress(config)
     try:

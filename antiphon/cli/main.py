@@ -17,6 +17,14 @@ COMMANDS = {
     "serve": CommandPlace("antiphon.cli.serve", "serve", "Serve a model over HTTP, with OpenAI's API"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
+    "profile": CommandPlace("antiphon.cli.profile", "profile", "Measure this machine, for plan and predictions"),
+    "plan": CommandPlace(
+        "antiphon.cli.plan", "plan", "Which layout, how many of what, at what cost, before renting it"
+    ),
+    "simulate": CommandPlace("antiphon.cli.simulate", "simulate", "A plan against requests, failures and all"),
+    "reproduce": CommandPlace(
+        "antiphon.cli.reproduce", "reproduce", "The papers' figures and tables, theirs beside ours"
+    ),
     "bench": CommandPlace("antiphon.cli.bench", "app", "Measure Antiphon beside other engines"),
 }
 DEBUG = "--debug"

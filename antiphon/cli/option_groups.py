@@ -8,10 +8,12 @@ whole. Rejected: every command repeats the list of options and hands each of the
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
+
+import typer
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,6 +37,12 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spread
+
+
+def given_options(context: typer.Context, names: Collection[str]) -> frozenset[str]:
+    """Those of the parameters `names` that were written on the command line, be it with their default's value."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:

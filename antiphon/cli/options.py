@@ -47,6 +47,7 @@ class WorkerOptions:
     )
     threads: ThreadsOption = 0
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
@@ -99,9 +100,3 @@ def parse_size(option: str, text: str) -> int:
         return parse_bytes(text)
     except UserError as error:
         raise UserError(f"{option} {error}") from error
-
-
-def check_output_file(option: str, path: Path | None) -> None:
-    """`UserError` now, not after minutes of work, if `path` cannot be written at the end."""
-    if path is not None and not path.resolve().parent.is_dir():
-        raise UserError(f"{option} {path}: the folder {path.resolve().parent} does not exist; create it")

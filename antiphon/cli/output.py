@@ -54,6 +54,12 @@ def emit_json(destination: str | None, payload: object) -> None:
         ) from error
 
 
+def check_output_file(option: str, path: Path | None) -> None:
+    """`UserError` now, not after minutes of work, if `path` cannot be written at the end."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {path.resolve().parent} does not exist; create it")
+
+
 def _plain(value: object) -> str:
     if isinstance(value, Path):
         return str(value)

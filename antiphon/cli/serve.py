@@ -2,7 +2,7 @@
 
 import re
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +13,16 @@ from antiphon.cli import options
 from antiphon.cli.banner import banner, server_facts
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
-from antiphon.cli.output import emit_json, show
+from antiphon.cli.output import check_output_file, emit_json, show
+from antiphon.cli.plan_option import check_plan_fits, machine_name, plan_lines, planned_config
+from antiphon.cli.ray_options import RayOptions
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings, read_api_keys
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.join_secret import read_join_secret
+from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import load_tokenizer
 
@@ -81,27 +84,43 @@ class JoinOptions:
 
 @takes_groups
 def serve(
+    context: typer.Context,
     model: options.ModelFolder,
     workers: options.WorkerOptions,
     capacity: options.CapacityOptions,
     join: JoinOptions,
+    ray: RayOptions,
     http: HttpOptions,
     timeline: options.TimelineOption = None,
     json: ReadyOption = None,
 ) -> None:
     """Serve MODEL over HTTP; attention and experts in one process or apart."""
-    options.check_output_file("--timeline", timeline)
-    config = join.add_to(workers.config(model, capacity, trace=timeline is not None))
-    run(config, http.settings(), timeline, json)
+    check_output_file("--timeline", timeline)
+    asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
+    config = join.add_to(asked)
+    settings = http.settings()
+    if served is not None:
+        if not ray.ray:
+            check_plan_fits(config, served)
+        settings = replace(settings, predicted=served.predicted)
+    run(config, settings, served, ray, timeline, json)
 
 
-def run(config: ServeConfig, settings: ServerSettings, timeline: Path | None, json: str | None) -> None:
+def run(
+    asked: ServeConfig,
+    settings: ServerSettings,
+    served: ServedPlan | None,
+    ray: RayOptions,
+    timeline: Path | None,
+    json: str | None,
+) -> None:
     """Start engine and server, serve until a signal, write the timeline, stop everything."""
-    spec = load_model_spec(config.model)
-    tokenizer = load_tokenizer(config.model)
+    spec = load_model_spec(asked.model)
+    tokenizer = load_tokenizer(asked.model)
     address = reserve(settings.host, settings.port)
-    with closing(address):
-        engine = start_with_progress(config)
+    with closing(address), ray.placed(asked) as placed:
+        config = placed.config
+        engine = start_with_progress(config, placed.check)
         try:
             app = create_app(engine, tokenizer, settings)
             grammars: GrammarCompiler | None = app.state.context.grammars
@@ -110,6 +129,9 @@ def run(config: ServeConfig, settings: ServerSettings, timeline: Path | None, js
 
             def on_listening(url: str) -> None:
                 facts = server_facts(engine, config, spec, app.state.context.model_name, url)
+                if served is not None:
+                    facts["plan"] = {"file": str(served.file), "predicted": asdict(served.predicted)}
+                    show(plan_lines(served, machine_name(config.device)), json=json)
                 show(banner(facts, needs_key=bool(settings.api_keys)), json=json)
                 emit_json(json, facts)
 
@@ -117,4 +139,5 @@ def run(config: ServeConfig, settings: ServerSettings, timeline: Path | None, js
             if timeline is not None:
                 report_timeline(engine, timeline, json)
         finally:
+            placed.expect_end()
             engine.stop()

@@ -1,19 +1,15 @@
 """`antiphon worker`: one worker on this machine for an engine on another. One plain command a node."""
 
-import os
-import platform
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli.output import show
-from antiphon.serve.join_secret import exchange_secret, read_join_secret
-from antiphon.serve.joining import JoinRole, join_engine
-from antiphon.serve.worker.messages import Configure, ToWorker
-from antiphon.serve.worker.process import run_worker
+from antiphon.serve.join_secret import read_join_secret
+from antiphon.serve.joining import JoinRole
+from antiphon.serve.worker.joined import JoinOrder, run_joined_worker
 
 
 def worker(
@@ -38,23 +34,13 @@ def worker(
     if role not in {"attention", "experts"}:
         raise UserError(f"--role is {role}: it must be attention or experts")
     checked: JoinRole = "attention" if role == "attention" else "experts"
+    order = JoinOrder(
+        address=join,
+        role=checked,
+        host=host,
+        model=str(model or ""),
+        num_threads=threads,
+        patience_s=patience,
+    )
     secret = read_join_secret(secret_file)
-    name = f"{checked} on {platform.node()}"
-    channel = join_engine(join, secret, role=checked, name=name, host=host, pid=os.getpid(), patience_s=patience)
-    show(f"joined {join} as {checked}", json=None)
-
-    def adapt(configure: Configure) -> Configure:
-        cores = len(os.sched_getaffinity(0))
-        exchange = configure.exchange
-        if exchange is None:
-            raise UserError(f"the engine at {join} exchanges nothing: it does not run the disaggregated layout")
-        return msgspec.structs.replace(
-            configure,
-            model=str(model or configure.model),
-            num_threads=threads or cores,
-            cores=[],
-            exchange=msgspec.structs.replace(exchange, secret=exchange_secret(secret)),
-        )
-
-    channel.speak("engine", ToWorker)
-    raise typer.Exit(run_worker(channel, adapt))
+    raise typer.Exit(run_joined_worker(order, secret, lambda: show(f"joined {join} as {checked}", json=None)))

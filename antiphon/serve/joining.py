@@ -23,6 +23,7 @@ import msgspec
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.serve.reachable_host import is_wildcard
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("join")
@@ -159,6 +160,9 @@ class JoinListener:
         if len(join.nonce) != 32 or not hmac.compare_digest(join.proof, _prove(self._secret, "worker", *fields)):
             channel.send(TurnedAway("the secret is not the one the engine has"), _OPENING_S)
             raise Refused(f"{join.name} does not know the secret")
+        if is_wildcard(join.host):
+            channel.send(TurnedAway(f"nobody can dial {join.host}, where it says it can be reached"), _OPENING_S)
+            raise Refused(f"{join.name} says it can be reached at {join.host}, which nobody can dial")
         channel.send(Accepted(_prove(self._secret, "engine", *fields)), _OPENING_S)
         return JoinedPeer(join.role, join.name, join.host or peer_host, join.pid, channel)
 

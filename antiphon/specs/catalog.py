@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from antiphon.base.errors import UserError
-from antiphon.specs.nearest import canonical, did_you_mean
+from antiphon.specs.nearest import canonical, nearest_names
 
 DATA = Path(__file__).parent / "data"
 Kind = Literal["device", "cluster", "workload", "model"]
@@ -56,9 +56,11 @@ def shipped_file(kind: Kind, name_or_path: str | Path) -> Path:
             return entry.path
     if path.suffix.lower() in SUFFIXES or len(path.parts) > 1:
         raise UserError(f"{path}: there is no such file: give a {kind} file, or one of {', '.join(names(kind))}")
+    near = nearest_names(str(name_or_path), names(kind))
+    guess = f"did you mean {', '.join(near)}? " if near else ""
     raise UserError(
-        f"{kind} {str(name_or_path)!r} is unknown: {did_you_mean(str(name_or_path), names(kind))} "
-        f"(shipped: {', '.join(names(kind))}; or give the path of your own file)"
+        f"{kind} {str(name_or_path)!r} is unknown: {guess}Shipped: {', '.join(names(kind))}; "
+        "or give the path of your own file"
     )
 
 

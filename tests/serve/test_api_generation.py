@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from antiphon.serve.engine_api import AsyncEngine
+from antiphon.specs.plan import Predicted
 from antiphon.specs.sampling import TokenLogprob
 from tests.serve.api_harness import END, Live, eos_id, fake_engine, ids, live, says, small_tokenizer
 from tests.serve.fake_engine import FakeEngine
@@ -337,7 +338,7 @@ def sample(metrics: httpx.Response, name: str) -> float | None:
 
 
 def test_metrics_hold_everything_promised() -> None:
-    with live(fake_engine(), predicted_tpot_s=0.001) as server:
+    with live(fake_engine(), predicted=Predicted(tpot_s=0.001)) as server:
         server.complete(max_tokens=5)
         metrics = server.http.get("/metrics")
     for name, value in {

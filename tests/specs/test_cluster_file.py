@@ -135,7 +135,7 @@ def test_the_clusters_of_the_papers() -> None:
     hetero = {group.device.name: group for group in load_cluster("msi-hetero").groups}
     assert hetero["H20"].node_scale_out_bytes_per_s == 200e9
     assert hetero["L40S"].node_scale_out_bytes_per_s == 100e9
-    assert load_cluster("mix-h20").groups[0].node_scale_out_bytes_per_s == 50e9
+    assert load_cluster("mix-h20").groups[0].node_scale_out_bytes_per_s == 400e9, "one NIC per GPU, by calibration"
     assert load_cluster("mix-ascend").groups[0].scale_up_bytes_per_s == 60e9
     assert load_cluster("msm-h800").num_devices == 1440
     assert load_cluster("lina-a100").num_devices == 16

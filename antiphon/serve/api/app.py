@@ -46,7 +46,7 @@ def create_app(
         engine=engine,
         tokenizer=tokenizer,
         settings=settings,
-        metrics=ServerMetrics(engine, settings.predicted_tpot_s),
+        metrics=ServerMetrics(engine, settings.predicted),
         grammars=grammars or _build_grammars(engine, tokenizer),
     )
     install_error_handlers(app)

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from antiphon import __version__
 from antiphon.serve.engine_api import AsyncEngine, EngineStats
+from antiphon.specs.plan import Predicted
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -25,10 +26,10 @@ _TPOT_SMOOTHING = 0.02
 class ServerMetrics(Collector):
     """All metrics of one server, in a registry of their own."""
 
-    def __init__(self, engine: AsyncEngine, predicted_tpot_s: float | None) -> None:
+    def __init__(self, engine: AsyncEngine, predicted: Predicted | None) -> None:
         self.registry = CollectorRegistry()
         self._engine = engine
-        self._predicted_tpot_s = predicted_tpot_s
+        self._predicted = predicted
         self._measured_tpot_s: float | None = None
         self._latest: EngineStats | None = None
         self.time_to_first_token = self._histogram("time_to_first_token", "until the first token", _LATENCY_BUCKETS_S)
@@ -74,6 +75,7 @@ class ServerMetrics(Collector):
         yield _balancedness(stats)
         yield from _exchange(stats)
         yield self._prediction_error()
+        yield from _predicted(self._predicted)
         info = self._engine.info
         build = GaugeMetricFamily("antiphon:build_info", "What runs here", labels=["version", "model", "layout"])
         build.add_metric([__version__, info.model_name, info.layout], 1)
@@ -83,9 +85,26 @@ class ServerMetrics(Collector):
         family = GaugeMetricFamily(
             "antiphon:prediction_error_ratio", "Measured / predicted time per output token; absent without a plan"
         )
-        if self._predicted_tpot_s and self._measured_tpot_s is not None:
-            family.add_metric([], self._measured_tpot_s / self._predicted_tpot_s)
+        predicted_s = self._predicted.tpot_s if self._predicted is not None else None
+        if predicted_s and self._measured_tpot_s is not None:
+            family.add_metric([], self._measured_tpot_s / predicted_s)
         return family
+
+
+def _predicted(predicted: Predicted | None) -> Iterable[Metric]:
+    """What the loaded plan promised; nothing without a plan, and nothing of what the plan leaves open."""
+    if predicted is None:
+        return
+    for name, text, value in (
+        ("tpot_seconds", "Time per output token", predicted.tpot_s),
+        ("time_to_first_token_seconds", "Time to the first token", predicted.ttft_s),
+        ("tokens_per_second", "Output tokens per second", predicted.tokens_per_s or None),
+        ("attention_seconds", "Attention of one layer and micro-batch", predicted.t_a_s),
+        ("experts_seconds", "Experts of one layer and micro-batch", predicted.t_e_s),
+        ("exchange_seconds", "Exchange of one layer and micro-batch, one way", predicted.t_c_s),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"antiphon:predicted_{name}", f"{text}, as the plan predicts", value=value)
 
 
 def _gauges(stats: EngineStats) -> Iterable[Metric]:

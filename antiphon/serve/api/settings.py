@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.base.errors import UserError
+from antiphon.specs.plan import Predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,8 +12,8 @@ class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
     `api_keys` empty: no key is asked for. `max_concurrent_streams` counts HTTP requests that generate, streaming or
-    not. `max_prompt_tokens` None: only the model's context limits prompts. `predicted_tpot_s`: the time per output
-    token that the loaded plan promised, None without a plan.
+    not. `max_prompt_tokens` None: only the model's context limits prompts. `predicted`: what the loaded plan promised,
+    None without a plan.
     """
 
     host: str = "127.0.0.1"
@@ -29,7 +30,7 @@ class ServerSettings:
     max_stop_strings: int = 16
     max_logit_bias: int = 1024
     drain_timeout_s: float = 30.0
-    predicted_tpot_s: float | None = None
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -1,0 +1,254 @@
+"""Measures one machine with one model: the order of things, and what becomes of the times.
+
+1. one process, for each number of threads: decode steps over rows at two contexts, experts by how many a worker holds,
+   prompts
+2. two processes on different cores: the exchange between them; each beside the other is in `beside`
+3. collectives on gloo; the machine's read bandwidth and products; the engine's own turn is in `engine_turn`
+
+Every figure is a median; `spread` says how far the middle half of its repetitions lie apart.
+"""
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Literal
+
+import psutil
+
+from antiphon.base.errors import ResourceError
+from antiphon.base.units import format_bytes
+from antiphon.bench.limits import MachineLimits, measure_machine_limits
+from antiphon.bench.profile.collectives import NAMES
+from antiphon.bench.profile.crew import Crew, RigHandle
+from antiphon.bench.profile.effort import Effort
+from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
+from antiphon.bench.profile.orders import (
+    CollectiveTimes,
+    Done,
+    JoinExchange,
+    Open,
+    Opened,
+    OpenExchange,
+    Rounds,
+    Served,
+    StopExchange,
+    Ticket,
+    TimeCollectives,
+    TimeExchange,
+    Times,
+    Work,
+)
+from antiphon.planner.local_times import Curve, ExchangeTimes, ThreadTimes
+from antiphon.specs.model import ModelSpec
+
+_CACHE_SHARE = 0.1  # of free memory, for the KV cache of a measuring process
+_CACHE_MOST_BYTES = 1 << 30
+Advance = Callable[[], None]
+
+
+def curve(values: dict[int, float]) -> Curve:
+    """From values by size."""
+    sizes = sorted(values)
+    return Curve(x=tuple(map(float, sizes)), y=tuple(values[size] for size in sizes))
+
+
+class Bench:
+    """What all measurements of one model share: sizes, processes, and the spread of everything measured so far."""
+
+    def __init__(
+        self, model: Path, spec: ModelSpec, dtype: str, kernels: str, effort: Effort, advance: Advance
+    ) -> None:
+        self.model = str(model)
+        self.spec = spec
+        self.dtype = dtype
+        self.kernels = kernels
+        self.effort = effort
+        self.advance = advance
+        self.cores = sorted(os.sched_getaffinity(0))
+        self.spreads: list[float] = []
+        itemsize = 4 if dtype == "float32" else 2
+        budget = min(_CACHE_MOST_BYTES, int(psutil.virtual_memory().available * _CACHE_SHARE))
+        self.max_tokens = budget // spec.kv_bytes_per_token(itemsize)
+        short = effort.contexts[0]
+        largest = max((rows for rows in effort.rows if rows * short <= self.max_tokens), default=0)
+        if not largest:
+            raise ResourceError(
+                f"{format_bytes(budget)} of memory hold {self.max_tokens} cached tokens of this model, "
+                f"{short} are needed: free some memory"
+            )
+        self.rows = [rows for rows in effort.rows if rows <= largest]
+        self.beside_rows = [rows for rows in effort.beside_rows if rows <= largest]
+
+    def open(self, handle: RigHandle) -> None:
+        """Order the model loaded; `RigHandle.answer(Opened)` waits for it."""
+        largest = max(self.long_context(rows) * rows for rows in self.rows)
+        handle.begin(
+            Open(
+                model=self.model,
+                dtype=self.dtype,
+                kernels=self.kernels,
+                max_rows=max(self.rows),
+                max_tokens=max(largest, *self.effort.prompts),
+                max_context=max(*self.effort.contexts, *self.effort.prompts),
+            )
+        )
+
+    def long_context(self, rows: int) -> int:
+        """The longer of the two contexts at which so many rows are measured: what the cache holds of what is wanted."""
+        return max(self.effort.contexts[0] + 1, min(self.effort.contexts[1], self.max_tokens // rows))
+
+    def time(self, handle: RigHandle, work: Work) -> Times:
+        times = handle.time(work, self.effort.point_s, self.effort.min_repetitions)
+        for part in (times.attention, times.experts):
+            if len(part) > 3:
+                low, _, high = quantiles(part, n=4)
+                self.spreads.append((high - low) / median(part))
+        return times
+
+    def experts_s(self, handle: RigHandle, rows: int, num_held: int) -> float:
+        work = Work(kind="experts", rows=rows, context=self.effort.contexts[0], num_held=num_held)
+        return median(self.time(handle, work).experts)
+
+    def held_counts(self, num_threads: int) -> list[int]:
+        """All experts on one worker, a half, a quarter. A worker with all of several cores is alone and holds all."""
+        num_experts = self.spec.router.num_experts
+        if num_threads == len(self.cores) > 1:
+            return [num_experts]
+        return sorted({num_experts, -(-num_experts // 2), -(-num_experts // 4)})
+
+
+def thread_times(bench: Bench, handle: RigHandle, num_threads: int) -> ThreadTimes:
+    """One worker with so many threads and nobody beside it. With all cores it is the colocated worker, whose attention
+    and experts take turns in the caches; with fewer, each is timed alone, as when the other is somewhere else."""
+    everything = num_threads == len(bench.cores)
+    handle.settle(num_threads, bench.cores[:num_threads])
+    effort, spec = bench.effort, bench.spec
+    short = effort.contexts[0]
+    all_held = spec.router.num_experts
+    attention, per_context, head, step = {}, {}, {}, {}
+    experts: dict[int, dict[int, float]] = {held: {} for held in bench.held_counts(num_threads)}
+    for rows in bench.rows:
+        near = bench.time(handle, Work(kind="colocated" if everything else "attention", rows=rows, context=short))
+        long = bench.long_context(rows)
+        far = bench.time(handle, Work(kind="attention", rows=rows, context=long))
+        alone = near if not everything else bench.time(handle, Work(kind="attention", rows=rows, context=short))
+        attention[rows] = median(near.attention)
+        per_context[rows] = max(0.0, median(far.attention) - median(alone.attention)) / (rows * (long - short))
+        head[rows], step[rows] = median(near.head), median(near.step)
+        for held, by_rows in experts.items():
+            in_turn = everything and held == all_held
+            by_rows[rows] = median(near.experts) if in_turn else bench.experts_s(handle, rows, held)
+        bench.advance()
+    prompt = {}
+    for tokens in effort.prompts:
+        work = Work(kind="attention", rows=1, prompt_tokens=tokens)
+        prompt[tokens] = median(bench.time(handle, work).attention)
+        for held, by_rows in experts.items() if tokens > max(bench.rows) else ():
+            work = Work(kind="experts", rows=1, num_held=held, prompt_tokens=tokens)
+            by_rows[tokens] = median(bench.time(handle, work).experts)
+        bench.advance()
+    return ThreadTimes(
+        num_threads=num_threads,
+        base_context=short,
+        attention_s=curve(attention),
+        per_context_s=curve(per_context),
+        experts_s={held: curve(values) for held, values in experts.items()},
+        head_s=curve(head),
+        step_s=curve(step),
+        prompt_attention_s=curve(prompt),
+    )
+
+
+def exchange_times(bench: Bench, attention: RigHandle, experts: RigHandle) -> ExchangeTimes:
+    """Between two processes over shared memory, each on its core as in a disaggregated engine of two workers."""
+    waiting = "spin" if len(bench.cores) >= 2 else "block"
+    for handle, core in ((attention, bench.cores[0]), (experts, bench.cores[-1])):
+        handle.settle(1, [core])
+    secret = secrets.token_bytes(32)
+    max_rows = max(bench.effort.exchange_rows)
+
+    def opening(role: Literal["attention", "experts"]) -> OpenExchange:
+        return OpenExchange(
+            role=role, model=bench.model, dtype=bench.dtype, waiting=waiting, max_rows=max_rows, secret=secret
+        )
+
+    ticket = experts.ask(opening("experts"), Ticket).ticket
+    attention.ask(opening("attention"), Done)
+    experts.ask(JoinExchange(ticket), Done)
+    attention.ask(JoinExchange(ticket), Done)
+    rounds = {}
+    for rows in bench.effort.exchange_rows:
+        rounds[rows] = attention.ask(TimeExchange(rows=rows, num_rounds=bench.effort.exchange_rounds), Rounds)
+        bench.advance()
+    served = experts.ask(StopExchange(), Served)
+    attention.ask(StopExchange(), Done)
+    medians, first = {}, 0
+    for rows, sent in rounds.items():
+        medians[rows] = exchange_medians(sent, served, first + NUM_WARM)
+        first += NUM_WARM + len(sent.dispatch_ns)
+    return ExchangeTimes(
+        dispatch_s=curve({rows: each.dispatch_s for rows, each in medians.items()}),
+        receive_s=curve({rows: each.receive_s for rows, each in medians.items()}),
+        reply_s=curve({rows: each.reply_s for rows, each in medians.items()}),
+        combine_s=curve({rows: each.combine_s for rows, each in medians.items()}),
+        one_way_s=curve({rows: each.one_way_s for rows, each in medians.items()}),
+        message_bytes=curve({rows: float(sent.message_bytes) for rows, sent in rounds.items()}),
+    )
+
+
+def collective_times(bench: Bench, crew: Crew, handles: list[RigHandle]) -> dict[str, dict[int, Curve]]:
+    """Collectives by name and number of ranks, two and one a core; `handles` are the first of them."""
+    found: dict[str, dict[int, Curve]] = {name: {} for name in NAMES}
+    world_sizes = sorted({2, len(bench.cores)} - {1})
+    handles = handles + [crew.start(f"rank {rank}") for rank in range(len(handles), max(world_sizes))]
+    sizes = list(bench.effort.collective_bytes)
+    for world_size in world_sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, handle in enumerate(handles[:world_size]):
+                handle.settle(1, [bench.cores[rank % len(bench.cores)]])
+                order = TimeCollectives(
+                    rank=rank,
+                    world_size=world_size,
+                    store=f"{folder}/store",
+                    sizes_bytes=sizes,
+                    seconds=bench.effort.point_s,
+                )
+                handle.begin(order)
+            answers = [handle.answer(CollectiveTimes) for handle in handles[:world_size]]
+        for name in NAMES:
+            slowest = [max(answer.seconds[name][index] for answer in answers) for index in range(len(sizes))]
+            found[name][world_size] = curve(dict(zip(sizes, slowest, strict=True)))
+        bench.advance()
+    return found
+
+
+def limits_of(bench: Bench) -> MachineLimits | None:
+    """Read bandwidth and products by threads; None where there is no memory for its buffer."""
+    with suppress(RuntimeError, MemoryError):
+        return measure_machine_limits(len(bench.cores), num_passes=bench.effort.limit_passes)
+    return None
+
+
+def open_rigs(bench: Bench, crew: Crew, weight_bytes: int) -> tuple[RigHandle, RigHandle | None, Opened]:
+    """One process with the model, and a second one if memory and cores allow; both load at the same time."""
+    needed = 1.2 * weight_bytes + _CACHE_MOST_BYTES
+    free = psutil.virtual_memory().available
+    if free < needed:
+        raise ResourceError(
+            f"{format_bytes(free)} of memory are free, measuring this model needs {format_bytes(needed)}: free some"
+        )
+    first = crew.start("worker 0")
+    bench.open(first)
+    second = None
+    if len(bench.cores) > 1 and free > 2 * needed:
+        second = crew.start("worker 1")
+        bench.open(second)
+    opened = first.answer(Opened)
+    if second is not None:
+        second.answer(Opened)
+    bench.advance()
+    return first, second, opened

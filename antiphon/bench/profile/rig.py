@@ -1,0 +1,224 @@
+"""One process's model, set up to time its parts with the engine's own code: steps of `AttentionRunner`, with real
+kernels, real block tables, real sampling; only the engine that would send the steps is missing.
+
+1. Both halves are loaded, the KV cache is filled with noise, and random tokens stand at the end of the contexts asked
+   for, so that no prompt has to be computed first.
+2. A step's spans say how long attention (with gate, norms, shared expert), experts, head and sampling took; what is
+   left of the step is the worker's bookkeeping.
+3. Attention alone runs with experts that answer at once; experts alone are given what the gate chose for the same rows.
+
+Rejected: timing kernels one by one. What Python, caches and the order of the layers make of them is a good part of the
+truth on a CPU, and would have to be fitted later.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.bench.profile.orders import Open, Times, Work
+from antiphon.kernels.api import KVCache
+from antiphon.kernels.select import make_backend, resolve_dtype
+from antiphon.models.batch import make_attention_batch
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.config import load_model_spec
+from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.rotary import rotary_table, unrotated
+from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.block_tables import BlockTables
+from antiphon.serve.worker.expert_path import ExpertPath, LocalExperts
+from antiphon.serve.worker.messages import Spans, Step
+from antiphon.serve.worker.row_sampler import RowSampler
+from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder
+from antiphon.specs.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+_FILL_TOKENS = 4096
+_GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class _Captured:
+    """What a step sent to the experts of one layer."""
+
+    rows_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class _CapturingExperts:
+    """An `ExpertPath` whose experts add nothing, at once; it keeps what it was sent if asked to."""
+
+    bytes_sent = 0
+    wait_s = 0.0
+    exposed_s = 0.0
+
+    def __init__(self) -> None:
+        self.captured: dict[int, _Captured] | None = None
+        self._answers: dict[int, Tensor] = {}
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+        self._answers.clear()
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        if self.captured is not None:
+            self.captured[layer] = _Captured(rows_TH.clone(), ids_TK.clone(), weights_TK.clone())
+        self._answers[micro_batch] = torch.zeros_like(rows_TH)
+
+    def combine(self, layer: int, micro_batch: int) -> Tensor:
+        return self._answers.pop(micro_batch)
+
+
+class Rig:
+    """Loaded by `Open`; `run_once` does one piece of work, `times_of` reads what the last ones took."""
+
+    def __init__(self, order: Open) -> None:
+        self.spec = load_model_spec(order.model)
+        self.dtype = resolve_dtype(self.spec.dtype if order.dtype == "auto" else order.dtype)
+        self.backend = make_backend(order.kernels, torch.device("cpu"), self.dtype)
+        checkpoint = Checkpoint(order.model)
+        self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=order.max_context + 1)
+        self._experts = load_expert_half(checkpoint, self.spec, self.backend)
+        self.weight_bytes = self._half.weight_bytes + self._experts.num_bytes
+        self._recorder = SpanRecorder(enabled=True)
+        blocks = -(-order.max_tokens // BLOCK_SIZE) + 2 * order.max_rows + 1
+        self._num_blocks = blocks
+        self._cache = self._half.new_cache(blocks, BLOCK_SIZE)
+        self._fill(self._cache, blocks)
+        max_blocks = -(-order.max_context // BLOCK_SIZE) + 1
+        self._tables = BlockTables(BLOCK_SIZE, order.max_rows, max_blocks, self.backend.device)
+        self._sampler = RowSampler(self.backend)
+        self._capturing = _CapturingExperts()
+        self._colocated = self._runner(LocalExperts(self._experts))
+        self._alone = self._runner(self._capturing)
+        self._steps: dict[Work, Step] = {}
+        self._captures: dict[Work, dict[int, _Captured]] = {}
+
+    def _runner(self, experts: ExpertPath) -> AttentionRunner:
+        return AttentionRunner(self._half, experts, self._cache, self._tables, self._sampler, self._recorder)
+
+    def _fill(self, cache: KVCache, num_blocks: int) -> None:
+        """Noise into every slot of every layer: unwritten memory is one page of zeros, which is read too fast."""
+        spec = cache.spec
+        width = spec.num_kv_heads * (spec.key_dim + (0 if spec.values_in_keys else spec.value_dim))
+        rotary = unrotated(rotary_table(self.spec.attention.rope, _FILL_TOKENS, self.backend.device))
+        generator = torch.Generator().manual_seed(0)
+        per_chunk = _FILL_TOKENS // BLOCK_SIZE
+        rows = torch.randn(_FILL_TOKENS, width, generator=generator).to(self.dtype)
+        for first in range(0, num_blocks, per_chunk):
+            blocks = list(range(first, min(first + per_chunk, num_blocks)))
+            tokens = len(blocks) * BLOCK_SIZE
+            batch = make_attention_batch([tokens], [tokens], [blocks], BLOCK_SIZE, self.backend.device)
+            for layer in range(self.spec.num_layers):
+                self.backend.rotate_and_store(
+                    rows[:tokens], cache, layer, batch, rotary, num_heads=0, q_norm_D=None, k_norm_D=None, eps=1e-6
+                )
+
+    def run_once(self, work: Work) -> None:
+        """One repetition; its times are recorded."""
+        if work.kind == "experts":
+            self._run_experts(work)
+            return
+        step = self._step_of(work)
+        (self._colocated if work.kind == "colocated" else self._alone).run(step)
+
+    def times_of(self, work: Work) -> Times:
+        """The repetitions since the last call."""
+        spans = self._recorder.take()
+        if work.kind == "experts":
+            return Times(experts=[seconds / self.spec.num_moe_layers for seconds in _sums(spans, DISPATCH)])
+        attention, experts, head = (_sums(spans, kind) for kind in (ATTENTION, DISPATCH, SAMPLE))
+        whole = _sums(spans, STEP)
+        rest = [all_s - sum(parts) for all_s, *parts in zip(whole, attention, experts, head, strict=True)]
+        return Times(
+            attention=[seconds / self.spec.num_layers for seconds in attention],
+            experts=[seconds / self.spec.num_moe_layers for seconds in experts] if work.kind == "colocated" else [],
+            head=head,
+            step=[max(0.0, seconds) for seconds in rest],
+        )
+
+    def _step_of(self, work: Work) -> Step:
+        """The message an engine would send; made once, because a step may be sent again with the same effect."""
+        if work not in self._steps:
+            self._steps = {work: self._make_step(work)}  # one at a time: a slot belongs to one sequence
+            for start in self._steps[work].starts:
+                self._sampler.add(start)
+        step = self._steps[work]
+        self._recorder.step += 1
+        return Step(
+            step=step.step,
+            round=self._recorder.step,
+            released=[],
+            starts=[],
+            micro_batches=step.micro_batches,
+            participants=step.participants,
+        )
+
+    def _make_step(self, work: Work) -> Step:
+        num_rows = 1 if work.prompt_tokens else work.rows
+        context = work.prompt_tokens or work.context
+        blocks_each = -(-context // BLOCK_SIZE)
+        assert num_rows * blocks_each <= self._num_blocks, f"{num_rows} x {context} tokens do not fit the cache"
+        generator = torch.Generator().manual_seed(context * 1000 + num_rows)
+        tokens = torch.randint(0, self.spec.vocab_size, (num_rows, max(1, work.prompt_tokens)), generator=generator)
+        starts, sequences = [], []
+        for index in range(num_rows):
+            own = tuple(tokens[index].tolist())
+            start = 0 if work.prompt_tokens else context - 1
+            starts.append(SequenceStart(str(index), index, (own[0],) * context, context, _GREEDY, 0, ()))
+            blocks = tuple(range(index * blocks_each, (index + 1) * blocks_each))
+            sequences.append(SequenceStep(str(index), index, own, start, 0, blocks, True, 0, 0))
+        return Step(step=0, round=0, released=[], starts=starts, micro_batches=[sequences], participants=[[0]])
+
+    @torch.inference_mode()
+    def _run_experts(self, work: Work) -> None:
+        captured = self._captured(work)
+        self._recorder.step += 1
+        for layer, sent in captured.items():
+            with _Span(self._recorder, DISPATCH):
+                self._experts.forward(layer, sent.rows_TH, sent.ids_TK, sent.weights_TK)
+
+    def _captured(self, work: Work) -> dict[int, _Captured]:
+        """Rows and choices of a step of `work.rows` rows, those kept that go to the first `num_held` experts."""
+        if work not in self._captures:
+            self._capturing.captured = {}
+            sent = Work(kind="attention", rows=work.rows, context=work.context, prompt_tokens=work.prompt_tokens)
+            self._alone.run(self._step_of(sent))
+            captured, self._capturing.captured = self._capturing.captured, None
+            self._recorder.take()
+            self._captures = {work: {layer: _held(kept, work.num_held) for layer, kept in captured.items()}}
+        return self._captures[work]
+
+
+class _Span:
+    """Records what happens within a `with`."""
+
+    def __init__(self, recorder: SpanRecorder, name: int) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._start_ns = 0
+
+    def __enter__(self) -> None:
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.add(self._name, self._start_ns)
+
+
+def _held(sent: _Captured, num_held: int) -> _Captured:
+    """The rows that have an expert among the first `num_held`, their other choices marked as held elsewhere."""
+    here_TK = sent.ids_TK < num_held
+    rows = here_TK.any(dim=1).nonzero()[:, 0]
+    ids_TK = torch.where(here_TK, sent.ids_TK, -1).index_select(0, rows).contiguous()
+    return _Captured(sent.rows_TH.index_select(0, rows), ids_TK, sent.weights_TK.index_select(0, rows).contiguous())
+
+
+def _sums(spans: Spans, kind: int) -> list[float]:
+    """Seconds of all spans of a kind, per step, in the order of the steps."""
+    totals: dict[int, float] = dict.fromkeys(spans.steps, 0.0)
+    for index, name in enumerate(spans.name_index):
+        if name == kind:
+            totals[spans.steps[index]] += (spans.ends_ns[index] - spans.starts_ns[index]) * 1e-9
+    return list(totals.values())

@@ -1,0 +1,199 @@
+"""From what was measured to what the planner reads: a `Profile`, and this machine as a cluster of one node.
+
+A device is one core with its share of memory: that is what a worker of the engine has when workers share the machine,
+and `antiphon serve --plan` can obey a plan made of such devices. Rejected: the whole machine as one device. It could
+then not be split between attention and experts.
+"""
+
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from antiphon.base.errors import UserError
+from antiphon.cost.curves import Curve as Times
+from antiphon.cost.curves import Surface
+from antiphon.cost.network import CollectiveName
+from antiphon.cost.profile import (
+    AttentionTable,
+    CollectiveTable,
+    ExpertTable,
+    MachineFacts,
+    MessageTable,
+    Profile,
+)
+from antiphon.planner.local_times import LocalTimes, ThreadTimes
+from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
+from antiphon.specs.device import ComputeDtype, DeviceSpec
+from antiphon.specs.model import ModelSpec
+
+THIS_CORE = "this-core"
+CONTEXTS = (1.0, 128.0, 512.0, 2048.0, 8192.0)
+ASSUMED_WATTS_PER_CORE = 10.0
+_POWER_LIMIT = Path("/sys/class/powercap/intel-rapl:0/constraint_0_power_limit_uw")
+_COLLECTIVES: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "all_to_all")
+
+
+def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
+    """The tables of the cost model; the fewest threads come first, because that is what a device here has."""
+    ascending = sorted(times.threads, key=lambda each: each.num_threads)
+    attention = [_decode_table(each) for each in ascending] + [_prefill_table(each) for each in ascending]
+    smallest, largest = times.engine.alone_s.x[0], times.engine.alone_s.x[-1]
+    per_sequence = (times.engine.alone_s.y[-1] - times.engine.alone_s.y[0]) / max(1.0, largest - smallest)
+    return Profile(
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=MachineFacts(
+            name=times.cpu,
+            num_cores=times.num_cores,
+            memory_bytes=psutil.virtual_memory().total,
+            memory_bytes_per_s=max(times.read_bytes_per_s.values(), default=0.0),
+            flops_per_s=max(times.gemm_flops_per_s.values(), default=0.0),
+        ),
+        model=times.model,
+        dtype=times.dtype,
+        attention=tuple(attention),
+        experts=tuple(_expert_table(each, model) for each in ascending),
+        head=Times(ascending[0].head_s.x, ascending[0].head_s.y),
+        messages=(MessageTable(transport="shm", times=_message_times(times)),),
+        collectives=tuple(
+            CollectiveTable(name=name, degree=degree, times=Times(found.x, found.y))
+            for name in _COLLECTIVES
+            for degree, found in sorted(times.collectives.get(name, {}).items())
+        ),
+        step_s=times.engine.alone_s.y[0] + times.engine.bookkeeping_s.y[0],
+        step_per_sequence_s=max(0.0, per_sequence),
+        model_config=dict(times.model_config),
+    )
+
+
+def _decode_table(times: ThreadTimes) -> AttentionTable:
+    rows = times.attention_s.x
+    seconds = tuple(tuple(times.attention_layer_s(each, context) for context in CONTEXTS) for each in rows)
+    surface = Surface(rows, CONTEXTS, seconds)
+    return AttentionTable(phase="decode", layer="moe", times=surface, num_threads=times.num_threads)
+
+
+def _prefill_table(times: ThreadTimes) -> AttentionTable:
+    """Prompts were timed one at a time; several take so many times as long, a part of one what it takes itself."""
+    sizes = times.prompt_attention_s.x
+    seconds = tuple(
+        tuple(max(1.0, total / each) * times.prompt_attention_s.at(min(total, each)) for each in sizes)
+        for total in sizes
+    )
+    surface = Surface(sizes, sizes, seconds)
+    return AttentionTable(phase="prefill", layer="moe", times=surface, num_threads=times.num_threads, bound="compute")
+
+
+def _expert_table(times: ThreadTimes, model: ModelSpec) -> ExpertTable:
+    """By (token, expert) pairs instead of rows: a worker that holds h of E experts gets h K / E pairs of a row."""
+    held = sorted(times.experts_s)
+    router = model.router
+    pairs = sorted({rows * router.top_k for count in held for rows in times.experts_s[count].x})
+    seconds = tuple(
+        tuple(times.experts_s[count].at(each * router.num_experts / (router.top_k * count)) for each in pairs)
+        for count in held
+    )
+    return ExpertTable(times=Surface(tuple(map(float, held)), tuple(pairs), seconds), num_threads=times.num_threads)
+
+
+def _message_times(times: LocalTimes) -> Times:
+    """One way of a message with the calls at both its ends, by bytes."""
+    exchange = times.exchange
+    sizes = exchange.message_bytes
+    seconds = [
+        exchange.dispatch_s.at(rows) + exchange.one_way_s.at(rows) + exchange.receive_s.at(rows) for rows in sizes.x
+    ]
+    return Times(sizes.y, tuple(seconds))
+
+
+def this_cluster(times: LocalTimes, model: ModelSpec, price: float | None = None) -> ClusterSpec:
+    """One node, a device for each core. `UserError` where bandwidth or products could not be measured."""
+    if not times.read_bytes_per_s or not times.gemm_flops_per_s:
+        raise UserError("the machine's bandwidth was not measured (too little memory free): measure again, then plan")
+    cores = times.num_cores
+    watts, source = _power_w(cores)
+    message_rate = _message_rate(times)
+    dtype: ComputeDtype = "float32" if times.dtype == "float32" else "bfloat16"
+    measured = "antiphon profile"
+    device = DeviceSpec(
+        name=THIS_CORE,
+        kind="cpu",
+        memory_bytes=psutil.virtual_memory().total // cores,
+        memory_bytes_per_s=max(times.read_bytes_per_s.values()) / cores,
+        flops_per_s={dtype: max(times.gemm_flops_per_s.values()) / cores},
+        scale_up_bytes_per_s=message_rate,
+        scale_up_domain=cores,
+        scale_out_bytes_per_s=message_rate,
+        power_w=watts,
+        price=price,
+        sources={
+            "memory_bytes": "this machine, an even share",
+            "memory_bytes_per_s": f"{measured}: reading 1 GiB, an even share",
+            "flops_per_s": f"{measured}: a product of 4096 x 4096 x 4096 in bf16, an even share",
+            "scale_up_bytes_per_s": f"{measured}: the exchange over shared memory",
+            "scale_out_bytes_per_s": "as the scale-up link: there is one node",
+            "power_w": source,
+        },
+    )
+    group = NodeGroup(
+        device=device,
+        num_nodes=1,
+        devices_per_node=cores,
+        scale_up_domain=cores,
+        scale_up_bytes_per_s=message_rate,
+        node_scale_out_bytes_per_s=cores * message_rate,
+    )
+    return ClusterSpec(
+        name="this-machine",
+        groups=(group,),
+        efficiency=_efficiency(times, model, device),
+        source=f"{times.cpu}, {cores} cores, measured with {times.model} by antiphon profile",
+    )
+
+
+def _efficiency(times: LocalTimes, model: ModelSpec, device: DeviceSpec) -> EfficiencySpec:
+    """One calibration from the experts of the worker with the fewest threads: reading at one row, products at most."""
+    fewest = min(times.threads, key=lambda each: each.num_threads)
+    experts = fewest.experts_s[model.router.num_experts]
+    share = fewest.num_threads
+    weights = 3 * model.hidden_size * model.feed_forward.intermediate
+    itemsize = 4 if times.dtype == "float32" else 2
+    read = model.router.top_k * weights * itemsize / experts.y[0] / (device.memory_bytes_per_s * share)
+    products = 2 * weights * model.router.top_k * experts.x[-1] / experts.y[-1]
+    products /= max(device.flops_per_s.values()) * share
+    one_row = times.exchange.dispatch_s.y[0] + times.exchange.one_way_s.y[0] + times.exchange.receive_s.y[0]
+    return EfficiencySpec(
+        gemm=_fraction(products),
+        attention=_fraction(products),
+        memory=_fraction(read),
+        scale_up=1.0,
+        scale_out=1.0,
+        scale_up_half_bytes=0.0,
+        scale_out_half_bytes=0.0,
+        kernel_s=0.0,
+        collective_s=one_row,
+        layer_overhead_s=fewest.step_s.y[0] / model.num_layers,
+        source=f"antiphon profile of {times.model}: its experts at {experts.x[0]:.0f} and {experts.x[-1]:.0f} rows",
+    )
+
+
+def _fraction(value: float) -> float:
+    """Within what a fraction can be: caches can make a small model's weights come faster than memory."""
+    return min(1.0, max(0.01, value))
+
+
+def _message_rate(times: LocalTimes) -> float:
+    """Bytes per second of one way, from the best stretch between two message sizes; of the largest if none rises."""
+    curve = _message_times(times)
+    points = list(zip(curve.sizes, curve.seconds, strict=True))
+    rises = [(b - a) / (t - s) for (a, s), (b, t) in pairwise(points) if t > s and b > a]
+    return max(rises, default=points[-1][0] / points[-1][1])
+
+
+def _power_w(cores: int) -> tuple[float, str]:
+    try:
+        return int(_POWER_LIMIT.read_text()) * 1e-6 / cores, f"{_POWER_LIMIT}, an even share"
+    except (OSError, ValueError):
+        return ASSUMED_WATTS_PER_CORE, "assumed: this machine does not tell its power limit"

@@ -1,0 +1,113 @@
+"""`antiphon plan`: which layout, how many of what, at what cost, does it meet the latency; in seconds, anywhere."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show
+from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
+from antiphon.cli.plan_list import show_list
+from antiphon.cli.plan_output import EMITTERS, emitted, write_page
+from antiphon.cost.profile_file import read_profile
+from antiphon.planner.search import PlanResult, make_plan
+from antiphon.planner.setting import SearchLimits
+from antiphon.planner.size import smallest_cluster
+from antiphon.report.gather import gather
+from antiphon.report.terminal import terminal_report
+from antiphon.specs.plan_file import plan_to_json
+
+
+def _print_list(wanted: bool) -> None:
+    if wanted:
+        show_list()
+        raise typer.Exit
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """What is made of the plan."""
+
+    size: Annotated[bool, typer.Option("--size", help="Smallest cluster for the rate, not all of it.")] = False
+    explain: Annotated[bool, typer.Option("--explain", help="Also say why, in detail.")] = False
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None
+    emit: Annotated[str | None, typer.Option(metavar="NAME", help="Print settings instead: vllm, sglang or k8s.")] = (
+        None
+    )
+    list_: Annotated[
+        bool,
+        typer.Option("--list", callback=_print_list, is_eager=True, help="Show devices, clusters, workloads, models."),
+    ] = False
+
+    def check(self, json: str | None) -> None:
+        """`UserError` now for what would fail after the search."""
+        check_output_file("--html", self.html)
+        if json not in (None, "-"):
+            check_output_file("--json", Path(json))
+        if self.emit is not None and self.emit not in EMITTERS:
+            raise UserError(f"--emit is {self.emit}: it must be one of {', '.join(EMITTERS)}")
+        if self.emit is not None and json == "-":
+            raise UserError("--emit and --json - both write to standard output: write the JSON to a file")
+
+
+@takes_groups
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, config.json, or a shipped name.")],
+    search: SearchOptions,
+    overrides: OverrideOptions,
+    answer: AnswerOptions,
+    json: JsonOption = None,
+) -> None:
+    """Plan how to serve MODEL on a cluster. Nothing is run: all numbers are predicted."""
+    answer.check(json)
+    inputs = read_inputs(model, search, overrides)
+    result = find_plan(inputs, smallest=answer.size)
+    emit_json(json, plan_to_json(result.plan))
+    if answer.emit is not None:
+        show(emitted(answer.emit, result.plan, inputs))
+    if answer.html is None and (answer.emit is not None or json == "-"):
+        return
+    with progress("reporting") as step:
+        report = gather(result, for_page=answer.html is not None, with_more_nodes=answer.explain, on_progress=step)
+    if answer.emit is None:
+        for item in terminal_report(report, explain=answer.explain):
+            show(item, json=json)
+    if answer.html is not None:
+        write_page(report, answer.html)
+
+
+def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
+    """Search, with progress where it lasts; the plan knows the `config.json` it was made for."""
+    profile = None if inputs.profile is None else read_profile(inputs.profile)
+    options: dict[str, Any] = {
+        "model_name": inputs.model_name,
+        "cluster": inputs.cluster,
+        "workload": inputs.workload,
+        "phases": inputs.phases,
+        "layouts": inputs.layouts,
+        "objective": inputs.objective,
+        "precision": inputs.precision,
+        "profile": profile,
+        "limits": SearchLimits(max_micro_batches=inputs.max_micro_batches),
+    }
+    with progress("planning") as report:
+        if smallest:
+            result = _smallest(inputs, options | {"on_progress": report})
+        else:
+            result = make_plan(inputs.model, **options, on_progress=report)
+    return replace(result, plan=replace(result.plan, model_config=inputs.config))
+
+
+def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
+    """The plan on the fewest nodes; a note of every phase says which nodes these are."""
+    if inputs.workload.requests_per_s is None:
+        raise UserError(f"--size needs a rate, workload {inputs.workload.name} has none: give --rate")
+    found = smallest_cluster(inputs.model, **options)
+    nodes = " and ".join(f"{count} of {device}" for device, count in found.num_nodes.items())
+    note = f"smallest cluster for {inputs.workload.requests_per_s:g} requests/s, in nodes: {nodes}"
+    phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.result.plan.phases.items()}
+    return replace(found.result, plan=replace(found.result.plan, phases=phases))

@@ -1,0 +1,237 @@
+"""From the words behind `antiphon plan` to the specs a search takes: names and files are loaded, values checked once.
+
+Whatever can be refused is refused here, before any search, in the terms of the option that was written.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.models.config import config_file, load_model_spec, read_json
+from antiphon.specs.catalog import names, shipped_model_config
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.device import ComputeDtype
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.nearest import canonical, did_you_mean
+from antiphon.specs.plan import LAYOUTS, OBJECTIVES, Layout, Objective, PhaseName
+from antiphon.specs.precision import BYTES_OF, PrecisionSpec, StorageDtype
+from antiphon.specs.workload import SloSpec, WorkloadSpec
+from antiphon.specs.workload_file import load_workload
+
+PHASES: dict[str, tuple[PhaseName, ...]] = {
+    "decode": ("decode",),
+    "prefill": ("prefill",),
+    "both": ("prefill", "decode"),
+}
+FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PRECISION_PARTS = ("weights", "kv", "wire", "dispatch", "combine", "compute")
+Values = list[str] | None
+"""An option that may be given several times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What to plan, on what, and which answers count."""
+
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
+    workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
+    phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill or both.")] = "decode"
+    layout: Annotated[
+        Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
+    ] = None
+    objective: Annotated[str, typer.Option(metavar="NAME", help="per-gpu, per-cost or per-power.")] = "per-gpu"
+    precision: Annotated[
+        Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or weights=fp8,kv=fp8.")
+    ] = None
+    max_micro_batches: Annotated[int, typer.Option(metavar="N", help="Most micro-batches tried.")] = 4
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
+
+    def phases(self) -> tuple[PhaseName, ...]:
+        if self.phase not in PHASES:
+            raise UserError(f"--phase is {self.phase}: it must be one of {', '.join(PHASES)}")
+        return PHASES[self.phase]
+
+    def layouts(self) -> tuple[Layout, ...]:
+        """In the order of `LAYOUTS`; all of them for auto."""
+        asked = _split(self.layout) or ["auto"]
+        if unknown := [name for name in asked if name not in (*LAYOUTS, "auto")]:
+            raise UserError(f"--layout {unknown[0]} does not exist: use auto or some of {', '.join(LAYOUTS)}")
+        return tuple(layout for layout in LAYOUTS if "auto" in asked or layout in asked)
+
+    def checked_objective(self) -> Objective:
+        if self.objective not in OBJECTIVES:
+            raise UserError(f"--objective is {self.objective}: it must be one of {', '.join(OBJECTIVES)}")
+        return self.objective
+
+    def precision_spec(self) -> PrecisionSpec:
+        return parse_precision(_split(self.precision))
+
+    def num_micro_batches(self) -> int:
+        if self.max_micro_batches < 1:
+            raise UserError(f"--max-micro-batches is {self.max_micro_batches}: it must be at least 1")
+        return self.max_micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverrideOptions:
+    """Numbers that take the place of those in the files."""
+
+    slo_tpot: Annotated[
+        str | None, typer.Option(metavar="TIME", show_default=False, help="Target per token, e.g. 50ms.")
+    ] = None
+    slo_ttft: Annotated[
+        str | None, typer.Option(metavar="TIME", show_default=False, help="Target for the first token.")
+    ] = None
+    percentile: Annotated[
+        float | None, typer.Option(metavar="P", show_default=False, help="Of requests that keep them, e.g. 0.99.")
+    ] = None
+    rate: Annotated[float | None, typer.Option(metavar="R", show_default=False, help="Requests per second.")] = None
+    price: Annotated[
+        Values, typer.Option(metavar="DEVICE=X", show_default=False, help="A device's price; any unit.")
+    ] = None
+
+    def apply_to_workload(self, workload: WorkloadSpec) -> WorkloadSpec:
+        """`workload` with the given targets and rate; "none" takes a target away."""
+        slo = workload.slo
+        values: dict[str, Any] = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "percentile": slo.percentile}
+        for name, text in (("tpot", self.slo_tpot), ("ttft", self.slo_ttft)):
+            if text is not None:
+                values[f"{name}_s"] = parse_target(f"--slo-{name}", text)
+        if self.percentile is not None:
+            if not 0 < self.percentile < 1:
+                raise UserError(f"--percentile is {self.percentile}: it must lie between 0 and 1, for example 0.99")
+            values["percentile"] = self.percentile
+        rate = workload.requests_per_s
+        if self.rate is not None:
+            if not (self.rate > 0 and math.isfinite(self.rate)):
+                raise UserError(f"--rate is {self.rate:g}: it must be above 0 requests per second")
+            rate = self.rate
+        return replace(workload, slo=SloSpec(**values), requests_per_s=rate)
+
+    def apply_to_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
+        """`cluster` with the given prices; a device that is not in it is refused."""
+        prices = dict(parse_price(text) for text in _split(self.price))
+        known = [group.device.name for group in cluster.groups]
+        by_canonical = {canonical(name): name for name in known}
+        for name in prices:
+            if canonical(name) not in by_canonical:
+                raise UserError(
+                    f"--price {name}: cluster {cluster.name} has no such device: {did_you_mean(name, known)}"
+                )
+        given = {by_canonical[canonical(name)]: price for name, price in prices.items()}
+        groups = tuple(
+            replace(group, device=replace(group.device, price=given.get(group.device.name, group.device.price)))
+            for group in cluster.groups
+        )
+        return replace(cluster, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """Everything a search is given. `config`: the model's `config.json`; `path`: where it was found."""
+
+    model: ModelSpec
+    model_name: str
+    config: dict[str, Any]
+    path: Path
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+    phases: tuple[PhaseName, ...]
+    layouts: tuple[Layout, ...]
+    objective: Objective
+    precision: PrecisionSpec
+    max_micro_batches: int
+    profile: Path | None
+
+
+def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -> PlanInputs:
+    """Load and check all of it; `UserError` names the option."""
+    if not search.cluster:
+        raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
+    path = shipped_model_config(model)
+    return PlanInputs(
+        model=load_model_spec(path),
+        model_name=_model_name(path),
+        config=read_json(config_file(path)),
+        path=path,
+        cluster=overrides.apply_to_cluster(load_cluster(search.cluster)),
+        workload=overrides.apply_to_workload(load_workload(search.workload)),
+        phases=search.phases(),
+        layouts=search.layouts(),
+        objective=search.checked_objective(),
+        precision=search.precision_spec(),
+        max_micro_batches=search.num_micro_batches(),
+        profile=search.profile,
+    )
+
+
+def _model_name(path: Path) -> str:
+    """A folder's name, or that of the file; of a file called config.json the folder it lies in."""
+    resolved = path.resolve()
+    return resolved.name if resolved.is_dir() else resolved.parent.name if path.stem == "config" else path.stem
+
+
+def parse_target(option: str, text: str) -> float | None:
+    """Seconds from ``"50ms"``, ``"0.05"``, ``"2 s"``; None from ``"none"``."""
+    if text.strip().lower() == "none":
+        return None
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(s|ms)?\s*", text.lower())
+    if match is None:
+        raise UserError(f"{option} is {text!r}: write seconds or milliseconds above 0, for example 0.05 or 50ms")
+    seconds = float(match.group(1)) * (1e-3 if match.group(2) == "ms" else 1)
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise UserError(f"{option} is {text!r}: it must be above 0")
+    return seconds
+
+
+def parse_price(text: str) -> tuple[str, float]:
+    """``"H20=1.85"`` -> ``("H20", 1.85)``."""
+    name, equals, value = text.partition("=")
+    try:
+        price = float(value)
+    except ValueError:
+        price = math.nan
+    if not (name.strip() and equals and price > 0 and math.isfinite(price)):
+        raise UserError(f"--price {text!r}: write a device and a price above 0, for example H20=1.85")
+    return name.strip(), price
+
+
+def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
+    """``["fp8"]`` is fp8 for all; ``["weights=fp8", "kv=fp8"]`` changes these and leaves the rest in bfloat16.
+
+    ``wire=`` is dispatch and combine. Later entries win."""
+    values: dict[str, str] = {}
+    for text in parts:
+        part, _, name = text.rpartition("=")
+        part = part or "all"
+        if part not in (*PRECISION_PARTS, "all"):
+            raise UserError(f"--precision {text!r}: {part!r} is none of {', '.join(PRECISION_PARTS)}")
+        storage = FORMAT_ALIASES.get(name, name)
+        wanted = {"all": ("weights", "kv", "dispatch", "combine", "compute"), "wire": ("dispatch", "combine")}
+        for field in wanted.get(part, (part,)):
+            values[field] = _checked_format(text, field, storage)
+    return PrecisionSpec(**cast(dict[str, Any], values))
+
+
+def _checked_format(text: str, field: str, name: str) -> str:
+    """Arithmetic knows fewer formats than storage: float16 is computed in bfloat16's rate, int4 in bfloat16."""
+    if name not in BYTES_OF:
+        known = ", ".join(get_args(StorageDtype))
+        raise UserError(f"--precision {text!r}: format {name!r} is unknown: use one of {known}")
+    if field != "compute" or name in get_args(ComputeDtype):
+        return name
+    if "=" in text:
+        raise UserError(f"--precision {text!r}: compute must be one of {', '.join(get_args(ComputeDtype))}")
+    return "bfloat16"
+
+
+def _split(values: Sequence[str] | None) -> list[str]:
+    """An option given several times, or once with commas, as one list."""
+    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]

@@ -1,0 +1,207 @@
+"""From the words behind `antiphon simulate` to what a simulation takes: the plan's own cluster and workload, or others.
+
+A plan names its cluster and workload; files of a user's own must be given again. What would make the comparison with
+the plan's prediction meaningless (another precision or cluster) is noticed by computing the prediction anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
+from antiphon.cost.profile_file import read_profile
+from antiphon.models.config import load_model_spec, model_spec
+from antiphon.planner.predict import predict
+from antiphon.planner.setting import Setting
+from antiphon.sim.arrivals import Demand, draw_demand
+from antiphon.sim.pools import Pool, pools_of
+from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.worker_names import parse_kill
+from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.plan import PhaseName, Plan
+from antiphon.specs.workload import WorkloadSpec
+from antiphon.specs.workload_file import load_workload
+
+PREFILLS = ("mixed", "elsewhere")
+_OTHERWISE = 0.01  # relative difference from which the plan's times are of something else
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemandOptions:
+    """Which requests come, and when."""
+
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", show_default=False, help="Lengths, rate, targets; the plan's own."),
+    ] = None
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests of a trace (JSONL, CSV).")] = None
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="How many; 1000, all of a trace.")
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="R", show_default=False, help="Poisson arrivals a second, not the workload's."),
+    ] = None
+    all_at_once: Annotated[bool, typer.Option("--all-at-once", help="All requests come at time 0.")] = False
+    skew: Annotated[
+        float | None, typer.Option(metavar="X", show_default=False, help="Zipf exponent of expert popularity.")
+    ] = None
+    slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Target for the first token.")] = None
+    slo_tpot: Annotated[str | None, typer.Option(metavar="TIME", help="Target per token, e.g. 50ms.")] = None
+    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same run.")] = 0
+
+    def read(self, plan: Plan) -> WorkloadSpec:
+        """The workload with what is given in place of its own."""
+        found = _named("workload", self.workload, plan.workload)
+        if self.trace is not None:
+            traced = load_workload(self.trace)
+            if not traced.arrivals_s and self.rate is None and not self.all_at_once:
+                raise UserError(f"--trace {self.trace} has no arrival_s: give --rate R, or --all-at-once")
+            found = replace(
+                found,
+                input_tokens=traced.input_tokens,
+                output_tokens=traced.output_tokens,
+                arrivals_s=traced.arrivals_s,
+                requests_per_s=traced.requests_per_s,
+            )
+        if self.rate is not None and self.all_at_once:
+            raise UserError(f"--rate {self.rate:g} and --all-at-once contradict each other: leave one of them out")
+        slo = found.slo
+        if self.slo_ttft is not None:
+            slo = replace(slo, ttft_s=parse_target("--slo-ttft", self.slo_ttft))
+        if self.slo_tpot is not None:
+            slo = replace(slo, tpot_s=parse_target("--slo-tpot", self.slo_tpot))
+        if self.skew is not None:
+            found = replace(found, expert_skew=self.skew, expert_loads=())
+        return replace(found, slo=slo)
+
+    def draw(self, workload: WorkloadSpec) -> Demand:
+        if self.seed < 0:
+            raise UserError(f"--seed is {self.seed}: it must be at least 0")
+        return draw_demand(
+            workload, num_requests=self.requests, rate=self.rate, all_at_once=self.all_at_once, seed=self.seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemOptions:
+    """What serves them."""
+
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; the plan's own.")
+    ] = None
+    precision: Annotated[
+        Values, typer.Option(metavar="PART=F", show_default=False, help="As in antiphon plan; bf16.")
+    ] = None
+    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
+    prefill: Annotated[str, typer.Option(metavar="NAME", help="Of a decode plan: mixed or elsewhere.")] = "mixed"
+    max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Rows of a mixed step of a worker.")] = 2048
+    shared_prefix: Annotated[int, typer.Option(metavar="N", help="Equal first tokens of all prompts.")] = 0
+
+    def setting(self, plan: Plan, workload: WorkloadSpec) -> Setting:
+        """Of the decode phase, or of the only one."""
+        parts = [part.strip() for text in self.precision or () for part in text.split(",") if part.strip()]
+        return Setting(
+            model=plan_model(plan),
+            cluster=_named_cluster(self.cluster, plan.cluster),
+            workload=workload,
+            phase="decode" if "decode" in plan.phases else "prefill",
+            precision=parse_precision(parts),
+            profile=None if self.profile is None else read_profile(self.profile),
+        )
+
+    def pools(self, plan: Plan, setting: Setting, demand: Demand) -> list[Pool]:
+        if self.prefill not in PREFILLS:
+            raise UserError(f"--prefill is {self.prefill}: it must be one of {', '.join(PREFILLS)}")
+        if self.max_batch_tokens < 1:
+            raise UserError(f"--max-batch-tokens is {self.max_batch_tokens}: it must be at least 1")
+        mode = "elsewhere" if self.prefill == "elsewhere" else "mixed"
+        return pools_of(plan, setting, demand, prefill=mode, max_batch_tokens=self.max_batch_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventOptions:
+    """What happens while they are served."""
+
+    kill: Annotated[Values, typer.Option(metavar="NAME@S", help="A worker dies: attention[0]@12.5.")] = None
+    restart_s: Annotated[float, typer.Option(metavar="S", help="It is back after this long.")] = 20.0
+    rebalance_every: Annotated[
+        float | None, typer.Option(metavar="S", show_default=False, help="Place experts anew by their counts.")
+    ] = None
+    shift_every: Annotated[
+        float | None, typer.Option(metavar="S", show_default=False, help="Other experts become popular.")
+    ] = None
+
+    def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int) -> ServingOptions:
+        counts = [pool.counts for pool in pools]
+        if not 0 <= self.restart_s < float("inf"):
+            raise UserError(f"--restart-s is {self.restart_s}: it must be at least 0")
+        return ServingOptions(
+            seed=seed,
+            shared_prefix_tokens=shared_prefix,
+            kills=tuple(parse_kill(text, counts) for text in self.kill or ()),
+            restart_s=self.restart_s,
+            rebalance_every_s=self.rebalance_every,
+            shift_every_s=self.shift_every,
+        )
+
+
+def plan_model(plan: Plan) -> ModelSpec:
+    """From the plan itself; a plan without a config may be of a shipped model."""
+    if plan.model_config:
+        return model_spec(plan.model_config)
+    try:
+        return load_model_spec(shipped_model_config(plan.model))
+    except UserError as error:
+        raise UserError(
+            f"the plan does not hold its model's config.json: make it again with antiphon plan ({error})"
+        ) from error
+
+
+def differences(plan: Plan, setting: Setting) -> list[str]:
+    """Notes on phases whose own times are not those of the given cluster, precision and popularity."""
+    notes = []
+    for name, phase in plan.phases.items():
+        anew = predict(replace(setting, phase=name), phase)
+        if _differs(phase.predicted.t_e_s, anew.t_e_s) or _differs(phase.predicted.t_c_s, anew.t_c_s):
+            notes.append(_difference(name, phase.predicted.t_e_s, anew.t_e_s, phase.predicted.t_c_s, anew.t_c_s))
+    return notes
+
+
+def _differs(planned: float | None, anew: float | None) -> bool:
+    return planned is not None and anew is not None and abs(anew - planned) > _OTHERWISE * max(planned, 1e-12)
+
+
+def _difference(name: PhaseName, *times: float | None) -> str:
+    texts = [f"{1e6 * (time or 0.0):.1f}" for time in times]
+    return (
+        f"{name}: the plan says T_e {texts[0]} and T_c {texts[2]} µs, here they are {texts[1]} and {texts[3]}: "
+        "it was made for another cluster, precision or workload (--cluster, --precision, --workload, --profile)"
+    )
+
+
+def _named(option: str, given: str | None, planned: str) -> WorkloadSpec:
+    try:
+        return load_workload(planned if given is None else given)
+    except UserError as error:
+        if given is not None:
+            raise
+        raise UserError(
+            f"the plan's {option} {planned!r} is not a shipped one: give its file with --{option}"
+        ) from error
+
+
+def _named_cluster(given: str | None, planned: str) -> ClusterSpec:
+    try:
+        return load_cluster(planned if given is None else given)
+    except UserError as error:
+        if given is not None:
+            raise
+        raise UserError(f"the plan's cluster {planned!r} is not a shipped one: give its file with --cluster") from error

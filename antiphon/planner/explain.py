@@ -1,0 +1,204 @@
+"""Why a layout lost, in a sentence with numbers: every word of it follows from the model's own terms.
+
+1. A layout that can run is held against the winner by the account of a token (`planner.account`): the item that
+   differs most is named, and what causes it (T_c against T_f, idle sides, too few micro-batches, other devices).
+2. A layout that cannot run is explained by the limit that its nearest candidate broke: promise, rate, memory, devices.
+
+Rejected: fixed sentences by layout. They are true of the average case and false of the one at hand.
+"""
+
+import math
+
+import numpy as np
+
+from antiphon.planner.account import account
+from antiphon.planner.candidates import Candidates
+from antiphon.planner.predict import devices_of, named_parts, predicted_of, step_parts_of
+from antiphon.planner.setting import Setting
+from antiphon.planner.table import RATE, TPOT, CandidateTable
+from antiphon.specs.plan import LAYOUTS, Layout, Objective, Rejected
+
+RESOURCES: dict[Objective, tuple[str, str]] = {
+    "per-gpu": ("tokens/s per device", "device-ms"),
+    "per-cost": ("tokens/s per unit of price", "price-ms"),
+    "per-power": ("tokens/s per watt", "watt-ms"),
+}
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def rejected_layouts(
+    setting: Setting, table: CandidateTable, winner: int, layouts: tuple[Layout, ...]
+) -> tuple[Rejected, ...]:
+    """The best candidate of each other layout, and what beat it."""
+    won = table.candidates.layout_of(winner)
+    return tuple(_rejected(setting, table, winner, layout) for layout in layouts if layout != won)
+
+
+def _rejected(setting: Setting, table: CandidateTable, winner: int, layout: Layout) -> Rejected:
+    of_layout = np.asarray(table.candidates.layout == LAYOUTS.index(layout))
+    index = table.best(setting.objective, of_layout)
+    if index is not None:
+        return _described(setting, table, index, why_slower(setting, table, index, winner))
+    if of_layout.any():
+        index = nearest(table, of_layout)
+        return _described(setting, table, index, why_infeasible(setting, table, index))
+    return Rejected(layout=layout, reason=why_no_room(setting, table, layout))
+
+
+def one_of(table: CandidateTable, index: int) -> Candidates:
+    """A table's candidate at its batch."""
+    return table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
+
+
+def _described(setting: Setting, table: CandidateTable, index: int, reason: str) -> Rejected:
+    one, instances = one_of(table, index), int(table.outcome.num_instances[index])
+    return Rejected(
+        layout=one.layout_of(0),
+        reason=reason,
+        parallel=one.parallel_of(0),
+        micro_batches=int(one.micro_batches[0]),
+        batch=int(one.instance_batch[0]),
+        devices=devices_of(setting, one, instances),
+        predicted=predicted_of(setting, one, instances),
+    )
+
+
+def nearest(table: CandidateTable, among: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
+    """Of infeasible candidates the one that breaks its limit least: only the rate before a promise, then the
+    fastest."""
+    index = np.flatnonzero(among)
+    latency = np.where(np.isnan(table.tpot_s), table.ttft_s, table.tpot_s)[index]
+    only_rate = table.why_not[index] == RATE
+    if only_rate.any():
+        chosen = index[only_rate]
+        return int(chosen[np.argmax(table.tokens_per_s[chosen])])
+    return int(index[np.argmin(latency)])
+
+
+def why_slower(setting: Setting, table: CandidateTable, loser: int, winner: int) -> str:
+    """The loser's score against the winner's, and the item of the account that differs most."""
+    unit, small = RESOURCES[setting.objective]
+    scores = table.score(setting.objective)
+    mine, best = float(scores[loser]), float(scores[winner])
+    accounts = [
+        account(setting, one_of(table, index), int(table.outcome.num_instances[index])) for index in (loser, winner)
+    ]
+    item = max(accounts[0], key=lambda name: accounts[0][name] - accounts[1][name])
+    head = f"{mine:.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:.4g}"
+    if mine >= best * (1 - 1e-6):
+        return f"{head}: equal, and chosen against for its longer step or its more devices"
+    per_token = f"{accounts[0][item] * 1e3:.3g} {small} a token against {accounts[1][item] * 1e3:.3g}"
+    cause = _cause(setting, table, loser, winner, item)
+    more = f"{item}: {per_token}{cause}{_made_up(accounts[0], accounts[1], item, mine, best)}"
+    return f"{head}; most of the difference is {more}{_unhidden(setting, table, loser, item)}"
+
+
+def _made_up(loser: dict[str, float], winner: dict[str, float], item: str, mine: float, best: float) -> str:
+    """Where the named item alone would explain much more than the whole difference: what makes up for the rest."""
+    whole = 1 / mine - 1 / best
+    if loser[item] - winner[item] <= 1.5 * whole:
+        return ""
+    less = min(loser, key=lambda name: loser[name] - winner[name])
+    return f", in part made up by {less}: {loser[less] * 1e3:.3g} against {winner[less] * 1e3:.3g}"
+
+
+def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) -> str:
+    """Whether a disaggregated loser's exchange is longer than what should hide it (MegaScale-Infer eq. 2)."""
+    one = one_of(table, loser)
+    if one.layout_of(0) != "disaggregated" or item == "waiting":
+        return ""
+    times = {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
+    t_f, t_c = max(times["attention"], times["experts"]), times["exchange"]
+    return f"; besides, T_c {milliseconds(t_c)} exceeds T_f {milliseconds(t_f)}" if t_c > t_f else ""
+
+
+def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, item: str) -> str:
+    one = one_of(table, loser)
+    times = {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
+    if item == "waiting" and one.layout_of(0) == "disaggregated":
+        return f" ({_why_idle(one, times)})"
+    if item == "waiting":
+        layers, stages = setting.model.num_layers, int(one.pp[0])
+        return f" ({layers} layers in {stages} stages: the others wait for the slowest, {-(-layers // stages)} layers)"
+    names = [_device_name(setting, one_of(table, index), item) for index in (loser, winner)]
+    if item in ("attention", "experts") and names[0] != names[1]:
+        return f" (on {names[0]} against {names[1]})"
+    if item == "experts":
+        batches = [
+            float(one_of(table, index).instance_batch[0] / _devices(one_of(table, index))) for index in (loser, winner)
+        ]
+        if batches[0] < batches[1] * 0.95 and setting.phase == "decode":
+            return f" ({batches[0]:.3g} requests per device share the reading of weights, against {batches[1]:.3g})"
+    if item == "communication":
+        return f" ({_slowest_network(setting, one)})"
+    return ""
+
+
+def _device_name(setting: Setting, one: Candidates, item: str) -> str:
+    kinds = one.expert_kind if item == "experts" else one.attention_kind
+    return setting.groups[int(kinds[0])].device.name
+
+
+def _devices(one: Candidates) -> int:
+    return int(one.attention_devices[0] + one.expert_devices[0])
+
+
+def _why_idle(one: Candidates, times: dict[str, float]) -> str:
+    """Of a disaggregated candidate: exchange longer than work, too few micro-batches, or unequal sides."""
+    m, t_a, t_e, t_c = int(one.micro_batches[0]), times["attention"], times["experts"], times["exchange"]
+    t_f, longer = max(t_a, t_e), milliseconds(max(t_a, t_e))
+    if t_c > t_f:
+        return f"T_c {milliseconds(t_c)} exceeds T_f {longer}: the network sets the pace of a layer"
+    if m * t_f < t_a + t_e + 2 * t_c:
+        need = math.ceil(2 * (1 + t_c / t_f) - 1e-9)
+        trip = f"{m} micro-batches do not fill the round trip"
+        return f"{trip}, T_c {milliseconds(t_c)} beside T_f {longer}: it takes {need}"
+    slow, fast = ("attention", "experts") if t_a >= t_e else ("experts", "attention")
+    sides = f"T_a {milliseconds(t_a)}, T_e {milliseconds(t_e)}"
+    return f"{fast} devices wait {1 - min(t_a, t_e) / t_f:.0%} of a layer for {slow}: {sides}"
+
+
+def _slowest_network(setting: Setting, one: Candidates) -> str:
+    parts = step_parts_of(setting, one)
+    named = [parts.attention.moe_layer.at(0), parts.experts.at(0), parts.dispatch.at(0)]
+    counted = named[:2] if one.layout_of(0) == "disaggregated" else named
+    up, out = (sum(float(getattr(part, name)) for part in counted) for name in ("scale_up_s", "scale_out_s"))
+    level = "scale-up" if up >= out else "scale-out"
+    return f"{milliseconds(max(up, out))} of a layer on the {level} network"
+
+
+def why_infeasible(setting: Setting, table: CandidateTable, index: int) -> str:
+    """Which promise or rate the nearest candidate breaks, and by how much."""
+    slo, workload = setting.workload.slo, setting.workload
+    code = int(table.why_not[index])
+    parts = named_parts(step_parts_of(setting, one_of(table, index)))
+    slowest = max(parts, key=lambda name: float(parts[name].total_s))
+    bound = f"{slowest} takes most of a layer and waits for {parts[slowest].bound_by()}"
+    if code == TPOT:
+        target_s = slo.tpot_s or math.nan
+        fastest = milliseconds(float(table.tpot_s[index]))
+        return f"no candidate keeps {milliseconds(target_s)} a token: the fastest takes {fastest} ({bound})"
+    if code == RATE:
+        tokens = setting.lengths.output if setting.phase == "decode" else setting.lengths.prompt
+        most = float(table.tokens_per_s[index]) / tokens
+        return f"the cluster takes at most {most:.3g} requests/s in this layout, not {workload.requests_per_s:g}"
+    target_s = slo.ttft_s or math.nan
+    fastest = milliseconds(float(table.ttft_s[index]))
+    return f"no candidate keeps {milliseconds(target_s)} to the first token: the fastest takes {fastest} ({bound})"
+
+
+def why_no_room(setting: Setting, table: CandidateTable, layout: Layout) -> str:
+    """Memory or devices, whichever dropped the layout's last candidates."""
+    code = LAYOUTS.index(layout)
+    missing = table.least_missing_bytes[code]
+    if table.num_without_memory[code] and math.isfinite(missing) and missing > 0:
+        return f"its weights do not fit: the nearest candidate lacks {missing / 1e9:.3g} GB on a device"
+    if table.num_without_memory[code]:
+        return (
+            "its weights leave no memory for the KV cache of one request, or its limit on requests in flight is too low"
+        )
+    devices = setting.cluster.num_devices
+    return f"the cluster's {devices} devices are too few for it, or the limits given leave none of its candidates"

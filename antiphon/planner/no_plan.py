@@ -1,0 +1,106 @@
+"""When there is no plan: the nearest promise, rate or size that there would be one for.
+
+1. No candidate fits: how much memory is missing in all, and how many more devices hold the weights.
+2. Candidates fit, none keeps the promise: the fastest one's latency, rounded up, is what can be promised.
+3. The promise is kept, the rate is too high: the rate that the cluster takes.
+
+Rejected: "infeasible" alone. Whoever asks needs the next question to ask.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from antiphon.base.errors import ResourceError
+from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
+from antiphon.planner.explain import milliseconds, nearest
+from antiphon.planner.setting import Setting
+from antiphon.planner.table import RATE, TPOT, CandidateTable
+
+
+class NoPlan(ResourceError):
+    """Nothing meets what was asked. `nearest`: what could be asked instead, such as ``{"tpot_s": 0.031}``."""
+
+    def __init__(self, message: str, nearest: Mapping[str, float]) -> None:
+        super().__init__(message)
+        self.nearest = dict(nearest)
+
+
+def rounded_up(value: float, digits: int = 3) -> float:
+    """To so many significant digits, never down, so that what is offered can be kept."""
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
+    return math.ceil(value * scale - 1e-12) / scale
+
+
+def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
+    """The error for a table without a feasible candidate."""
+    if not len(table):
+        return _no_room(setting, table)
+    index = nearest(table, np.ones(len(table), dtype=bool))
+    phase, slo, code = setting.phase, setting.workload.slo, int(table.why_not[index])
+    name = table.candidates.layout_of(index)
+    if code == RATE:
+        tokens = setting.lengths.output if phase == "decode" else setting.lengths.prompt
+        most = float(table.tokens_per_s[index]) / tokens * (1 - 1e-3)
+        return NoPlan(
+            f"{phase}: {setting.workload.requests_per_s:g} requests/s are too many for {setting.cluster.name}: "
+            f"it takes {most:.3g} ({name}): lower the rate, loosen the promise, or add nodes",
+            {"requests_per_s": most},
+        )
+    is_tpot = code == TPOT
+    key, target_s = ("tpot_s", slo.tpot_s) if is_tpot else ("ttft_s", slo.ttft_s)
+    fastest_s = float((table.tpot_s if is_tpot else table.ttft_s)[index])
+    possible_s = rounded_up(fastest_s if is_tpot else fastest_s * 1.001)
+    what = "per output token" if is_tpot else "to the first token"
+    return NoPlan(
+        f"{phase}: no layout keeps {milliseconds(target_s or math.nan)} {what} on {setting.cluster.name}: the nearest "
+        f"feasible promise is {milliseconds(possible_s)} ({name})",
+        {key: possible_s},
+    )
+
+
+def total_weight_bytes(setting: Setting) -> float:
+    """All weights, once."""
+    model, precision = setting.model, setting.precision
+    attention = attention_weight_bytes(model, 1, precision)
+    experts = expert_weight_bytes(model, model.router.num_experts, 1, precision)
+    return float(np.asarray(attention)) + float(np.asarray(experts))
+
+
+def _no_room(setting: Setting, table: CandidateTable) -> NoPlan:
+    usable = [
+        (group.device.memory_bytes * (1 - setting.cluster.efficiency.memory_reserve), group) for group in setting.groups
+    ]
+    needed = total_weight_bytes(setting)
+    offered = sum(each * group.num_devices for each, group in usable)
+    lacking = [value for value in table.least_missing_bytes if math.isfinite(value) and value > 0]
+    each, group = max(usable, key=lambda pair: pair[0])
+    if needed > offered:
+        missing = needed - offered
+        more = math.ceil(missing / each)
+        return NoPlan(
+            f"{setting.cluster.name} is too small for the weights: they take {needed / 1e9:.4g} GB, its "
+            f"devices ({setting.cluster.num_devices}) hold {offered / 1e9:.4g} GB beside the reserve: "
+            f"{missing / 1e9:.4g} GB are missing: at least {more} more {group.device.name}, or a smaller weight format",
+            {"missing_bytes": missing, "num_devices": setting.cluster.num_devices + more},
+        )
+    if lacking:
+        return NoPlan(
+            f"{setting.cluster.name} holds the weights in all ({needed / 1e9:.4g} of {offered / 1e9:.4g} GB), but no "
+            f"layout divides them so: the nearest lacks {min(lacking) / 1e9:.3g} GB on each device: add a node, use a "
+            f"smaller weight format, or allow more layouts",
+            {"missing_bytes": min(lacking)},
+        )
+    dropped = int(table.num_without_memory.sum())
+    if dropped:
+        return NoPlan(
+            f"{setting.phase}: the KV cache of one request does not fit beside the weights on {setting.cluster.name}, "
+            f"or max_batch is below one request per worker: add nodes, use a smaller KV format, or raise max_batch",
+            {"num_devices": setting.cluster.num_devices + 1},
+        )
+    return NoPlan(
+        f"{setting.phase}: no candidate of the layouts and limits given fits on the {setting.cluster.num_devices} "
+        f"devices of {setting.cluster.name}: allow more layouts or other degrees, or add nodes",
+        {"num_devices": setting.cluster.num_devices + 1},
+    )

@@ -1,0 +1,172 @@
+"""A plan's numbers from its fields, and the other way round: what makes a plan one can check.
+
+`phase_plan` writes a table's candidate as a plan; `predict` computes its numbers anew from the plan alone, with the
+very functions of the search. Both agree, or the plan says something that the search did not mean (a test holds them
+together).
+
+Rejected: keeping the search's columns beside the plan. A reader of plan.json could not check it.
+"""
+
+import math
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.cost.kv_blocks import blocks_of
+from antiphon.cost.memory import kv_bytes_per_token
+from antiphon.cost.parts import Parts
+from antiphon.cost.ping_pong import bottleneck
+from antiphon.placement.balance import balance, placement_of
+from antiphon.planner import decode, prefill
+from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
+from antiphon.planner.candidates import Candidates, IntArray, candidates_of, real
+from antiphon.planner.packing import widest_domain
+from antiphon.planner.setting import Setting
+from antiphon.planner.space import piece_of
+from antiphon.planner.step_times import StepParts, group_of, step_parts
+from antiphon.planner.table import CandidateTable, Outcome
+from antiphon.specs.plan import LAYOUTS, DeviceUse, PhasePlan, Predicted
+
+
+def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
+    """What candidates do at their own batch, for the setting's phase."""
+    evaluate = decode.outcome_at if setting.phase == "decode" else prefill.outcome_at
+    return evaluate(setting, candidates, instances)
+
+
+def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instances: int | None = None) -> PhasePlan:
+    """The table's candidate as a plan without losers; `num_instances` if it is to be other than the table's."""
+    one = table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
+    instances = int(table.outcome.num_instances[index]) if num_instances is None else num_instances
+    fractions = balance(setting.shares, int(one.expert_ep[0]), int(one.slots[0]))
+    return PhasePlan(
+        layout=one.layout_of(0),
+        parallel=one.parallel_of(0),
+        num_instances=instances,
+        micro_batches=int(one.micro_batches[0]),
+        batch=int(one.instance_batch[0]),
+        devices=devices_of(setting, one, instances),
+        placement=placement_of(fractions),
+        predicted=predicted_of(setting, one, instances),
+    )
+
+
+def devices_of(setting: Setting, one: Candidates, num_instances: int) -> tuple[DeviceUse, ...]:
+    """Devices of all instances together, by role."""
+    names = [group.device.name for group in setting.groups]
+    attention = num_instances * int(one.attention_devices[0])
+    name = names[int(one.attention_kind[0])]
+    if one.layout_of(0) != "disaggregated":
+        return (DeviceUse(role="both", device=name, num_devices=attention),)
+    experts = num_instances * int(one.expert_devices[0])
+    return (
+        DeviceUse(role="attention", device=name, num_devices=attention),
+        DeviceUse(role="experts", device=names[int(one.expert_kind[0])], num_devices=experts),
+    )
+
+
+def candidate_of(setting: Setting, plan: PhasePlan) -> Candidates:
+    """The one candidate that a phase of a plan describes. `UserError` if its devices are not in the cluster."""
+    names = [group.device.name for group in setting.groups]
+    unknown = [use.device for use in plan.devices if use.device not in names]
+    if unknown:
+        raise UserError(f"the plan uses {unknown[0]}, the cluster has {', '.join(names)}: give the plan's own cluster")
+    parallel, apart = plan.parallel, plan.layout == "disaggregated"
+    kind, expert_kind = names.index(plan.devices[0].device), names.index(plan.devices[-1].device)
+    workers = parallel.expert_workers if apart else parallel.expert_ep
+    held = [sum(1 for owners in plan.placement for owner, _ in owners if owner == worker) for worker in range(workers)]
+    stage = parallel.attention_tp * parallel.attention_dp
+    return candidates_of(
+        layout=LAYOUTS.index(plan.layout),
+        attention_kind=kind,
+        expert_kind=expert_kind,
+        attention_tp=parallel.attention_tp,
+        attention_dp=parallel.attention_dp,
+        expert_tp=parallel.expert_tp,
+        expert_ep=workers,
+        slots=max(held),
+        pp=parallel.pp,
+        micro_batches=plan.micro_batches,
+        piece_devices=0 if apart else piece_of(stage, widest_domain(setting.groups[kind])),
+        batch=plan.batch // (plan.micro_batches * parallel.attention_dp),
+    )
+
+
+def predict(setting: Setting, plan: PhasePlan) -> Predicted:
+    """The plan's numbers, computed from its fields."""
+    return predicted_of(setting, candidate_of(setting, plan), plan.num_instances)
+
+
+def plan_parts(setting: Setting, plan: PhasePlan) -> dict[str, Parts]:
+    """One layer and micro-batch of a plan, by part and by what it waits for; `exchange` is one way if disaggregated."""
+    return named_parts(step_parts_of(setting, candidate_of(setting, plan)))
+
+
+def step_parts_of(setting: Setting, one: Candidates) -> StepParts:
+    """The parts of a single candidate."""
+    return step_parts(setting, one, group_of(setting, one))
+
+
+def named_parts(parts: StepParts) -> dict[str, Parts]:
+    slower = parts.dispatch.at(0)
+    if float(parts.combine.at(0).total_s) > float(slower.total_s):
+        slower = parts.combine.at(0)
+    return {"attention": parts.attention.moe_layer.at(0), "experts": parts.experts.at(0), "exchange": slower}
+
+
+def predicted_of(setting: Setting, one: Candidates, num_instances: int) -> Predicted:
+    """Numbers of a single candidate, `num_instances` of it."""
+    outcome = outcome_at(setting, one, np.array([num_instances]))
+    tokens_per_s = float(outcome.tokens_per_s[0])
+    uses = devices_of(setting, one, num_instances)
+    devices = {group.device.name: group.device for group in setting.groups}
+    prices = [devices[use.device].price for use in uses]
+    cost = sum(use.num_devices * (price or math.nan) for use, price in zip(uses, prices, strict=True))
+    return Predicted(
+        tpot_s=_known(outcome.tpot_s[0]),
+        ttft_s=_known(outcome.ttft_s[0]),
+        tokens_per_s=tokens_per_s,
+        per_gpu=tokens_per_s / sum(use.num_devices for use in uses),
+        per_cost=_known(tokens_per_s / cost),
+        per_power=tokens_per_s / sum(use.num_devices * devices[use.device].power_w for use in uses),
+        t_a_s=float(outcome.t_a_s[0]),
+        t_e_s=float(outcome.t_e_s[0]),
+        t_c_s=float(outcome.t_c_s[0]),
+        queueing_s=_known(outcome.queueing_s[0]),
+        memory_bytes=memory_of(setting, one),
+        bound_by=bound_by(setting, one),
+    )
+
+
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def memory_of(setting: Setting, one: Candidates) -> dict[str, float]:
+    """Weights and KV in use on the fullest device of each role."""
+    weights = weight_bytes(setting, one)
+    tokens = float(one.micro_batches[0] * one.batch[0])
+    if setting.phase == "decode":
+        tokens *= blocks_of(math.ceil(setting.lengths.held_tokens), BLOCK_SIZE) * BLOCK_SIZE
+    cache = tokens * float(
+        np.max(kv_bytes_per_token(setting.model, real(one.attention_tp), setting.precision, pp=real(one.pp)))
+    )
+    attention, experts = float(weights.attention[0]) + cache, float(weights.experts[0])
+    if one.layout_of(0) == "disaggregated":
+        return {"attention": attention, "experts": experts}
+    return {"both": attention + experts}
+
+
+def bound_by(setting: Setting, one: Candidates) -> dict[str, str]:
+    """What attention, experts and exchange wait for, and which of them a step waits for."""
+    parts = step_parts_of(setting, one)
+    named = named_parts(parts)
+    bounds = {name: part.bound_by() for name, part in named.items() if float(part.total_s) > 0}
+    times = {name: float(part.total_s) for name, part in named.items()}
+    if one.layout_of(0) != "disaggregated":
+        return {**bounds, "step": max(times, key=lambda name: times[name])}
+    back = float(parts.combine.at(0).total_s)
+    there = float(parts.dispatch.at(0).total_s)
+    waits = bottleneck(int(one.micro_batches[0]), times["attention"], times["experts"], there, back)
+    words = {"network": "exchange", "bubbles": "the round trip: too few micro-batches to fill it"}
+    return {**bounds, "step": words.get(waits, waits)}

@@ -1,0 +1,183 @@
+"""`make_plan`: from model, cluster and workload to a plan, with every layout that lost and why.
+
+1. By phase: the space (devices, then memory), all candidates' numbers at once, the best by objective.
+2. Both phases: numbers of prefill and decode instances that keep each other busy (`planner.rate_match`).
+3. The best candidate of every other layout is explained against the winner (`planner.explain`).
+4. Nothing feasible: `NoPlan` with the nearest promise, rate or size.
+
+Rejected: a solver. The space is a product of a few small degrees; columns of 10^5 candidates take about a second.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from antiphon.base.errors import UserError
+from antiphon.cost.profile import Profile
+from antiphon.planner.decode import decode_outcome
+from antiphon.planner.explain import rejected_layouts
+from antiphon.planner.no_plan import NoPlan, no_plan
+from antiphon.planner.predict import phase_plan
+from antiphon.planner.prefill import prefill_outcome
+from antiphon.planner.rate_match import Match, rate_match
+from antiphon.planner.setting import SearchLimits, Setting
+from antiphon.planner.space import Space, make_space
+from antiphon.planner.table import CandidateTable
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan, Plan
+from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.workload import WorkloadSpec
+
+__all__ = ["NoPlan", "PlanResult", "SearchLimits", "evaluate_phase", "make_plan", "settings_of"]
+
+Progress = Callable[[float, float | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """The plan, and by phase all candidates it was chosen from and the setting they were evaluated in."""
+
+    plan: Plan
+    tables: dict[PhaseName, CandidateTable]
+    settings: dict[PhaseName, Setting]
+
+
+def make_plan(
+    model: ModelSpec,
+    *,
+    model_name: str,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    phases: tuple[PhaseName, ...] = ("decode",),
+    layouts: tuple[Layout, ...] = LAYOUTS,
+    objective: Objective = "per-gpu",
+    precision: PrecisionSpec | None = None,
+    profile: Profile | None = None,
+    limits: SearchLimits | None = None,
+    on_progress: Progress | None = None,
+) -> PlanResult:
+    """The best plan of `layouts` by `objective` under the workload's promises; `NoPlan` if there is none.
+
+    `on_progress(done, total)` is called with candidates looked at; the total is None until it is known."""
+    started_s = time.monotonic()
+    _check(phases, layouts)
+    settings = settings_of(
+        model,
+        cluster,
+        workload,
+        phases=phases,
+        objective=objective,
+        precision=precision,
+        profile=profile,
+        limits=limits,
+    )
+    tables = {name: evaluate_phase(setting, layouts, on_progress) for name, setting in settings.items()}
+    chosen = _choose(settings, tables)
+    plans = {name: _explained(settings[name], tables[name], chosen, name, layouts) for name in settings}
+    plan = Plan(
+        model=model_name,
+        cluster=cluster.name,
+        workload=workload.name,
+        objective=objective,
+        phases=plans,
+        num_candidates=sum(table.total_considered for table in tables.values()),
+        search_s=time.monotonic() - started_s,
+    )
+    return PlanResult(plan=plan, tables=tables, settings=settings)
+
+
+def settings_of(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    *,
+    phases: tuple[PhaseName, ...] = ("decode",),
+    objective: Objective = "per-gpu",
+    precision: PrecisionSpec | None = None,
+    profile: Profile | None = None,
+    limits: SearchLimits | None = None,
+) -> dict[PhaseName, Setting]:
+    """The setting of each phase; with both, prefill hands its KV cache to another pool."""
+    return {
+        name: Setting(
+            model=model,
+            cluster=cluster,
+            workload=workload,
+            phase=name,
+            objective=objective,
+            precision=precision or PrecisionSpec(),
+            profile=profile,
+            limits=limits or SearchLimits(),
+            transfers_kv=len(phases) > 1,
+        )
+        for name in phases
+    }
+
+
+def _check(phases: tuple[PhaseName, ...], layouts: tuple[Layout, ...]) -> None:
+    if not phases or len(set(phases)) != len(phases) or not set(phases) <= {"prefill", "decode"}:
+        raise UserError(f"phases are {phases}: give prefill, decode, or both, each once")
+    unknown = [layout for layout in layouts if layout not in LAYOUTS]
+    if unknown or not layouts:
+        raise UserError(f"layouts are {tuple(layouts)}: give some of {', '.join(LAYOUTS)}")
+
+
+def evaluate_phase(
+    setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS, on_progress: Progress | None = None
+) -> CandidateTable:
+    """All candidates of `layouts` with their numbers."""
+    space = make_space(setting, layouts)
+    total = int(space.num_considered.sum())
+    if on_progress is not None:
+        on_progress(total - len(space.candidates), total)
+    table = table_of(setting, space)
+    if on_progress is not None:
+        on_progress(total, total)
+    return table
+
+
+def table_of(setting: Setting, space: Space) -> CandidateTable:
+    """A space's candidates with their numbers under the setting's promises and rate."""
+    evaluate = decode_outcome if setting.phase == "decode" else prefill_outcome
+    devices = [group.device for group in setting.groups]
+    return CandidateTable(
+        candidates=space.candidates,
+        outcome=evaluate(setting, space.candidates, space.limits, space.instances),
+        device_names=tuple(device.name for device in devices),
+        prices=tuple(float("nan") if device.price is None else device.price for device in devices),
+        powers_w=tuple(device.power_w for device in devices),
+        num_considered=space.num_considered,
+        num_without_devices=space.num_without_devices,
+        num_without_memory=space.num_without_memory,
+        least_missing_bytes=space.least_missing_bytes,
+    )
+
+
+def _choose(
+    settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]
+) -> Match | dict[PhaseName, int]:
+    best: dict[PhaseName, int] = {}
+    for name, table in tables.items():
+        index = table.best(settings[name].objective)
+        if index is None:
+            raise no_plan(settings[name], table)
+        best[name] = index
+    if len(tables) == 1:
+        return best
+    return rate_match(settings, tables)
+
+
+def _explained(
+    setting: Setting,
+    table: CandidateTable,
+    chosen: Match | dict[PhaseName, int],
+    name: PhaseName,
+    layouts: tuple[Layout, ...],
+) -> PhasePlan:
+    if isinstance(chosen, Match):
+        index, instances, notes = chosen.index[name], chosen.num_instances[name], chosen.notes[name]
+    else:
+        index, instances, notes = chosen[name], None, ()
+    plan = phase_plan(setting, table, index, instances)
+    return replace(plan, rejected=rejected_layouts(setting, table, index, layouts), notes=notes)

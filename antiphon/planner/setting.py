@@ -1,0 +1,183 @@
+"""What a search is about, checked once: model, cluster, workload, phase and limits, and what follows from them.
+
+A `Setting` is passed to everything that estimates; it holds no candidate. Tables by number of workers (shares of the
+busiest one, expected destinations of a row) are computed when first asked for and kept with it.
+
+Rejected: passing the specs one by one. Ten arguments through ten functions, of which each derives the same numbers.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.cost.m2n import expected_distinct
+from antiphon.cost.network import Network, network
+from antiphon.cost.parts import FloatArray
+from antiphon.cost.profile import Profile
+from antiphon.cost.roofline import Roofs, roofs
+from antiphon.cost.skew import zipf_shares
+from antiphon.placement.balance import balance, busiest_share
+from antiphon.planner.candidates import IntArray
+from antiphon.planner.lengths import LengthFacts, length_facts
+from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.plan import OBJECTIVES, Objective, PhaseName
+from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.workload import WorkloadSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchLimits:
+    """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `micro_batches`, `attention_dp`,
+    `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `fused`: whether hybrid TP-EP overlaps
+    its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
+    `max_batch_per_worker`: sequences of one attention worker and micro-batch at most. `extra_slots`: replicas of hot
+    experts per worker that are tried where popularity is unequal."""
+
+    max_micro_batches: int = 4
+    micro_batches: tuple[int, ...] = ()
+    attention_dp: tuple[int, ...] = ()
+    attention_tp: tuple[int, ...] = ()
+    expert_tp: tuple[int, ...] = ()
+    expert_workers: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    fused: bool = True
+    sliced: bool = True
+    max_batch_per_worker: int | None = None
+    extra_slots: tuple[int, ...] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if self.max_micro_batches < 1:
+            raise UserError(f"limits: max_micro_batches is {self.max_micro_batches}: it must be at least 1")
+        for name in ("micro_batches", "attention_dp", "attention_tp", "expert_tp", "expert_workers", "pp"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise UserError(f"limits: {name} has {min(getattr(self, name))}: each must be at least 1")
+        if self.max_batch_per_worker is not None and self.max_batch_per_worker < 1:
+            raise UserError(f"limits: max_batch_per_worker is {self.max_batch_per_worker}: it must be at least 1")
+        if not self.extra_slots or min(self.extra_slots) < 0:
+            raise UserError(f"limits: extra_slots is {self.extra_slots}: give numbers of at least 0, such as (0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One phase to be planned. `transfers_kv`: the KV cache goes from a prefill to a decode pool before the first token
+    counts as delivered."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+    phase: PhaseName
+    objective: Objective = "per-gpu"
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    profile: Profile | None = None
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    transfers_kv: bool = False
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise UserError(f"objective is {self.objective!r}: use one of {', '.join(OBJECTIVES)}")
+        if not self.model.num_moe_layers:
+            raise UserError(f"model {self.model.family} has no MoE layer: there are no experts to place")
+        loads = self.workload.expert_loads
+        if loads and len(loads) != self.model.router.num_experts:
+            raise UserError(
+                f"workload {self.workload.name}: expert_loads has {len(loads)} shares, the model "
+                f"{self.model.router.num_experts} experts: give one per expert"
+            )
+        unpriced = [group.device.name for group in self.cluster.groups if group.device.price is None]
+        if self.objective == "per-cost" and unpriced:
+            raise UserError(f"nobody states a price of {', '.join(unpriced)}: give one (--price {unpriced[0]}=...)")
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        return self.cluster.groups
+
+    @cached_property
+    def lengths(self) -> LengthFacts:
+        return length_facts(self.workload)
+
+    @cached_property
+    def roofs(self) -> tuple[Roofs, ...]:
+        """By device kind."""
+        return tuple(
+            roofs(group.device, self.cluster.efficiency, self.precision.compute) for group in self.cluster.groups
+        )
+
+    @cached_property
+    def networks(self) -> tuple[Network, ...]:
+        """By device kind."""
+        return tuple(network(self.cluster, group) for group in self.cluster.groups)
+
+    @cached_property
+    def is_skewed(self) -> bool:
+        return len(set(self.shares)) > 1
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Of the experts, in their order if measured, else in order of popularity."""
+        if self.workload.expert_loads:
+            return self.workload.expert_loads
+        experts = self.model.router.num_experts
+        if self.workload.expert_skew == 0:
+            return (1.0 / experts,) * experts
+        # an expert is chosen at most once per token, so no share exceeds 1 / top_k
+        return capped_shares(zipf_shares(experts, self.workload.expert_skew), 1 / self.model.router.top_k)
+
+    @cached_property
+    def distinct(self) -> FloatArray:
+        """Expected destinations of a row, by number of expert workers (index 0 is not used)."""
+        experts = self.model.router.num_experts
+        counts = np.maximum(np.arange(experts + 1), 1)
+        return np.asarray(expected_distinct(experts, self.model.router.top_k, counts))
+
+    @cached_property
+    def _busiest(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def busiest(self, num_workers: int, slots: int) -> float:
+        """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement."""
+        key = (num_workers, slots)
+        if key not in self._busiest:
+            self._busiest[key] = busiest_share(balance(self.shares, num_workers, slots), self.shares)
+        return self._busiest[key]
+
+    def slots_used(self, num_workers: int, slots: int) -> int:
+        """Experts that the fullest worker really holds under that placement: copies may leave slots empty."""
+        while True:
+            used = int((balance(self.shares, num_workers, slots) > 0).sum(axis=0).max())
+            if used == slots:
+                return slots
+            slots = used
+
+    def slots_used_each(self, num_workers: IntArray, slots: IntArray) -> IntArray:
+        """`slots_used` by candidate."""
+        if not self.is_skewed:
+            return slots
+        pairs, where = np.unique(np.stack([num_workers, slots]), axis=1, return_inverse=True)
+        values = np.array([self.slots_used(int(workers), int(held)) for workers, held in pairs.T], dtype=np.int64)
+        return values[where.reshape(-1)]
+
+    def busiest_each(self, num_workers: IntArray, slots: IntArray) -> FloatArray:
+        """`busiest` by candidate."""
+        if not self.is_skewed:
+            experts = self.model.router.num_experts
+            return np.asarray(np.ceil(experts / num_workers) / experts)
+        pairs, where = np.unique(np.stack([num_workers, slots]), axis=1, return_inverse=True)
+        values = np.array([self.busiest(int(workers), int(held)) for workers, held in pairs.T])
+        return values[where.reshape(-1)].reshape(num_workers.shape)
+
+
+def capped_shares(shares: FloatArray, most: float) -> tuple[float, ...]:
+    """`shares` with none above `most`; what is cut off goes to the others in proportion."""
+    values = np.array(shares)
+    for _ in range(values.size):
+        over = values > most + 1e-12
+        if not over.any():
+            break
+        rest = ~over & (values < most)
+        spare = float((values[over] - most).sum())
+        values[over] = most
+        values[rest] *= 1 + spare / float(values[rest].sum())
+    return tuple(float(value) for value in values)

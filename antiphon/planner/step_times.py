@@ -1,0 +1,206 @@
+"""Time of one step (a decode iteration, a prefill pass) of every candidate, in the papers' terms T_a, T_e, T_c.
+
+Disaggregated (MegaScale-Infer section 4.1): a layer of all m micro-batches takes max(m T_f, T_a + T_e + 2 T_c); dense
+layers and the head keep the attention workers busy m times. Colocated (MixServe eq. 6): a micro-batch passes its
+stage's layers, each attention + exchange + experts; as many micro-batches as stages are on the way, so that all stages
+are busy.
+
+Candidates are taken by layout and pairing of devices, within which links and rooflines are single numbers.
+Rejected: eq. 5 as the time between two tokens. It starts the pipeline anew each step, and does not hold outside eq.
+1-3.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from antiphon.cost.gemm import row_bytes_of
+from antiphon.cost.hybrid import Degrees, layer_exchange
+from antiphon.cost.m2n import Side, m2n
+from antiphon.cost.network import Link
+from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.ping_pong import layer_time
+from antiphon.cost.profile import profiled_messages
+from antiphon.cost.shapes import share_of
+from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
+from antiphon.planner.packing import widest_domain
+from antiphon.planner.setting import Setting
+from antiphon.planner.worker_times import (
+    AttentionTimes,
+    attention_times,
+    expert_times,
+    rows_of_fullest,
+    rows_received,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What a step is made of, per layer and micro-batch, and the step itself. `combine`: the way back; colocated
+    layouts exchange both ways in `dispatch`."""
+
+    attention: AttentionTimes
+    experts: Parts
+    dispatch: Parts
+    combine: Parts
+    hop: Parts
+    step_s: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Columns in seconds: one layer and micro-batch, and one step of all micro-batches. `t_c_s`: one way, the
+    slower."""
+
+    t_a_s: FloatArray
+    t_e_s: FloatArray
+    t_c_s: FloatArray
+    step_s: FloatArray
+
+
+@dataclass(frozen=True)
+class Group:
+    """What candidates that are evaluated together have in common. `near`: an instance fits in one scale-up domain."""
+
+    apart: bool
+    whole_rows: bool
+    attention_kind: int
+    expert_kind: int
+    near: bool
+
+
+def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
+    """Times of all candidates at their batch."""
+    columns = np.zeros((4, len(candidates)))
+    for group, where in groups_of(setting, candidates):
+        parts = step_parts(setting, candidates.take(where), group)
+        back = np.maximum(parts.dispatch.total_s, parts.combine.total_s) if group.apart else parts.dispatch.total_s / 2
+        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, parts.step_s)
+        for column, value in zip(columns, values, strict=True):
+            column[where] = value
+    return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
+
+
+def groups_of(setting: Setting, candidates: Candidates) -> Iterator[tuple[Group, BoolArray]]:
+    """Each group that occurs, and which candidates it holds."""
+    apart = candidates.is_disaggregated
+    domains = np.array([widest_domain(group) for group in setting.groups])
+    near = (candidates.attention_kind == candidates.expert_kind) & (
+        candidates.attention_devices + candidates.expert_devices <= domains[candidates.attention_kind]
+    )
+    whole_rows = (candidates.layout == TP_PP) | (not setting.limits.sliced)
+    keys = np.stack([apart, whole_rows, candidates.attention_kind, candidates.expert_kind, near]).astype(np.int64)
+    sizes = (2, 2, len(setting.groups), len(setting.groups), 2)
+    codes = np.ravel_multi_index(tuple(keys), sizes)
+    for code in np.unique(codes):
+        is_apart, is_whole, kind, expert_kind, is_near = (int(value) for value in np.unravel_index(code, sizes))
+        yield Group(bool(is_apart), bool(is_whole), kind, expert_kind, bool(is_near)), codes == code
+
+
+def group_of(setting: Setting, candidates: Candidates) -> Group:
+    """The group of a single candidate."""
+    ((group, _),) = groups_of(setting, candidates)
+    return group
+
+
+def step_parts(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
+    """All candidates are of `group`."""
+    return _disaggregated(setting, candidates, group) if group.apart else _colocated(setting, candidates, group)
+
+
+def _disaggregated(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
+    attention = attention_times(setting, candidates, group.attention_kind, gathers=True)
+    experts = expert_times(setting, candidates, group.expert_kind, with_sync=True)
+    dispatch, combine = _exchanges(setting, candidates, group)
+    model, m = setting.model, real(candidates.micro_batches)
+    moe_layer_s = layer_time(m, attention.moe_layer.total_s, experts.total_s, dispatch.total_s, combine.total_s)
+    num_dense = model.num_layers - model.num_moe_layers
+    alone_s = m * (num_dense * attention.dense_layer.total_s + attention.head.total_s)
+    step_s = np.asarray(model.num_moe_layers * moe_layer_s + alone_s)
+    return StepParts(
+        attention=attention, experts=experts, dispatch=dispatch, combine=combine, hop=Parts(), step_s=step_s
+    )
+
+
+def _exchanges(setting: Setting, candidates: Candidates, group: Group) -> tuple[Parts, Parts]:
+    """Dispatch and combine, one way each."""
+    precision, model = setting.precision, setting.model
+    links = [_link(setting, kind, group.near) for kind in (group.attention_kind, group.expert_kind)]
+    attention = Side(num_workers=real(candidates.attention_dp), tp=real(candidates.attention_tp), link=links[0])
+    experts = Side(num_workers=real(candidates.expert_ep), tp=real(candidates.expert_tp), link=links[1])
+    rows = candidates.batch * setting.distinct[candidates.expert_ep]
+    rows_at_fullest = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
+    there_bytes, back_bytes = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
+    measured = _measured_exchange(setting, candidates, rows_at_fullest, there_bytes, back_bytes)
+    if measured is not None:
+        return measured
+    fixed_s = setting.cluster.efficiency.collective_s
+    dispatch = m2n(
+        attention, experts, rows_sent=rows, rows_received=rows_at_fullest, row_bytes=there_bytes, fixed_s=fixed_s
+    )
+    combine = m2n(
+        experts, attention, rows_sent=rows_at_fullest, rows_received=rows, row_bytes=back_bytes, fixed_s=fixed_s
+    )
+    return dispatch, combine
+
+
+def _link(setting: Setting, kind: int, near: bool) -> Link:
+    return setting.networks[kind].scale_up if near else setting.networks[kind].scale_out
+
+
+def _measured_exchange(
+    setting: Setting, candidates: Candidates, rows: FloatArray, there_bytes: float, back_bytes: float
+) -> tuple[Parts, Parts] | None:
+    """From a profile's messages: those of the fullest expert worker, one per attention worker."""
+    if setting.profile is None or not setting.profile.messages:
+        return None
+    times = setting.profile.messages[0].times
+    senders = real(candidates.attention_dp)
+    dispatch = profiled_messages(times, rows / senders * there_bytes, senders)
+    return dispatch, profiled_messages(times, rows / senders * back_bytes, senders)
+
+
+def _colocated(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
+    kind, model, precision = group.attention_kind, setting.model, setting.precision
+    attention = attention_times(setting, candidates, kind, gathers=False)
+    experts = expert_times(setting, candidates, kind, with_sync=False)
+    exchange = _layer_exchange(setting, candidates, group)
+    layer_s = attention.moe_layer.total_s + exchange.total_s + experts.total_s
+    num_dense = model.num_layers - model.num_moe_layers
+    layers_s = model.num_moe_layers * layer_s + num_dense * attention.dense_layer.total_s
+    pp = real(candidates.pp)
+    # the slowest stage has ceil(L / pp) of L layers; the head is on the last one
+    stage_s = layers_s * share_of(model.num_layers, pp) / model.num_layers + attention.head.total_s
+    hop_bytes = candidates.batch * model.hidden_size * precision.combine_bytes / candidates.attention_tp
+    hop = setting.networks[kind].point_to_point(np.where(pp > 1, hop_bytes, 0.0), across=not group.near)
+    step_s = np.asarray(pp * (stage_s + hop.total_s))
+    return StepParts(attention=attention, experts=experts, dispatch=exchange, combine=Parts(), hop=hop, step_s=step_s)
+
+
+def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> Parts:
+    """Collectives of one MoE layer, both ways. A domain holds as many ranks of a stage as its pieces have devices."""
+    model, precision = setting.model, setting.precision
+    pieces: Any = candidates.piece_devices
+    degrees = Degrees(
+        attention_tp=real(candidates.attention_tp),
+        attention_dp=real(candidates.attention_dp),
+        expert_tp=real(candidates.expert_tp),
+        expert_ep=real(candidates.expert_ep),
+    )
+    tokens_each = candidates.batch * candidates.attention_dp / candidates.expert_ep
+    distinct = setting.distinct[candidates.expert_ep]
+    fullest: Number = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
+    return layer_exchange(
+        replace(setting.networks[group.attention_kind], domain=pieces),
+        degrees,
+        rows=real(candidates.batch),
+        row_bytes=model.hidden_size * row_bytes_of(precision),
+        sends_per_row=distinct,
+        dispatch_row_bytes=model.hidden_size * precision.dispatch_bytes,
+        combine_row_bytes=model.hidden_size * precision.combine_bytes,
+        fused=setting.limits.fused,
+        sliced=not group.whole_rows,
+        busiest=fullest / (tokens_each * distinct),
+    )

@@ -1,0 +1,193 @@
+"""All evaluated candidates of one phase as columns: what was tried, what it would do, and why it will not do.
+
+`why_not` is a code, an index into `WHY_NOT`; 0 means feasible. Candidates that memory or the number of devices rules
+out are not in here; how many those were is in `num_considered` and its companions, by layout.
+
+Rejected: only the winners. The report's clouds, the sentences about losers and the sensitivity charts all need the
+losers.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.cost.parts import FloatArray
+from antiphon.planner.candidates import BoolArray, Candidates, IntArray
+from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Objective, Parallel
+
+WHY_NOT = ("", "time per output token", "time to first token", "request rate")
+TPOT, TTFT, RATE = 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Columns of one phase. `step_s`: a decode iteration or prefill pass. Rates are of all instances; `capacity` is one
+    instance's most tokens/s. nan: not known (TTFT in decode, TPOT in prefill, prices)."""
+
+    batch: IntArray
+    num_instances: IntArray
+    step_s: FloatArray
+    t_a_s: FloatArray
+    t_e_s: FloatArray
+    t_c_s: FloatArray
+    tpot_s: FloatArray
+    ttft_s: FloatArray
+    queueing_s: FloatArray
+    capacity: FloatArray
+    tokens_per_s: FloatArray
+    why_not: IntArray
+
+    def take(self, index: IntArray | BoolArray) -> Self:
+        return type(self)(**{column.name: getattr(self, column.name)[index] for column in fields(self)})
+
+    def put(self, where: IntArray | BoolArray, other: "Outcome") -> None:
+        """Overwrite the entries at `where`."""
+        for column in fields(self):
+            getattr(self, column.name)[where] = getattr(other, column.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateTable:
+    """`candidates` and `outcome` have equal lengths. `prices`, `powers_w`, `device_names`: by device kind."""
+
+    candidates: Candidates
+    outcome: Outcome
+    device_names: tuple[str, ...]
+    prices: tuple[float, ...]
+    powers_w: tuple[float, ...]
+    num_considered: IntArray
+    num_without_devices: IntArray
+    num_without_memory: IntArray
+    least_missing_bytes: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @property
+    def layout(self) -> NDArray[np.str_]:
+        names: NDArray[np.str_] = np.asarray(LAYOUTS)[self.candidates.layout]
+        return names
+
+    @property
+    def attention_device(self) -> NDArray[np.str_]:
+        names: NDArray[np.str_] = np.asarray(self.device_names)[self.candidates.attention_kind]
+        return names
+
+    @property
+    def expert_device(self) -> NDArray[np.str_]:
+        names: NDArray[np.str_] = np.asarray(self.device_names)[self.candidates.expert_kind]
+        return names
+
+    @property
+    def micro_batches(self) -> IntArray:
+        return self.candidates.micro_batches
+
+    @property
+    def batch(self) -> IntArray:
+        """Requests in flight per instance (decode) or tokens of a pass (prefill)."""
+        return self.candidates.with_batch(self.outcome.batch).instance_batch
+
+    @property
+    def num_devices(self) -> IntArray:
+        """Of all instances together."""
+        each = self.candidates.attention_devices + self.candidates.expert_devices
+        return self.outcome.num_instances * each
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        return self.outcome.tpot_s
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        return self.outcome.ttft_s
+
+    @property
+    def tokens_per_s(self) -> FloatArray:
+        return self.outcome.tokens_per_s
+
+    @property
+    def feasible(self) -> BoolArray:
+        return np.asarray(self.outcome.why_not == 0)
+
+    @property
+    def why_not(self) -> IntArray:
+        return self.outcome.why_not
+
+    @property
+    def per_gpu(self) -> FloatArray:
+        return self.outcome.tokens_per_s / np.maximum(self.num_devices, 1)
+
+    @property
+    def per_cost(self) -> FloatArray:
+        """nan where a device in use has no price."""
+        return self.outcome.tokens_per_s / self._weighted(self.prices)
+
+    @property
+    def per_power(self) -> FloatArray:
+        """Tokens per second and watt: tokens per joule."""
+        return self.outcome.tokens_per_s / self._weighted(self.powers_w)
+
+    def _weighted(self, each: tuple[float, ...]) -> FloatArray:
+        values, chosen = np.asarray(each, dtype=np.float64), self.candidates
+        attention = values[chosen.attention_kind] * chosen.attention_devices
+        experts = np.where(chosen.expert_devices > 0, values[chosen.expert_kind] * chosen.expert_devices, 0.0)
+        return np.asarray(np.maximum(self.outcome.num_instances, 1) * (attention + experts))
+
+    def score(self, objective: Objective) -> FloatArray:
+        """What `objective` compares."""
+        return {
+            "per-gpu": lambda: self.per_gpu,
+            "per-cost": lambda: self.per_cost,
+            "per-power": lambda: self.per_power,
+        }[objective]()
+
+    def best(self, objective: Objective, among: BoolArray | None = None) -> int | None:
+        """Index of the feasible candidate with the best score; of equal ones the one with the shorter step, then with
+        fewer devices. None if there is none."""
+        allowed = self.feasible if among is None else self.feasible & among
+        index = np.flatnonzero(allowed)
+        if index.size == 0:
+            return None
+        scores = self.score(objective)[index]
+        top = index[scores >= scores.max() * (1 - 1e-9)]
+        order = np.lexsort((self.num_devices[top], self.outcome.step_s[top]))
+        return int(top[order[0]])
+
+    def pareto(self, objective: Objective, layout: Layout | None = None) -> IntArray:
+        """Indices of candidates that no other beats in both latency (TPOT, or TTFT in prefill) and score, by latency.
+        Promises are left out of it: the front shows what a looser one would buy."""
+        latency = np.where(np.isnan(self.tpot_s), self.ttft_s, self.tpot_s)
+        scores = np.nan_to_num(self.score(objective), nan=-np.inf)
+        allowed = np.isfinite(latency) & (scores > 0)
+        if layout is not None:
+            allowed &= self.candidates.layout == LAYOUTS.index(layout)
+        index = np.flatnonzero(allowed)
+        index = index[np.lexsort((-scores[index], latency[index]))]
+        if index.size == 0:
+            return index
+        before = np.concatenate([[-np.inf], np.maximum.accumulate(scores[index])[:-1]])
+        return np.asarray(index[scores[index] > before])
+
+    def parallel(self, index: int) -> Parallel:
+        return self.candidates.parallel_of(index)
+
+    def devices(self, index: int) -> tuple[DeviceUse, ...]:
+        """Devices of all instances together, by role."""
+        chosen, instances = self.candidates, max(int(self.outcome.num_instances[index]), 1)
+        attention = instances * int(chosen.attention_devices[index])
+        name = self.device_names[int(chosen.attention_kind[index])]
+        if chosen.layout_of(index) != "disaggregated":
+            return (DeviceUse(role="both", device=name, num_devices=attention),)
+        expert_name = self.device_names[int(chosen.expert_kind[index])]
+        experts = instances * int(chosen.expert_devices[index])
+        return (
+            DeviceUse(role="attention", device=name, num_devices=attention),
+            DeviceUse(role="experts", device=expert_name, num_devices=experts),
+        )
+
+    @property
+    def total_considered(self) -> int:
+        """Candidates looked at, those without room included."""
+        return int(self.num_considered.sum())

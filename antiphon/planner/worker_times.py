@@ -1,0 +1,138 @@
+"""T_a and T_e of one layer and micro-batch on one worker, as the slowest of its kind: the pieces of every layout.
+
+1. Attention, by roofline or measured table, plus the synchronisation of its TP group. Decode: the slowest attention
+   worker has the longest contexts, by the expected maximum over workers (`cost.skew.barrier_factor`).
+2. Experts: rows of the fullest worker, by popularity and placement, and by chance (expected maximum over as many
+   workers as can be that popular), plus the synchronisation of its TP group where the layout's exchange does not hold
+   it.
+3. A measured profile takes the roofline's place for workers of the TP degree that it was measured with.
+
+Rejected: times of an average worker. A step waits for the slowest.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from antiphon.cost.attention import attention_decode, attention_prefill, output_head
+from antiphon.cost.experts import expert_feed_forward
+from antiphon.cost.gemm import row_bytes_of
+from antiphon.cost.parts import FloatArray, Number, Parts, select
+from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
+from antiphon.cost.skew import barrier_factor, expected_max_rows
+from antiphon.planner.candidates import Candidates, real
+from antiphon.planner.setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTimes:
+    """One layer and micro-batch: an MoE layer's attention side, a dense layer, and the head once per step."""
+
+    moe_layer: Parts
+    dense_layer: Parts
+    head: Parts
+
+
+def attention_times(setting: Setting, candidates: Candidates, kind: int, *, gathers: bool) -> AttentionTimes:
+    """All candidates have attention on devices of `kind`. `gathers`: results come back in pieces, one per device of the
+    TP group, and are gathered there (disaggregated); otherwise the exchange's cost holds the synchronisation of MoE
+    layers."""
+    model, net = setting.model, setting.networks[kind]
+    tp, batch = real(candidates.attention_tp), real(candidates.batch)
+    if not gathers:
+        pieces: Any = candidates.piece_devices
+        net = replace(net, domain=pieces)  # ranks of a stage that share a domain
+    row_bytes = model.hidden_size * row_bytes_of(setting.precision)
+    sync = net.all_reduce(batch * row_bytes, tp)
+    moe = attention_layer(setting, candidates, kind, "moe")
+    if gathers:
+        moe = moe + sync + net.all_gather(batch * row_bytes, tp)
+    dense = Parts()
+    if model.num_moe_layers < model.num_layers:
+        dense = attention_layer(setting, candidates, kind, "dense") + 2 * sync
+    rows = batch if setting.phase == "decode" else np.maximum(batch / setting.lengths.prompt, 1.0)
+    return AttentionTimes(moe_layer=moe, dense_layer=dense, head=_head(setting, rows, kind, tp))
+
+
+def attention_layer(setting: Setting, candidates: Candidates, kind: int, layer: LayerKind) -> Parts:
+    """One layer without synchronisation, on the slowest attention worker."""
+    tp, batch, lengths = real(candidates.attention_tp), real(candidates.batch), setting.lengths
+    is_moe = layer == "moe"
+    if setting.phase == "decode":
+        context: Number = decode_context(setting, candidates)
+        modelled = attention_decode(
+            setting.model, setting.roofs[kind], batch, context, tp, setting.precision, moe_layer=is_moe
+        )
+    else:
+        context = lengths.prompt_by_token
+        modelled = attention_prefill(
+            setting.model, setting.roofs[kind], batch, context, tp, setting.precision, moe_layer=is_moe
+        )
+    if setting.profile is None:
+        return modelled
+    for degree in np.unique(tp):
+        table = setting.profile.attention_table(setting.phase, layer, int(degree))
+        if table is not None:
+            measured = profiled_attention(table, batch, np.asarray(context))
+            modelled = select(np.asarray(tp == degree), measured, modelled)
+    return modelled
+
+
+def decode_context(setting: Setting, candidates: Candidates) -> FloatArray:
+    """Mean context in the micro-batch of the slowest attention worker, at the promise's percentile."""
+    lengths = setting.lengths
+    one = lengths.context_cv / np.sqrt(np.maximum(candidates.batch, 1))
+    whole = lengths.context_cv / np.sqrt(np.maximum(candidates.instance_batch, 1))
+    workers = candidates.attention_dp * candidates.pp  # stages wait for each other, too
+    factor = barrier_factor(real(workers), one) + lengths.tail_z * whole
+    return np.asarray(lengths.context * factor)
+
+
+def rows_of_fullest(setting: Setting, candidates: Candidates) -> FloatArray:
+    """(token, expert) pairs of one micro-batch at the fullest expert worker (EP rank)."""
+    pairs = candidates.batch * candidates.attention_dp * setting.model.router.top_k
+    share = setting.busiest_each(candidates.expert_ep, candidates.slots)
+    return np.asarray(expected_max_rows(real(pairs), 1 / share))
+
+
+def expert_times(setting: Setting, candidates: Candidates, kind: int, *, with_sync: bool) -> Parts:
+    """One layer and micro-batch of the fullest expert worker, on devices of `kind`. `with_sync`: rows come in pieces,
+    are gathered in the TP group, and partial sums are reduced and scattered there (disaggregated)."""
+    rows, tp = rows_of_fullest(setting, candidates), real(candidates.expert_tp)
+    total = expert_layer(setting, rows, real(candidates.slots), kind, tp)
+    if not with_sync:
+        return total
+    net = setting.networks[kind]
+    row_bytes = setting.model.hidden_size * row_bytes_of(setting.precision)
+    tokens = rows_received(setting, candidates, rows)
+    return total + net.all_gather(tokens * row_bytes, tp) + net.reduce_scatter(tokens * row_bytes, tp)
+
+
+def expert_layer(setting: Setting, rows: FloatArray, held: FloatArray, kind: int, tp: FloatArray) -> Parts:
+    """The grouped products of a worker that holds `held` experts and gets `rows` pairs."""
+    modelled = expert_feed_forward(setting.model, setting.roofs[kind].gemm, rows, held, tp, setting.precision)
+    if setting.profile is None:
+        return modelled
+    for degree in np.unique(tp):
+        table = setting.profile.expert_table(int(degree))
+        if table is not None:
+            measured = profiled_experts(table, rows, held)
+            modelled = select(np.asarray(tp == degree), measured, modelled)
+    return modelled
+
+
+def rows_received(setting: Setting, candidates: Candidates, pairs: FloatArray) -> FloatArray:
+    """Token rows at the fullest expert worker: each token once, however many of its experts are there."""
+    tokens = candidates.batch * candidates.attention_dp
+    per_worker = setting.distinct[candidates.expert_ep] / candidates.expert_ep
+    mean_pairs = tokens * setting.model.router.top_k / candidates.expert_ep
+    return np.asarray(np.minimum(tokens * per_worker * (pairs / mean_pairs), tokens))
+
+
+def _head(setting: Setting, rows: Number, kind: int, tp: FloatArray) -> Parts:
+    modelled = output_head(setting.model, setting.roofs[kind], rows, tp, setting.precision)
+    if setting.profile is None or setting.profile.head is None:
+        return modelled
+    measured = Parts(fixed_s=np.asarray(setting.profile.head.at(np.asarray(rows, dtype=np.float64))))
+    return select(np.asarray(tp == 1), measured, modelled)

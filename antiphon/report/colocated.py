@@ -1,0 +1,207 @@
+"""The colocated candidate nearest to a plan, and what is lost by running it instead: for engines that know no other.
+
+1. a plan that is colocated already is its own nearest
+2. else the best of the losing colocated layouts, by the plan's objective; one that keeps the promises comes first
+3. the losses are said in words and, as far as they are predicted, in numbers
+
+Rejected: turning a disaggregated plan's own sizes into colocated ones. Nobody would have looked whether they fit.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from antiphon.base.errors import ResourceError
+from antiphon.report.words import (
+    LAYOUT_TITLES,
+    OBJECTIVE_UNITS,
+    degrees_text,
+    devices_text,
+    milliseconds,
+    number,
+    plural,
+    score,
+)
+from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Plan, Predicted, Rejected
+from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.workload import SloSpec
+
+Options = list[tuple[str, str | int | None]]
+"""Command line options with their values; None: a switch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What another engine's command needs beside the plan. `model`: folder or name as that engine takes it;
+    `memory_reserve`: fraction of device memory that is not for weights and KV."""
+
+    model: str
+    precision: PrecisionSpec
+    slo: SloSpec
+    memory_reserve: float
+    devices_per_node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colocated:
+    """A colocated deployment. `why_not`: the promise it breaks, empty if it keeps all of them."""
+
+    layout: Layout
+    parallel: Parallel
+    batch: int
+    devices: tuple[DeviceUse, ...]
+    predicted: Predicted
+    why_not: str = ""
+
+    @property
+    def requests_per_rank(self) -> int:
+        """Requests that one data-parallel rank runs at once; the odd ones on top."""
+        return math.ceil(self.batch / self.parallel.attention_dp)
+
+    @property
+    def devices_per_stage(self) -> int:
+        return self.parallel.attention_dp * self.parallel.attention_tp
+
+    @property
+    def num_instances(self) -> int:
+        """Copies of the model; a command starts one of them."""
+        return sum(use.num_devices for use in self.devices) // (self.devices_per_stage * self.parallel.pp)
+
+
+def chosen_phase(plan: Plan) -> tuple[PhaseName, PhasePlan]:
+    """The phase that other engines are configured for: decode if it was planned."""
+    name: PhaseName = "decode" if "decode" in plan.phases else "prefill"
+    return name, plan.phases[name]
+
+
+def nearest_colocated(plan: Plan, slo: SloSpec) -> Colocated:
+    """The deployment to configure; `ResourceError` if no colocated layout of this model runs on the cluster at all."""
+    _, phase = chosen_phase(plan)
+    if phase.layout != "disaggregated":
+        return Colocated(
+            layout=phase.layout,
+            parallel=phase.parallel,
+            batch=phase.batch,
+            devices=phase.devices,
+            predicted=phase.predicted,
+        )
+    candidates = [loser for loser in phase.rejected if loser.layout != "disaggregated" and _runs(loser)]
+    if not candidates:
+        reasons = "; ".join(f"{LAYOUT_TITLES[loser.layout]}: {loser.reason}" for loser in phase.rejected)
+        raise ResourceError(
+            f"no colocated layout of {plan.model} runs on {plan.cluster} ({reasons or 'none was searched'}): "
+            f"plan with --layout auto, or on a cluster with more memory"
+        )
+    best = max(candidates, key=lambda loser: _order(loser, slo, plan))
+    assert best.parallel is not None, "only candidates with sizes are compared"
+    assert best.predicted is not None, "only candidates with a prediction are compared"
+    return Colocated(
+        layout=best.layout,
+        parallel=best.parallel,
+        batch=best.batch or 1,
+        devices=best.devices,
+        predicted=best.predicted,
+        why_not=broken_promise(best.predicted, slo),
+    )
+
+
+def _runs(loser: Rejected) -> bool:
+    return loser.parallel is not None and loser.predicted is not None and loser.batch is not None
+
+
+def _order(loser: Rejected, slo: SloSpec, plan: Plan) -> tuple[bool, float]:
+    assert loser.predicted is not None, "only candidates with a prediction are compared"
+    keeps = not broken_promise(loser.predicted, slo)
+    return keeps, score(loser.predicted, plan.objective) or loser.predicted.per_gpu
+
+
+def broken_promise(predicted: Predicted, slo: SloSpec) -> str:
+    """The first target that is missed, in words; empty if none is."""
+    for what, value, target in (
+        ("a token takes", predicted.tpot_s, slo.tpot_s),
+        ("the first token takes", predicted.ttft_s, slo.ttft_s),
+    ):
+        if value is not None and target is not None and value > target:
+            return f"{what} {milliseconds(value)}, the target is {milliseconds(target)}"
+    return ""
+
+
+def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
+    """What running `nearest` gives up, one line each."""
+    _, phase = chosen_phase(plan)
+    if phase.layout == "disaggregated":
+        kinds = {use.device for use in phase.devices}
+        yield f"attention and experts apart: {degrees_text(phase.layout, phase.parallel)}"
+        if len(kinds) > 1:
+            yield f"a kind of device for each: {devices_text(phase.devices)}"
+        if phase.micro_batches > 1:
+            yield f"{phase.micro_batches} micro-batches in turn, which keep both sides busy"
+    if any(len(owners) > 1 for owners in phase.placement):
+        replicated = sum(len(owners) > 1 for owners in phase.placement)
+        yield f"the plan's placement: {plural(replicated, 'expert')} with replicas"
+    if nearest.why_not:
+        yield f"a promise: {nearest.why_not}"
+
+
+def comparison(plan: Plan, nearest: Colocated) -> Iterator[str]:
+    """The plan and the nearest deployment beside each other, with predicted numbers."""
+    name, phase = chosen_phase(plan)
+    unit = OBJECTIVE_UNITS[plan.objective]
+    yield f"{plan.model} on {plan.cluster}, {name}, workload {plan.workload}"
+    yield f"plan:    {_line(phase.layout, phase.parallel, phase.devices)}"
+    yield f"         {_rates(phase.predicted, plan)}"
+    if phase.layout == "disaggregated":
+        yield f"nearest: {_line(nearest.layout, nearest.parallel, nearest.devices)}"
+        mine, theirs = score(phase.predicted, plan.objective), score(nearest.predicted, plan.objective)
+        share = f"; {theirs / mine - 1:+.0%} {unit}" if mine and theirs else ""
+        yield f"         {_rates(nearest.predicted, plan)}{share}"
+
+
+def _line(layout: Layout, parallel: Parallel, devices: tuple[DeviceUse, ...]) -> str:
+    return f"{LAYOUT_TITLES[layout]}: {degrees_text(layout, parallel)}; {devices_text(devices)}"
+
+
+def _rates(predicted: Predicted, plan: Plan) -> str:
+    rate = f"{number(score(predicted, plan.objective))} {OBJECTIVE_UNITS[plan.objective]}"
+    if predicted.tpot_s is not None:
+        return f"predicted {milliseconds(predicted.tpot_s)} a token, {rate}"
+    return f"predicted {milliseconds(predicted.ttft_s)} to the first token, {rate}"
+
+
+def preamble(plan: Plan, nearest: Colocated, target: Target, engine: str) -> str:
+    """Comments above a command: plan and nearest deployment side by side, then what is lost."""
+    lost = [*losses(plan, nearest), *_format_losses(target.precision, engine)]
+    lines = [f"{engine}: the nearest settings to this plan", *comparison(plan, nearest)]
+    if nearest.num_instances > 1:
+        lines.append(
+            f"this starts one of {nearest.num_instances} instances: run it for each, and balance requests between them"
+        )
+    return commented(*lines, *(["lost:", *(f"  - {line}" for line in lost)] if lost else []))
+
+
+def _format_losses(precision: PrecisionSpec, engine: str) -> Iterator[str]:
+    if precision.dispatch != precision.combine or precision.dispatch not in ("bfloat16", "float16"):
+        yield f"rows sent as {precision.dispatch} and back as {precision.combine}: {engine}'s exchange decides"
+    if precision.weights == "int4":
+        yield f"int4 weights: give {engine} a checkpoint that is quantised already"
+
+
+def format_options(precision: PrecisionSpec, fp8_kv: str) -> Options:
+    """Options both engines share: formats of keys and values and of weights; `fp8_kv` is how fp8 is spelled there."""
+    options: Options = [("--kv-cache-dtype", fp8_kv if precision.kv == "fp8" else "auto")]
+    if precision.weights == "fp8":
+        options.append(("--quantization", "fp8"))
+    elif precision.weights != "int4":
+        options.append(("--dtype", precision.weights))
+    return options
+
+
+def commented(*lines: str) -> str:
+    """Lines of a shell script or YAML file that are comments."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def shell_command(program: str, options: Options) -> str:
+    """``program \\`` and one option a line."""
+    lines = [program, *(name if value is None else f"{name} {value}" for name, value in options)]
+    return " \\\n  ".join(lines) + "\n"

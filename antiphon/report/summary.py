@@ -1,0 +1,184 @@
+"""What a plan says in words and rows: the part of a report that terminal and page share."""
+
+from antiphon.report.contents import PhaseContents, Report
+from antiphon.report.words import (
+    LAYOUT_TITLES,
+    OBJECTIVE_UNITS,
+    PHASE_TITLES,
+    degrees_text,
+    devices_text,
+    milliseconds,
+    number,
+    plural,
+    score,
+    short_degrees,
+)
+from antiphon.specs.counts import count_parameters
+from antiphon.specs.plan import Objective, PhasePlan, Rejected
+
+Row = tuple[str, ...]
+FACTS = (
+    "layout",
+    "instances",
+    "sizes of one",
+    "devices",
+    "micro-batches",
+    "batch of one instance",
+    "time per output token",
+    "time to first token",
+    "of it in the queue",
+    "tokens/s",
+    "  per device",
+    "  per unit of price",
+    "  per watt",
+    "attention, a layer",
+    "experts, a layer",
+    "exchange, one way",
+)
+"""Names of `facts` in the order in which they are shown; what parts wait for comes after them."""
+NEARLY_EQUAL = 0.95
+LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan", "why it lost")
+
+
+def headline(contents: PhaseContents, objective: Objective) -> str:
+    """The answer in one sentence."""
+    phase, predicted = contents.phase, contents.phase.predicted
+    latency = (
+        f"{milliseconds(predicted.tpot_s)} a token"
+        if contents.name == "decode"
+        else f"{milliseconds(predicted.ttft_s)} to the first token"
+    )
+    copies = f"{plural(phase.num_instances, 'instance')} of " if phase.num_instances > 1 else ""
+    return (
+        f"{PHASE_TITLES[contents.name]}: {LAYOUT_TITLES[phase.layout]}, {copies}"
+        f"{degrees_text(phase.layout, phase.parallel)}: {latency}, {number(predicted.tokens_per_s)} tokens/s, "
+        f"{number(score(predicted, objective))} {OBJECTIVE_UNITS[objective]}"
+    )
+
+
+def verdict(contents: PhaseContents, objective: Objective) -> str:
+    """Whether attention and experts should be apart here, and what that is worth; empty if only one was searched."""
+    phase = contents.phase
+    others = [
+        loser for loser in phase.rejected if (loser.layout == "disaggregated") != (phase.layout == "disaggregated")
+    ]
+    if not others:
+        return ""
+    mine = score(phase.predicted, objective)
+    if phase.layout != "disaggregated":
+        theirs = score(others[0].predicted, objective) if others[0].predicted else None
+        near = mine is not None and theirs is not None and theirs >= NEARLY_EQUAL * mine
+        return f"{'To disaggregate gains nothing here' if near else 'Do not disaggregate here'}: {others[0].reason}"
+    rates = [(rate, loser) for loser in others if loser.predicted and (rate := score(loser.predicted, objective))]
+    if not rates or mine is None:
+        return "Disaggregate here: no colocated layout meets the constraints"
+    best, loser = max(rates, key=lambda pair: pair[0])
+    unit = OBJECTIVE_UNITS[objective]
+    if mine < best:
+        other = LAYOUT_TITLES[loser.layout]
+        return f"Disaggregate here, beside the other phase; alone {other} gives {best / mine:.2f} times as much"
+    gain = f"{mine / best:.2f} times the best {LAYOUT_TITLES[loser.layout]} in {unit}"
+    return f"Disaggregate here: {gain}" if best <= NEARLY_EQUAL * mine else f"To disaggregate gains little here: {gain}"
+
+
+def facts(contents: PhaseContents) -> list[tuple[str, str]]:
+    """The chosen plan as (name, value)."""
+    phase, predicted = contents.phase, contents.phase.predicted
+    unit = "requests" if contents.name == "decode" else "tokens"
+    rows = [
+        ("layout", LAYOUT_TITLES[phase.layout]),
+        ("instances", f"{phase.num_instances:,}"),
+        ("sizes of one", degrees_text(phase.layout, phase.parallel)),
+        ("devices", devices_text(phase.devices)),
+        ("micro-batches", f"{phase.micro_batches}"),
+        ("batch of one instance", f"{phase.batch:,} {unit}"),
+        *latencies(phase),
+        ("tokens/s", number(predicted.tokens_per_s)),
+        ("  per device", number(predicted.per_gpu)),
+        ("  per unit of price", number(predicted.per_cost)),
+        ("  per watt", number(predicted.per_power)),
+    ]
+    if predicted.t_a_s is not None:
+        rows += [
+            ("attention, a layer", milliseconds(predicted.t_a_s)),
+            ("experts, a layer", milliseconds(predicted.t_e_s)),
+            ("exchange, one way", milliseconds(predicted.t_c_s)),
+        ]
+    return rows + [(f"{part} waits for", what) for part, what in predicted.bound_by.items()]
+
+
+def latencies(phase: PhasePlan) -> list[tuple[str, str]]:
+    """Whichever of the two latencies and the queueing delay are predicted."""
+    predicted = phase.predicted
+    named = (
+        ("time per output token", predicted.tpot_s),
+        ("time to first token", predicted.ttft_s),
+        ("of it in the queue", predicted.queueing_s),
+    )
+    return [(name, milliseconds(value)) for name, value in named if value is not None]
+
+
+def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) -> Row:
+    """A layout that lost, in the order of `LOSER_COLUMNS`."""
+    predicted = loser.predicted
+    if predicted is None or loser.parallel is None:
+        return (LAYOUT_TITLES[loser.layout], "-", "-", "-", "-", "-", loser.reason)
+    latency_s = predicted.tpot_s if contents.name == "decode" else predicted.ttft_s
+    rate, mine = score(predicted, objective), score(contents.phase.predicted, objective)
+    return (
+        LAYOUT_TITLES[loser.layout],
+        short_degrees(loser.layout, loser.parallel),
+        devices_text(loser.devices),
+        milliseconds(latency_s),
+        number(rate),
+        f"{rate / mine:.2f} ×" if rate and mine else "-",
+        loser.reason,
+    )
+
+
+def placement_summary(phase: PhasePlan) -> str:
+    """How many experts lie where: ``160 experts on 40 workers, 4 each; 12 experts have replicas``."""
+    if not phase.placement:
+        return ""
+    held: dict[int, int] = {}
+    for owners in phase.placement:
+        for worker, _ in owners:
+            held[worker] = held.get(worker, 0) + 1
+    fewest, most = min(held.values()), max(held.values())
+    each = f"{most} each" if fewest == most else f"{fewest} to {most} each"
+    replicated = sum(len(owners) > 1 for owners in phase.placement)
+    copies = f"; {plural(replicated, 'expert')} with replicas" if replicated else ""
+    where = "workers" if phase.layout == "disaggregated" else "ranks"
+    return f"{plural(len(phase.placement), 'expert')} on {len(held)} {where}, {each}{copies}"
+
+
+def subtitle(report: Report) -> str:
+    """Model, cluster and workload in one line."""
+    workload = report.workload
+    lengths = f"{workload.input_tokens.mean:,.0f} tokens in, {workload.output_tokens.mean:,.0f} out on average"
+    rate = f", {workload.requests_per_s:g} requests/s" if workload.requests_per_s else ""
+    slo = workload.slo
+    targets = [f"{name} {milliseconds(value)}" for name, value in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if value]
+    promise = f"; targets at percentile {slo.percentile:g}: {', '.join(targets)}" if targets else "; no latency target"
+    return f"{report.plan.model} on {report.plan.cluster}, workload {report.plan.workload}: {lengths}{rate}{promise}"
+
+
+def given(report: Report) -> str:
+    """The model's size, the machines, the number formats: what the plan was made from, in one line."""
+    counts, precision = count_parameters(report.model), report.precision
+    nodes = ", ".join(
+        f"{plural(group.num_nodes, 'node')} of {group.devices_per_node} {group.device.name}"
+        for group in report.cluster.groups
+    )
+    formats = f"weights {precision.weights}, KV {precision.kv}, computed in {precision.compute}"
+    wire = f"rows sent as {precision.dispatch}, back as {precision.combine}"
+    sizes = f"{number(counts.total / 1e9)} B parameters, {number(counts.active / 1e9)} B active"
+    return f"{sizes}; {nodes}; {formats}, {wire}"
+
+
+def search_summary(report: Report) -> str:
+    """What the search looked at."""
+    considered = report.plan.num_candidates
+    feasible = sum(contents.num_feasible for contents in report.phases)
+    known = f", {feasible:,} of them feasible" if feasible else ""
+    return f"{considered:,} candidates considered in {report.plan.search_s:.2f} s{known}"

@@ -1,0 +1,99 @@
+"""How layouts, sizes and rates are called wherever a plan is shown: one wording for terminal, page and manifests."""
+
+from collections.abc import Sequence
+
+from antiphon.specs.plan import DeviceUse, Layout, Objective, Parallel, PhaseName, PhasePlan, Predicted
+
+LAYOUT_TITLES: dict[Layout, str] = {
+    "disaggregated": "disaggregated",
+    "hybrid": "hybrid TP-EP",
+    "tp_pp": "TP + PP",
+    "dp_ep": "DP + EP",
+}
+PHASE_TITLES: dict[PhaseName, str] = {"prefill": "Prefill", "decode": "Decode"}
+OBJECTIVE_UNITS: dict[Objective, str] = {
+    "per-gpu": "tokens/s per device",
+    "per-cost": "tokens/s per unit of price",
+    "per-power": "tokens/s per watt",
+}
+OBJECTIVE_FIELDS: dict[Objective, str] = {"per-gpu": "per_gpu", "per-cost": "per_cost", "per-power": "per_power"}
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """``plural(2, "worker")`` -> ``"2 workers"``."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def score(predicted: Predicted, objective: Objective) -> float | None:
+    """The rate that `objective` compares; None where it is unknown, such as a price nobody states."""
+    value: float | None = getattr(predicted, OBJECTIVE_FIELDS[objective])
+    return value
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Three significant digits, thousands grouped; ``"unknown"`` for None."""
+    if value is None:
+        return "unknown"
+    digits = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{digits} {unit}".rstrip()
+
+
+def milliseconds(seconds: float | None) -> str:
+    """``0.0123`` -> ``"12.3 ms"``; ``"-"`` for None."""
+    if seconds is None:
+        return "-"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """The unit in which an axis up to `longest_s` has numbers one can read: (seconds of one unit, its sign)."""
+    if longest_s >= 10:
+        return 1.0, "s"
+    return (1e-3, "ms") if longest_s >= 10e-3 else (1e-6, "µs")
+
+
+def gigabytes(num_bytes: float) -> str:
+    """``24e9`` -> ``"24.0 GB"``: device memories are sold in powers of ten. Small amounts in MB; nothing is ``"-"``."""
+    if num_bytes < 1:
+        return "-"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 100e6 else f"{num_bytes / 1e6:.3g} MB"
+
+
+def devices_text(devices: Sequence[DeviceUse]) -> str:
+    """``8 × H20 attention, 16 × L40S experts``; the role is left out where there is only one."""
+    if not devices:
+        return "-"
+    return ", ".join(
+        f"{use.num_devices} × {use.device}{'' if use.role == 'both' else ' ' + use.role}" for use in devices
+    )
+
+
+def degrees_text(layout: Layout, parallel: Parallel) -> str:
+    """The parallel sizes of one instance, in the terms of its layout."""
+    if layout == "disaggregated":
+        attention = f"{plural(parallel.attention_dp, 'attention worker')}{_tp(parallel.attention_tp)}"
+        return f"{attention}, {plural(parallel.expert_workers, 'expert worker')}{_tp(parallel.expert_tp)}"
+    attention = f"attention DP {parallel.attention_dp} × TP {parallel.attention_tp}"
+    experts = f"experts EP {parallel.expert_ep} × TP {parallel.expert_tp}"
+    return f"{attention}, {experts}" + (f", PP {parallel.pp}" if parallel.pp > 1 else "")
+
+
+def short_degrees(layout: Layout, parallel: Parallel) -> str:
+    """The same in a few columns: ``8×TP2 + 16×TP1`` or ``A 8×TP1, E 4×TP2, PP 2``."""
+    if layout == "disaggregated":
+        return f"{parallel.attention_dp}×TP{parallel.attention_tp} + {parallel.expert_workers}×TP{parallel.expert_tp}"
+    stages = f", PP{parallel.pp}" if parallel.pp > 1 else ""
+    return f"A {parallel.attention_dp}×TP{parallel.attention_tp}, E {parallel.expert_ep}×TP{parallel.expert_tp}{stages}"
+
+
+def _tp(degree: int) -> str:
+    return f" of TP {degree}" if degree > 1 else ""
+
+
+def num_devices(phase: PhasePlan) -> int:
+    """Devices of all instances together."""
+    return sum(use.num_devices for use in phase.devices)

@@ -1,0 +1,167 @@
+"""The connection to a Ray cluster: its nodes, and actors on a node of our choice. The only file that imports Ray.
+
+Ray is optional (`pip install 'antiphon[ray]'`). What it raises becomes one line with the address and the mend.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.logging import get_logger
+from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.serve.policy.node_choice import NodeRoom, WorkerNeeds
+from antiphon.serve.ray_seat import RaySeat
+
+_log = get_logger("ray")
+_REACH_S = 5.0
+
+
+def _load_ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start ourselves reports to nobody
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise UserError(f"--ray needs the package ray ({error}): pip install 'antiphon[ray]'") from error
+    return ray
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSeat:
+    """An actor; a reference that is answered when Ray has started it, and one when its worker has ended."""
+
+    actor: Any
+    started: Any
+    ended: Any
+
+
+class RayCluster:
+    """`connect` first, `disconnect` at the end. Methods may be called from any thread."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: auto (the cluster this machine is in), local (a new one of this machine alone) or HOST:PORT."""
+        if "://" in address:
+            raise UserError(
+                f"--ray-address is {address}: the server must itself run on a node of the cluster; "
+                "use auto, local or HOST:PORT"
+            )
+        self.address = address
+        self._ray: Any = None
+        self._seat_class: Any = None
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def connect(self) -> str:
+        """Connect; returns this machine's address in the cluster. `ResourceError` if there is no cluster."""
+        ray = _load_ray()
+        _set_sigterm(_exit_in_order)
+        if self.address not in {"auto", "local"}:
+            self._reach(*split_address(self.address))
+        local: dict[str, object] = {"include_dashboard": False} if self.address == "local" else {}
+        try:
+            ray.init(address=self.address, log_to_driver=False, logging_level="error", namespace="antiphon", **local)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise self._unreachable(_first_line(error)) from error
+        self._ray = ray
+        self._seat_class = ray.remote(RaySeat)
+        _set_sigterm(_exit_in_order)
+        return str(ray.util.get_node_ip_address())
+
+    def _reach(self, host: str, port: int) -> None:
+        """Ray itself tries for a minute and then ends the process."""
+        try:
+            socket.create_connection((host, port), timeout=_REACH_S).close()
+        except OSError as error:
+            raise self._unreachable(f"{error.strerror or error}, tried for {_REACH_S:.0f} s") from error
+
+    def _unreachable(self, reason: str) -> ResourceError:
+        return ResourceError(
+            f"--ray-address {self.address}: no Ray cluster there ({reason}); start one with 'ray start --head' "
+            "(other nodes: 'ray start --address HOST:PORT'), or use --ray-address local"
+        )
+
+    def disconnect(self) -> None:
+        """Leave the cluster; actors of ours that still run end. Safe to call again."""
+        if self._ray is not None:
+            self._ray.shutdown()
+            self._ray = None
+            _set_sigterm(self._on_sigterm)
+
+    def rooms(self) -> list[NodeRoom]:
+        """The live nodes and what each has in all, whoever uses it."""
+        return [
+            NodeRoom(
+                node=str(node["NodeID"]),
+                num_cpus=float(node["Resources"].get("CPU", 0.0)),
+                num_gpus=float(node["Resources"].get("GPU", 0.0)),
+            )
+            for node in self._live_nodes()
+        ]
+
+    def addresses(self) -> dict[str, str]:
+        """The address of each live node."""
+        return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in self._live_nodes()}
+
+    def _live_nodes(self) -> list[dict[str, Any]]:
+        with self._in_words():
+            return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def num_free_cpus(self) -> float:
+        """CPUs that nobody has reserved, over all nodes."""
+        with self._in_words():
+            return float(self._ray.available_resources().get("CPU", 0.0))
+
+    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningSeat:
+        """A worker in an actor on this node; the actor starts when the node has room for it."""
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = self._seat_class.options(
+            num_cpus=needs.num_cpus, num_gpus=needs.num_gpus, scheduling_strategy=strategy, max_restarts=0
+        ).remote()
+        return RunningSeat(actor=actor, started=actor.hello.remote(), ended=actor.run.remote(job))
+
+    def kill(self, seat: RunningSeat) -> None:
+        """End an actor and, with it, its worker."""
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # gone already
+            self._ray.kill(seat.actor)
+
+    def finished(self, references: list[Any], timeout_s: float) -> list[Any]:
+        """Those of `references` that have an answer, or an error, within `timeout_s`; returns at the first."""
+        return list(self._ray.wait(references, num_returns=1, timeout=timeout_s)[0]) if references else []
+
+    def answer(self, reference: Any) -> Any:
+        """The answer; `ResourceError` in Ray's words if the actor or its node is gone or could not start."""
+        with self._in_words():
+            return self._ray.get(reference)
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """What Ray raises as a `ResourceError` of one line."""
+        try:
+            yield
+        except (self._ray.exceptions.RayError, ConnectionError, TimeoutError) as error:
+            raise ResourceError(_first_line(error)) from error
+
+
+def _set_sigterm(handler: Any) -> None:
+    """In place of Ray's, which it sets when imported and when connected, and which prints a native stack."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _exit_in_order(number: int, frame: FrameType | None) -> None:
+    """While the server starts: end what was begun. Once it listens it has a handler of its own."""
+    sys.exit(128 + number)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

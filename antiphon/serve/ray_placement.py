@@ -1,0 +1,259 @@
+"""All workers of a server on the nodes of a Ray cluster: placed at the start, placed again when one is lost.
+
+The engine opens its door (`serve/door`) at this machine's address in the cluster, under a secret of this run; Ray
+starts an actor for each worker on the node that `policy/node_choice` names; the actor starts the worker, which joins.
+A thread waits for workers that end. What ended is placed again, on another node if its node is gone, until
+`expect_end`. The secret travels as an argument between Ray's processes. Rejected: Ray's own actor restarts and
+placement groups, which know no roles; and tensors through Ray, whose object store copies what the M2N library writes
+in place.
+"""
+
+import secrets
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.logging import get_logger
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.joining import JoinRole
+from antiphon.serve.policy.node_choice import Seat, WorkerNeeds, choose_node, choose_nodes, most_cpus
+from antiphon.serve.ray_cluster import RayCluster, RunningSeat
+from antiphon.serve.ray_seat import WorkerEnd
+from antiphon.serve.worker.joined import JoinOrder, TetheredJob
+
+_log = get_logger("ray")
+_LOOK_S = 0.5
+_MAX_FAILURES = 3  # in a row, of one worker while the server starts
+_STEADY_S = 10.0  # a worker that lived so long has not failed to start
+_MAX_PAUSE_S = 30.0
+_NO_ROOM_S = 5.0  # between two looks for a node with room
+_END_S = 5.0  # for workers to end once the engine has
+
+
+@dataclass(kw_only=True)
+class _Place:
+    """One worker's place: where it sits, and how that goes."""
+
+    side: JoinRole
+    index: int
+    node: str = ""
+    seat: RunningSeat | None = None
+    started: bool = False
+    placed_s: float = 0.0
+    next_try_s: float = 0.0
+    num_failures: int = 0
+    avoid: frozenset[str] = field(default_factory=frozenset)
+
+    def __str__(self) -> str:
+        return f"{self.side} worker {self.index}"
+
+
+class RayPlacement:
+    """Enter it, start an engine with `config`, call `check` while that loads; `expect_end` before the engine stops."""
+
+    def __init__(self, config: ServeConfig, cluster: RayCluster, *, start_timeout_s: float = 60.0) -> None:
+        if config.layout != "disaggregated":
+            raise UserError("--ray places attention and expert workers: add --layout disaggregated")
+        if config.joined_attention or config.joined_experts:
+            raise UserError("--ray places all workers itself: leave --join-workers and --join-address out")
+        if ":" in config.device:
+            raise UserError(f"--device {config.device}: with --ray, Ray chooses the GPUs; use cuda")
+        self._asked = config
+        self._cluster = cluster
+        self._needs = WorkerNeeds(num_cpus=config.num_threads or 1, num_gpus=0 if config.device == "cpu" else 1)
+        self._start_timeout_s = start_timeout_s
+        self._secret = secrets.token_hex(32).encode()
+        sides: list[tuple[JoinRole, int]] = [("attention", config.num_attention), ("experts", config.num_experts)]
+        self._places = [_Place(side=side, index=index) for side, count in sides for index in range(count)]
+        self._reserved: socket.socket | None = None
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._failure: ResourceError | None = None
+        self._keeper = threading.Thread(target=self._keep, name="ray", daemon=True)
+        self.config = config
+
+    def __enter__(self) -> Self:
+        host = self._cluster.connect()
+        try:
+            self._choose()
+            address = self._reserve(host)
+            self.config = replace(
+                self._asked,
+                join_address=address,
+                join_secret=self._secret,
+                joined_attention=self._asked.num_attention,
+                joined_experts=self._asked.num_experts,
+            )
+            for place in self._places:
+                self._start(place)
+            self._keeper.start()
+        except BaseException:
+            self._close(0.0)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.expect_end()
+        self._close(_END_S if kind is None else 0.0)
+
+    def check(self) -> None:
+        """`ResourceError` if a worker cannot be placed or cannot join; for whoever waits until all have joined."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+
+    def expect_end(self) -> None:
+        """From now on nobody who ends is placed again."""
+        self._ending.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+
+    def nodes(self) -> dict[str, str]:
+        """The Ray node of each worker that has one now, by the worker's side and index, as in ``experts[1]``."""
+        return {f"{place.side}[{place.index}]": place.node for place in self._places if place.seat is not None}
+
+    # --- start and end -----------------------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        """What each worker reserves (the threads that were asked for, or as many as fit), and its first node."""
+        config = self._asked
+        rooms, free = self._cluster.rooms(), self._cluster.num_free_cpus()
+        num_cpus = config.num_threads or most_cpus(
+            rooms, config.num_attention, config.num_experts, self._needs.num_gpus
+        )
+        self._needs = WorkerNeeds(num_cpus=max(1, num_cpus), num_gpus=self._needs.num_gpus)
+        seats = choose_nodes(rooms, config.num_attention, config.num_experts, self._needs)
+        if seats is None or free < len(self._places) * self._needs.num_cpus:
+            each = f"{self._needs.num_cpus} CPUs" + (" and 1 GPU" if self._needs.num_gpus else "")
+            have = ", ".join(f"{room.num_cpus:g} CPUs and {room.num_gpus:g} GPUs" for room in rooms) or "nothing"
+            raise ResourceError(
+                f"{len(self._places)} workers need {each} each; the Ray cluster's nodes have {have}, and {free:g} CPUs "
+                "are free in all: add nodes, end other jobs, or lower --threads, --attention or --experts"
+            )
+        for place, seat in zip(self._places, seats, strict=True):
+            place.node = seat.node
+
+    def _reserve(self, host: str) -> str:
+        """An address for the engine's door that nobody else gets until the engine listens there."""
+        self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((host, 0))
+        return f"{host}:{self._reserved.getsockname()[1]}"
+
+    def _start(self, place: _Place) -> None:
+        """Have Ray start the actor, and the actor its worker."""
+        host = self._cluster.addresses().get(place.node, "")
+        order = JoinOrder(
+            address=self.config.join_address,
+            role=place.side,
+            host=host,
+            model=str(self._asked.model.resolve()),
+            num_threads=self._needs.num_cpus,
+            patience_s=self._start_timeout_s / _MAX_FAILURES,
+        )
+        job = msgspec.json.encode(TetheredJob(order=order, secret=self._secret))
+        place.seat = self._cluster.start_worker(place.node, self._needs, job)
+        place.started = False
+        place.placed_s = time.monotonic()
+        _log.info("%s: on Ray node %s at %s, %d threads", place, place.node[:8], host, self._needs.num_cpus)
+
+    def _close(self, patience_s: float) -> None:
+        """End what still runs after `patience_s`; if all went well the workers end because the engine has."""
+        deadline = time.monotonic() + patience_s
+        waiting = [place.seat.ended for place in self._places if place.seat is not None]
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ended = self._cluster.finished(waiting, left)
+            waiting = [reference for reference in waiting if reference not in ended]
+        for place in self._places:
+            if place.seat is not None:
+                self._cluster.kill(place.seat)
+                place.seat = None
+        self._cluster.disconnect()
+        if self._reserved is not None:
+            self._reserved.close()
+
+    # --- the keeper's thread -----------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._ending.is_set():
+            try:
+                self._look_after_places()
+            except ResourceError as error:
+                _log.error("the Ray cluster does not answer: %s", error)
+                self._ending.wait(_NO_ROOM_S)
+
+    def _look_after_places(self) -> None:
+        """Wait until a worker ends, at most `_LOOK_S`, and do what there is to do."""
+        watched = [place.seat.ended for place in self._places if place.seat is not None]
+        if not watched:
+            self._ending.wait(_LOOK_S)
+        ended = self._cluster.finished(watched, _LOOK_S)
+        if self._ending.is_set():
+            return
+        for place in self._places:
+            if place.seat is not None and place.seat.ended in ended:
+                self._on_end(place, place.seat)
+            elif place.seat is not None and not place.started:
+                self._look_whether_started(place, place.seat)
+        for place in self._places:
+            if place.seat is None and time.monotonic() >= place.next_try_s:
+                self._place_again(place)
+
+    def _look_whether_started(self, place: _Place, seat: RunningSeat) -> None:
+        """Give up a node that has no room for the actor."""
+        if self._cluster.finished([seat.started], 0.0):
+            place.started = True
+            place.avoid = frozenset()
+        elif time.monotonic() - place.placed_s > self._start_timeout_s:
+            place.avoid |= {place.node}
+            free = self._cluster.num_free_cpus()
+            self._give_up(
+                place,
+                f"Ray node {place.node[:8]} has not started it within {self._start_timeout_s:g} s: it needs "
+                f"{self._needs.num_cpus} CPUs, {free:g} are free in the cluster; end other jobs or lower --threads",
+                fatal=True,
+            )
+
+    def _on_end(self, place: _Place, seat: RunningSeat) -> None:
+        try:
+            end = msgspec.json.decode(self._cluster.answer(seat.ended), type=WorkerEnd)
+        except ResourceError as error:
+            self._give_up(place, str(error))
+            return
+        if end.code < 0:
+            self._give_up(place, f"killed by {signal.Signals(-end.code).name}")
+        else:
+            self._give_up(place, ": ".join([f"exit code {end.code}", *(end.last_lines[-1:] if end.code else [])]))
+
+    def _give_up(self, place: _Place, reason: str, *, fatal: bool = False) -> None:
+        """Leave the seat; sit down again at once, or after a pause if it has failed before."""
+        assert place.seat is not None, "only who sits can get up"
+        self._cluster.kill(place.seat)
+        place.seat = None
+        steady = time.monotonic() - place.placed_s > _STEADY_S
+        place.num_failures = 1 if steady and not fatal else place.num_failures + 1
+        pause_s = 0.0 if place.num_failures == 1 else min(_MAX_PAUSE_S, 0.5 * 2.0**place.num_failures)
+        place.next_try_s = time.monotonic() + pause_s
+        _log.warning("%s ended: %s", place, reason)
+        if fatal or place.num_failures >= _MAX_FAILURES:
+            with self._lock:
+                self._failure = ResourceError(f"{place} on Ray does not start: {reason}")
+
+    def _place_again(self, place: _Place) -> None:
+        taken = [Seat(side=other.side, node=other.node) for other in self._places if other.seat is not None]
+        node = choose_node(self._cluster.rooms(), taken, place.side, self._needs, place.avoid)
+        if node is None:
+            _log.warning("%s: no node has %d CPUs to spare; waiting for one", place, self._needs.num_cpus)
+            place.next_try_s = time.monotonic() + _NO_ROOM_S
+            return
+        place.node = node
+        self._start(place)

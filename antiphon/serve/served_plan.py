@@ -1,0 +1,217 @@
+"""What this engine must be to obey a decode plan, or the one line that says why it cannot.
+
+    served = obey(plan, spec, Path("plan.json"))
+    config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
+
+1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for)
+2. its parallel sizes are ones the engine has: workers of one device, one pipeline stage, experts whole on one worker
+3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker
+
+What the engine does differently without being wrong (replicas take even turns whatever the fractions) is a note, which
+the caller shows. Rejected: running the nearest thing to a plan that cannot be run. The prediction beside it would then
+be of something else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from antiphon.base.errors import UserError
+from antiphon.models.config import model_spec
+from antiphon.serve.config import MAX_ATTENTION_WORKERS, Layout, ServeConfig
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.plan import Parallel, PhasePlan, Plan, Predicted
+
+# A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
+MAX_WORKERS_PER_DEVICE = 4
+_UNEVEN = 0.05  # a replica's fraction that differs more than this from an even share is worth a note
+_NOT_THE_MODELS = {"eos_token_ids", "bos_token_id", "dtype", "max_position"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPlan:
+    """A plan in this engine's own terms. `placement` None: colocated workers hold all experts.
+
+    `devices`: what the plan counts on. `notes`: where engine and plan differ harmlessly, one line each.
+    """
+
+    file: Path
+    layout: Layout
+    num_attention: int
+    num_experts: int
+    num_micro_batches: int
+    max_running: int
+    placement: ExpertPlacement | None
+    predicted: Predicted
+    devices: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def refuse_other(self, given: Mapping[str, int | str]) -> None:
+        """`UserError` if an option given beside the plan says something else; `given`: option name -> its value."""
+        own: dict[str, int | str] = {
+            "layout": self.layout,
+            "attention": self.num_attention,
+            "experts": self.num_experts,
+            "micro-batches": self.num_micro_batches,
+            "max-running": self.max_running,
+        }
+        for name, value in given.items():
+            if name in own and value not in (own[name], "auto"):
+                raise UserError(
+                    f"--{name} {value} contradicts {self.file}, which says {own[name]}: leave one of them out"
+                )
+
+
+def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
+    """`plan`, read from `file`, for the model `spec`. `UserError` says what keeps it from being run here."""
+    phase = plan.phases.get("decode")
+    if phase is None:
+        phases = " and ".join(plan.phases) or "no phase"
+        raise UserError(f"{file} plans {phases} only: serving needs a decode phase, plan with --phase decode or both")
+    _check_model(plan, spec, file)
+    if phase.layout == "disaggregated":
+        return _disaggregated(phase, spec, file)
+    return _colocated(phase, file)
+
+
+def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None:
+    """`UserError` if the plan asks for far more worker processes than this machine's `num_devices` can carry."""
+    limit = MAX_WORKERS_PER_DEVICE * num_devices
+    if config.num_workers > limit:
+        what = "core(s)" if config.device == "cpu" else "GPU(s)"
+        raise UserError(
+            f"{file} needs {config.num_workers} workers, this machine has {num_devices} {what} for at most {limit}: "
+            f"plan for this machine (antiphon profile), or let workers join (--join-workers)"
+        )
+
+
+def _check_model(plan: Plan, spec: ModelSpec, file: Path) -> None:
+    if not plan.model_config:
+        raise UserError(f"{file} does not say which config.json it was made for: make it anew with antiphon plan")
+    try:
+        planned = model_spec(plan.model_config)
+    except UserError as error:
+        raise UserError(f"{file} holds a model_config that cannot be read: {error}") from error
+    if found := _first_difference(planned, spec, ""):
+        name, theirs, ours = found
+        raise UserError(
+            f"{file} is for {plan.model} with {name} {theirs}, this model has {ours}: "
+            f"serve that model, or plan for this one"
+        )
+
+
+def _first_difference(planned: Any, actual: Any, path: str) -> tuple[str, Any, Any] | None:
+    """(name, planned value, this model's) of the first field that decides sizes and differs."""
+    for field in fields(planned):
+        if field.name in _NOT_THE_MODELS:
+            continue
+        theirs, ours = getattr(planned, field.name), getattr(actual, field.name)
+        if theirs == ours:
+            continue
+        if hasattr(theirs, "__dataclass_fields__") and type(theirs) is type(ours):
+            if (found := _first_difference(theirs, ours, f"{path}{field.name}.")) is not None:
+                return found
+            continue
+        return f"{path}{field.name}", theirs, ours
+    return None
+
+
+def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+    sizes = phase.parallel
+    _refuse_above_one(file, sizes, ("attention_tp", "expert_tp", "pp"), "a worker of this engine is one device")
+    if phase.num_instances != 1:
+        raise UserError(
+            f"{file} has {phase.num_instances} disaggregated instances, a server runs one: "
+            f"start one server for each, with a plan of one instance"
+        )
+    if not 1 <= sizes.attention_dp <= MAX_ATTENTION_WORKERS:
+        raise UserError(f"{file} has {sizes.attention_dp} attention workers: it must be 1 to {MAX_ATTENTION_WORKERS}")
+    num_experts = spec.router.num_experts
+    if sizes.expert_workers < 1:
+        raise UserError(f"{file} has {sizes.expert_workers} expert workers: a disaggregated plan needs at least 1")
+    if len(phase.placement) != num_experts:
+        raise UserError(
+            f"{file} places {len(phase.placement)} experts, this model has {num_experts}: plan for this one"
+        )
+    return ServedPlan(
+        file=file,
+        layout="disaggregated",
+        num_attention=sizes.attention_dp,
+        num_experts=sizes.expert_workers,
+        num_micro_batches=_micro_batches(phase, file),
+        max_running=_per_worker(phase, sizes.attention_dp, file),
+        placement=_placement(phase, file),
+        predicted=phase.predicted,
+        devices=_devices(phase),
+        notes=_uneven_replicas(phase),
+    )
+
+
+def _colocated(phase: PhasePlan, file: Path) -> ServedPlan:
+    """Without any parallel size above 1 the three colocated layouts are one: replicas that hold the whole model."""
+    why = f"this engine runs {phase.layout} only as replicas of the whole model"
+    _refuse_above_one(file, phase.parallel, ("attention_tp", "attention_dp", "expert_tp", "expert_ep", "pp"), why)
+    if not 1 <= phase.num_instances <= MAX_ATTENTION_WORKERS:
+        raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_ATTENTION_WORKERS}")
+    return ServedPlan(
+        file=file,
+        layout="colocated",
+        num_attention=phase.num_instances,
+        num_experts=1,
+        num_micro_batches=_micro_batches(phase, file),
+        max_running=_per_worker(phase, 1, file),
+        placement=None,
+        predicted=phase.predicted,
+        devices=_devices(phase),
+        notes=(),
+    )
+
+
+def _refuse_above_one(file: Path, sizes: Parallel, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if (value := getattr(sizes, name)) != 1:
+            raise UserError(f"{file} has {name} {value}: {why}, so it must be 1; plan again without it")
+
+
+def _micro_batches(phase: PhasePlan, file: Path) -> int:
+    if not 1 <= phase.micro_batches <= 64:
+        raise UserError(f"{file} has {phase.micro_batches} micro-batches: it must be 1 to 64")
+    return phase.micro_batches
+
+
+def _per_worker(phase: PhasePlan, num_workers: int, file: Path) -> int:
+    """Requests that one attention worker runs at once: an even share of the instance's, the odd ones on top."""
+    if phase.batch < 1:
+        raise UserError(f"{file} has a batch of {phase.batch}: it must be at least 1")
+    return -(-phase.batch // num_workers)
+
+
+def _placement(phase: PhasePlan, file: Path) -> ExpertPlacement:
+    """The workers with a share of each expert become its owners."""
+    owners = tuple(tuple(worker for worker, fraction in shares if fraction > 0) for shares in phase.placement)
+    try:
+        return ExpertPlacement(num_workers=phase.parallel.expert_workers, owners=owners)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def _devices(phase: PhasePlan) -> tuple[str, ...]:
+    return tuple(sorted({use.device for use in phase.devices}))
+
+
+def _uneven_replicas(phase: PhasePlan) -> tuple[str, ...]:
+    uneven = [
+        expert
+        for expert, shares in enumerate(phase.placement)
+        if any(fraction > 0 and abs(fraction - 1 / _num_owners(shares)) > _UNEVEN for _, fraction in shares)
+    ]
+    if not uneven:
+        return ()
+    first = ", ".join(map(str, uneven[:5])) + (", …" if len(uneven) > 5 else "")
+    return (f"experts {first} have uneven fractions in the plan; here the replicas of an expert take even turns",)
+
+
+def _num_owners(shares: tuple[tuple[int, float], ...]) -> int:
+    return sum(fraction > 0 for _, fraction in shares)

@@ -1,0 +1,105 @@
+"""A worker that joins an engine on another machine: what `antiphon worker` runs, and what other launchers start.
+
+    python -m antiphon.serve.worker.joined        # a `TetheredJob` as one line of JSON on standard input
+
+Launched that way the worker is tethered: it lives no longer than the process that holds the other end of its standard
+input, whatever ends that one. The secret comes the same way, because arguments and environments of a process can be
+read from outside. Signals to a whole group or service are the engine's affair, as for workers it starts itself.
+"""
+
+import io
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
+from antiphon.base.logging import get_logger
+from antiphon.serve.join_secret import exchange_secret
+from antiphon.serve.joining import JoinRole, join_engine
+from antiphon.serve.reachable_host import refuse_wildcard
+from antiphon.serve.worker.messages import Configure, ToWorker
+from antiphon.serve.worker.process import run_worker
+
+_log = get_logger("worker")
+EXIT_ADRIFT = 3  # whoever held the other end of standard input is gone
+
+
+class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine to join, as what. Empty or 0: `host` as the engine sees it, `model` the engine's own path,
+    `num_threads` all cores this process may use."""
+
+    address: str
+    role: JoinRole
+    host: str = ""
+    model: str = ""
+    num_threads: int = 0
+    patience_s: float = 60.0
+
+
+class TetheredJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What a launcher writes to a tethered worker's standard input."""
+
+    order: JoinOrder
+    secret: bytes
+
+
+def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], None] = lambda: None) -> int:
+    """Join, work until the engine ends; returns the exit code. `PeerTimeout` and `Refused` as `join_engine`."""
+    refuse_wildcard("--host", order.host, order.host)
+    channel = join_engine(
+        order.address,
+        secret,
+        role=order.role,
+        name=f"{order.role} on {platform.node()}",
+        host=order.host,
+        pid=os.getpid(),
+        patience_s=order.patience_s,
+    )
+    on_joined()
+
+    def adapt(configure: Configure) -> Configure:
+        exchange = configure.exchange
+        if exchange is None:
+            raise UserError(
+                f"the engine at {order.address} exchanges nothing: it does not run the disaggregated layout"
+            )
+        return msgspec.structs.replace(
+            configure,
+            model=order.model or configure.model,
+            num_threads=order.num_threads or len(os.sched_getaffinity(0)),
+            cores=[],
+            exchange=msgspec.structs.replace(exchange, secret=exchange_secret(secret)),
+        )
+
+    channel.speak("engine", ToWorker)
+    return run_worker(channel, adapt)
+
+
+def _end_with(tether: io.FileIO) -> None:
+    """End this process when the other end of `tether` is closed, which its owner's death does too."""
+    while tether.read(4096):
+        pass
+    os._exit(EXIT_ADRIFT)
+
+
+def main() -> int:
+    """A tethered worker; the exit code. What goes wrong before it has joined is one line on standard error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    tether = io.FileIO(sys.stdin.fileno(), closefd=False)  # no buffer: its lock would be held when Python ends
+    job = msgspec.json.decode(tether.readline(), type=TetheredJob)
+    threading.Thread(target=_end_with, args=(tether,), name="tether", daemon=True).start()
+    try:
+        return run_joined_worker(job.order, job.secret)
+    except (UserError, PeerTimeout, PeerLost, Refused) as error:
+        _log.error("%s", error)
+        return error.exit_code if isinstance(error, UserError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Predicted against measured: a token's time and the decode rate over layouts, workers, micro-batches and requests.
+
+    python benchmarks/predict.py MODEL --json out.json
+    python benchmarks/predict.py MODEL --grid colocated:1,8,32 --grid 1+1/m2:32,64 --rounds 3
+
+1. The machine is profiled (`antiphon profile`), and profiled again after the grid: it drifts. A point's prediction is
+   the mean of both; what they differ by stands beside it. `--profile FILE` takes one made before.
+2. Points with the same engine run one after the other; points are interleaved over `--rounds` rounds, with engines
+   stopped while another runs, as in `benchmarks/layouts.py`.
+3. Only steps count in which all requests decode. Each miss above 30% is listed with the part that misses most, found by
+   comparing what the workers' spans say with the prediction's parts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
+from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.bench.profile.profile import Wanted, measure
+from antiphon.bench.profile.step_parts import step_parts
+from antiphon.bench.quiet import CpuWatch, wait_for_quiet
+from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.models.config import load_model_spec
+from antiphon.planner.local import LocalChoice, LocalPrediction, predict_decode
+from antiphon.planner.local_times import LocalTimes, local_times_to_json, read_local_times
+from antiphon.specs.model import ModelSpec
+
+DEFAULT_GRID = (
+    "colocated:1,4,16,64,128",
+    "colocated*2:2,16,64,128",
+    "1+1/m1:1,16,64,128",
+    "1+1/m2:16,64,128",
+    "1+1/m3:64,128",
+    "1+2/m2:32,128",
+    "2+1/m2:32,128",
+)
+MISS = 0.3
+GOAL = 0.15
+
+
+@dataclass(frozen=True)
+class Point:
+    """One engine at one number of requests."""
+
+    contestant: str
+    concurrency: int
+
+
+@dataclass
+class Measured:
+    """One round of one point. `parts_s`: of one step, from the spans, under the prediction's names."""
+
+    tpot_s: float
+    tokens_per_s: float
+    parts_s: dict[str, float]
+    foreign_share: float
+
+
+def parse_grid(texts: Sequence[str]) -> list[Point]:
+    """``colocated:1,8`` -> two points; `UserError` names what is wrong."""
+    points = []
+    for text in texts:
+        contestant, _, counts = text.partition(":")
+        parse_contestant(contestant)
+        try:
+            points += [Point(contestant, int(count)) for count in counts.split(",")]
+        except ValueError as error:
+            raise UserError(f"--grid {text!r} is no grid: write for example 1+1/m2:16,64") from error
+    if wrong := [point for point in points if point.concurrency < 1]:
+        raise UserError(f"--grid {wrong[0].contestant}: {wrong[0].concurrency} requests: it must be at least 1")
+    return points
+
+
+def predict(times: LocalTimes, spec: ModelSpec, point: Point, context: float) -> LocalPrediction:
+    layout, num_attention, num_experts, num_micro_batches = parse_contestant(point.contestant)
+    choice = LocalChoice(
+        layout=layout,
+        num_attention=num_attention,
+        num_experts=max(1, num_experts),
+        num_micro_batches=num_micro_batches,
+    )
+    return predict_decode(times, spec, choice, concurrency=point.concurrency, context=context)
+
+
+class Contestant:
+    """An engine with spans, for all points that need it."""
+
+    def __init__(self, name: str, model: Path, counts: Sequence[int], input_tokens: int, output_tokens: int) -> None:
+        spec = load_model_spec(model)
+        tokens = input_tokens + output_tokens
+        self._engine = AntiphonEngine(name, model, max_concurrency=max(counts), max_tokens=tokens, trace=True)
+        self._workloads = {
+            count: make_workload(WorkloadSize(count, input_tokens, output_tokens), spec.vocab_size) for count in counts
+        }
+
+    def start(self) -> None:
+        self._engine.start()
+        for workload in self._workloads.values():
+            self._engine.fill_prefix_cache(workload)
+        self._engine.pause()
+
+    def measure(self, concurrency: int, patience_s: float) -> Measured:
+        self._engine.resume()
+        try:
+            wait_for_quiet(timeout_s=patience_s)
+            self._engine.take_spans()
+            watch = CpuWatch()
+            tokens_per_s = self._engine.steady_decode_tokens_per_s(self._workloads[concurrency])
+            share = watch.foreign_share()
+            spans = self._engine.take_spans()
+        finally:
+            self._engine.pause()
+        parts = step_parts(spans, concurrency)
+        return Measured(concurrency / tokens_per_s, tokens_per_s, parts, share)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[Measured]]:
+    """All points in turn, `--rounds` times; every other round in the opposite order."""
+    names = list(dict.fromkeys(point.contestant for point in points))
+    results: dict[Point, list[Measured]] = {point: [] for point in points}
+    with progress("running the engines") as report:
+        for number in range(arguments.rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                counts = [point.concurrency for point in points if point.contestant == name]
+                contestant = Contestant(name, arguments.model, counts, arguments.input_tokens, arguments.output_tokens)
+                try:
+                    contestant.start()
+                    for count in counts:
+                        results[Point(name, count)].append(contestant.measure(count, arguments.patience))
+                finally:
+                    contestant.close()
+                report(sum(map(len, results.values())), arguments.rounds * len(points))
+    return results
+
+
+def row_of(point: Point, predictions: Sequence[LocalPrediction], measured: Sequence[Measured]) -> dict[str, Any]:
+    """What the table and the JSON say of a point."""
+    tpot_s = median(each.tpot_s for each in measured)
+    predicted_s = sum(each.tpot_s for each in predictions) / len(predictions)
+    layout, num_attention, num_experts, num_micro_batches = parse_contestant(point.contestant)
+    names = {name for each in measured for name in each.parts_s}
+    return {
+        "contestant": point.contestant,
+        "layout": layout,
+        "attention": num_attention,
+        "experts": num_experts,
+        "micro_batches": num_micro_batches,
+        "concurrency": point.concurrency,
+        "predicted_tpot_s": predicted_s,
+        "measured_tpot_s": tpot_s,
+        "predicted_tokens_per_s": point.concurrency / predicted_s,
+        "measured_tokens_per_s": median(each.tokens_per_s for each in measured),
+        "error": predicted_s / tpot_s - 1,
+        "drift": max(each.tpot_s for each in predictions) / min(each.tpot_s for each in predictions) - 1,
+        "foreign_cpu_share": max(each.foreign_share for each in measured),
+        "predicted_parts_s": dict(predictions[0].parts_s),
+        "predicted_t_s": {name: getattr(predictions[0], name) for name in ("t_a_s", "t_e_s", "t_c_s")},
+        "measured_parts_s": {name: median(each.parts_s.get(name, 0.0) for each in measured) for name in sorted(names)},
+    }
+
+
+def blame(row: dict[str, Any]) -> str:
+    """The part of a step whose prediction misses by the most time."""
+    ours, theirs = row["predicted_parts_s"], row["measured_parts_s"]
+    misses = {name: ours[name] - theirs.get(name, 0.0) for name in ours}
+    worst = max(misses, key=lambda name: abs(misses[name]))
+    text = f"{worst} {ours[worst] * 1e3:.2f} ms predicted, {theirs.get(worst, 0.0) * 1e3:.2f} ms in the spans"
+    for name in ("t_a_s", "t_e_s"):
+        if (mine := row["predicted_t_s"][name]) is not None:
+            text += f"; {name.removesuffix('_s').upper()} {mine * 1e6:.0f} µs, {theirs.get(name, 0.0) * 1e6:.0f} µs"
+    return text
+
+
+def report_rows(rows: Sequence[dict[str, Any]]) -> float:
+    """Print the table; returns the median error of a token's time."""
+    print("engine           requests  predicted  measured   error  predicted  measured  drift  foreign")
+    for row in rows:
+        print(
+            f"{row['contestant']:16s} {row['concurrency']:8d}  {row['predicted_tpot_s'] * 1e3:6.2f} ms  "
+            f"{row['measured_tpot_s'] * 1e3:6.2f} ms  {row['error']:+5.0%}  {row['predicted_tokens_per_s']:5.0f} t/s  "
+            f"{row['measured_tokens_per_s']:5.0f} t/s  {row['drift']:4.0%}  {row['foreign_cpu_share']:6.0%}"
+        )
+    middle = float(median(abs(row["error"]) for row in rows))
+    outcome = "reached" if middle <= GOAL else "missed"
+    print(f"median error {middle:.1%} over {len(rows)} points, goal at most {GOAL:.0%}: {outcome}")
+    for row in rows:
+        if abs(row["error"]) > MISS:
+            print(f"  {row['contestant']} at {row['concurrency']}: {row['error']:+.0%}; most of it: {blame(row)}")
+    return middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--grid", action="append", help="ENGINE:N,N, may be given several times")
+    parser.add_argument("--profile", type=Path, help="local.json of antiphon profile --folder, instead of measuring")
+    parser.add_argument("--quick", action="store_true", help="profile briefly")
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds to wait for other programs, each point")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    try:
+        points = parse_grid(arguments.grid or DEFAULT_GRID)
+        run(arguments, points)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
+    """Profile, grid, profile; table and JSON."""
+    spec = load_model_spec(arguments.model)
+    wanted = Wanted(model=arguments.model, effort=QUICK if arguments.quick else NORMAL)
+    given = read_local_times(arguments.profile) if arguments.profile else None
+    with progress("measuring this machine") as report:
+        profiles = [given or measure(wanted, report)]
+    measured = run_grid(arguments, points)
+    if given is None:
+        with progress("measuring this machine again") as report:
+            profiles.append(measure(wanted, report))
+    context = arguments.input_tokens + arguments.output_tokens / 2
+    rows = [
+        row_of(point, [predict(times, spec, point, context) for times in profiles], measured[point]) for point in points
+    ]
+    middle = report_rows(rows)
+    if arguments.json is not None:
+        rounds = {
+            f"{point.contestant}:{point.concurrency}": [asdict(each) for each in measured[point]] for point in points
+        }
+        written = {
+            "bench": "predict",
+            "command": " ".join(sys.argv),
+            "median_error": middle,
+            "rows": rows,
+            "rounds": rounds,
+            "profiles": [local_times_to_json(times) for times in profiles],
+        }
+        arguments.json.write_text(json.dumps(written, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""The profiler on a tiny model, and what is made of its tables."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.bench.profile.crew import Crew
+from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.bench.profile.exchange import exchange_medians
+from antiphon.bench.profile.orders import Done, Open, Opened, Rounds, Served, Settle, Times, Work
+from antiphon.bench.profile.profile import Wanted, default_threads, measure
+from antiphon.bench.profile.rig import Rig
+from antiphon.bench.profile.step_parts import gaps_between_steps
+from antiphon.bench.profile.this_machine import cost_profile, this_cluster
+from antiphon.cost.profile_file import profile_from_json, read_profile, write_profile
+from antiphon.models.config import load_model_spec
+from antiphon.planner.local import LocalChoice, predict_decode
+from antiphon.planner.local_times import LocalTimes
+from antiphon.serve.worker.messages import Spans
+from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
+from antiphon.specs.cluster_file import cluster_from_json, cluster_to_json
+
+ROWS, CONTEXT = 3, 20
+
+
+def opening(checkpoint: Path, max_rows: int = 4) -> Open:
+    return Open(
+        model=str(checkpoint), dtype="float32", kernels="auto", max_rows=max_rows, max_tokens=256, max_context=64
+    )
+
+
+@pytest.fixture(scope="module")
+def rig(checkpoint: Path) -> Rig:
+    return Rig(opening(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def measured(checkpoint: Path) -> LocalTimes:
+    """The whole profile, briefly; steps of the progress are counted."""
+    seen: list[tuple[float, float | None]] = []
+    times = measure(Wanted(model=checkpoint, effort=QUICK), lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1], "the progress ends where it said it would"
+    return times
+
+
+@pytest.mark.parametrize("kind", ["colocated", "attention"])
+def test_a_step_is_told_apart_into_its_parts(rig: Rig, kind: str) -> None:
+    work = Work(kind="colocated" if kind == "colocated" else "attention", rows=ROWS, context=CONTEXT)
+    for _ in range(2):
+        rig.run_once(work)
+    times = rig.times_of(work)
+    assert [len(part) for part in (times.attention, times.head, times.step)] == [2, 2, 2]
+    assert len(times.experts) == (2 if kind == "colocated" else 0)
+    assert min(times.attention + times.head) > 0
+    assert rig.times_of(work) == Times()
+
+
+def test_experts_are_given_what_the_gate_chose_for_those_held(rig: Rig) -> None:
+    every = Work(kind="experts", rows=ROWS, context=CONTEXT, num_held=rig.spec.router.num_experts)
+    rig.run_once(every)
+    sent = rig._captured(every)
+    assert set(sent) == {layer for layer, routes in enumerate(rig.spec.moe_layers) if routes}
+    assert all(each.rows_TH.shape[0] == ROWS and int(each.ids_TK.min()) >= 0 for each in sent.values())
+    one = Work(kind="experts", rows=ROWS, context=CONTEXT, num_held=1)
+    held = rig._captured(one)
+    for layer, each in held.items():
+        rows_of_expert_0 = (sent[layer].ids_TK == 0).any(dim=1).sum()
+        assert each.rows_TH.shape[0] == rows_of_expert_0
+        assert set(each.ids_TK.unique().tolist()) <= {-1, 0}
+    rig.run_once(one)
+    assert len(rig.times_of(one).experts) >= 1
+
+
+def test_a_prompt_is_one_sequence_from_its_beginning(rig: Rig) -> None:
+    work = Work(kind="attention", rows=1, prompt_tokens=40)
+    rig.run_once(work)
+    assert len(rig.times_of(work).attention) == 1
+
+
+def test_a_process_says_what_went_wrong_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    with Crew() as crew:
+        handle = crew.start("worker 7")
+        handle.ask(Settle(num_threads=1, cores=[0]), Done)
+        with pytest.raises(UserError, match=r"process worker 7 failed: .*none is missing|worker 7 failed: .*none"):
+            handle.ask(opening(tmp_path / "none"), Opened)
+        handle._process.kill()
+        with pytest.raises(ResourceError, match="worker 7 was killed by SIGKILL: is there enough memory"):
+            handle.ask(opening(checkpoint), Opened)
+
+
+def test_the_profile_answers_for_every_layout(measured: LocalTimes, checkpoint: Path) -> None:
+    spec = load_model_spec(checkpoint)
+    assert [each.num_threads for each in measured.threads] == list(default_threads(measured.num_cores))
+    choices = [LocalChoice(layout="colocated"), LocalChoice(layout="colocated", num_attention=measured.num_cores)]
+    if measured.num_cores <= 2:
+        choices.append(LocalChoice(layout="disaggregated", num_micro_batches=2))
+    for choice in choices:
+        few = predict_decode(measured, spec, choice, concurrency=4, context=32)
+        many = predict_decode(measured, spec, choice, concurrency=64, context=32)
+        assert few.tpot_s > 0
+        assert few.tokens_per_s < many.tokens_per_s, "a batch shares the reading of weights"
+    assert measured.exchange.message_bytes.y[0] >= spec.hidden_size * 2
+    assert set(measured.collectives) == {"all_reduce", "all_gather", "all_to_all"}
+    assert measured.collectives["all_reduce"][2].y[0] > 0
+
+
+def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: Path, tmp_path: Path) -> None:
+    spec = load_model_spec(checkpoint)
+    profile = cost_profile(measured, spec, "antiphon profile tiny")
+    write_profile(profile, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == profile
+    assert profile_from_json(json.loads(json.dumps(asdict(profile)))) == profile
+    fewest = min(measured.threads, key=lambda each: each.num_threads)
+    table = profile.attention_table("decode", num_threads=fewest.num_threads)
+    assert table is not None
+    assert float(table.times.at(1.0, 1.0)) == pytest.approx(fewest.attention_s.y[0])
+    experts = profile.expert_table(num_threads=fewest.num_threads)
+    assert experts is not None
+    num_experts, top_k = spec.router.num_experts, spec.router.top_k
+    row = experts.times.first.index(num_experts)
+    assert experts.times.seconds[row][experts.times.second.index(top_k)] == fewest.experts_s[num_experts].at(1)
+    assert profile.util("shm", 1e9) is not None
+
+
+def test_this_machine_is_a_cluster_that_the_planner_reads(measured: LocalTimes, checkpoint: Path) -> None:
+    cluster = this_cluster(measured, load_model_spec(checkpoint))
+    assert cluster_from_json(json.loads(json.dumps(cluster_to_json(cluster)))) == cluster
+    (group,) = cluster.groups
+    assert group.devices_per_node == measured.num_cores
+    assert group.device.kind == "cpu"
+    assert set(group.device.sources) == {
+        "memory_bytes",
+        "memory_bytes_per_s",
+        "flops_per_s",
+        "scale_up_bytes_per_s",
+        "scale_out_bytes_per_s",
+        "power_w",
+    }
+
+
+def test_sizes_stay_within_the_model_and_what_is_wanted() -> None:
+    bounded = NORMAL.bounded(20, 300)
+    assert bounded.rows == (1, 2, 4, 8, 16, 20)
+    assert bounded.prompts == (32, 128, 300)
+    assert bounded.contexts == (64, 300)
+    assert NORMAL.bounded(256, 8192) == NORMAL
+    assert NORMAL.bounded(1, 10).contexts == (5, 10)
+    with pytest.raises(UserError, match="--max-rows is 0: it must be at least 1"):
+        NORMAL.bounded(0, 100)
+    with pytest.raises(UserError, match="context is 1: at least 2 tokens"):
+        NORMAL.bounded(1, 1)
+
+
+def spans_of(steps: list[tuple[int, int, int, int]]) -> Spans:
+    """(step, rows, begin, end in ns); a sample within each."""
+    records = [(STEP, step, rows, begin, end) for step, rows, begin, end in steps]
+    records += [(SAMPLE, step, 0, begin, end) for step, _, begin, end in steps]
+    return Spans(
+        names=NAMES,
+        name_index=[kind for kind, *_ in records],
+        layers=[-1] * len(records),
+        micro_batches=[-1] * len(records),
+        rows=[rows for _, _, rows, _, _ in records],
+        steps=[step for _, step, *_ in records],
+        starts_ns=[begin for *_, begin, _ in records],
+        ends_ns=[end for *_, end in records],
+    )
+
+
+def test_the_engines_turn_is_between_full_steps_of_all_workers() -> None:
+    first = spans_of([(1, 4, 0, 100), (2, 4, 150, 260), (3, 4, 300, 400), (4, 2, 450, 500)])
+    second = spans_of([(1, 4, 10, 120), (2, 4, 155, 250), (3, 3, 310, 390)])
+    assert gaps_between_steps([first], 4) == pytest.approx([50e-9, 40e-9])
+    assert gaps_between_steps([first, second], 8) == pytest.approx([30e-9])
+    assert gaps_between_steps([first], 7) == []
+
+
+def test_calls_and_ways_of_an_exchange_from_both_clocks() -> None:
+    """Two rounds of a kind. A dispatch takes 10, a way 5 beyond the calls, a receive 20, a reply 7, a combine 3."""
+    us = 1000
+    dispatch = [(0, 10 * us)] * 6
+    combine = [(0, (100 + 7 + 5 + 3) * us)] * 2 + [(0, 3 * us)] * 2 + [(0, 50 * us)] * 2
+    receive = [(0, 0)] + [(0, (10 + 5 + 20) * us)] * 2 + [(0, 0)] * 2 + [(0, 99 * us), (0, 20 * us)]
+    reply = [(0, 0)] + [(100 * us, 107 * us)] * 6
+    found = exchange_medians(
+        Rounds(dispatch_ns=dispatch, combine_ns=combine, message_bytes=64),
+        Served(receive_ns=receive, reply_ns=reply),
+        first=1,
+    )
+    assert found.dispatch_s == pytest.approx(10e-6)
+    assert found.receive_s == pytest.approx(20e-6)
+    assert found.reply_s == pytest.approx(7e-6)
+    assert found.combine_s == pytest.approx(3e-6)
+    assert found.one_way_s == pytest.approx(5e-6)

@@ -1,0 +1,76 @@
+"""`antiphon profile` as users run it: three files and two tables, and one line for what cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import Report
+from antiphon.bench.profile.effort import QUICK
+from antiphon.bench.profile.profile import Wanted
+from antiphon.cli.command_group import single_command
+from antiphon.cli.profile import parse_threads, profile
+from antiphon.cost.profile_file import read_profile
+from antiphon.planner.local_times import LocalTimes, read_local_times
+from antiphon.specs.cluster_file import load_cluster
+from tests.planner.local_times_harness import local_times
+
+
+def test_profile_writes_what_plan_and_predict_read(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measuring itself is tested in tests/bench; here it is replaced by tables made by hand."""
+    asked: list[Wanted] = []
+
+    def measure(wanted: Wanted, report: Report) -> LocalTimes:
+        asked.append(wanted)
+        report(1, 1)
+        return local_times(read_bytes_per_s={1: 2e10, 2: 4e10}, gemm_flops_per_s={1: 4e11, 2: 8e11})
+
+    monkeypatch.setattr("antiphon.cli.profile.measure", measure)
+    folder, out = tmp_path / "measured", tmp_path / "profile.json"
+    arguments = [str(checkpoint), "--quick", "--max-rows", "4", "--folder", str(folder), "--json", str(out)]
+    result = CliRunner().invoke(single_command(profile), arguments)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in folder.iterdir()} == {"profile.json", "this-machine.json", "local.json"}
+    times = read_local_times(folder / "local.json")
+    assert asked == [Wanted(model=checkpoint, effort=QUICK, max_rows=4)]
+    assert json.loads(out.read_text()) == json.loads((folder / "profile.json").read_text())
+    assert read_profile(out).machine.num_cores == times.num_cores
+    assert load_cluster(folder / "this-machine.json").num_devices == times.num_cores
+    assert "reads 40.0 GB/s, multiplies 800 GFLOP/s" in result.output
+    lines = result.output.splitlines()
+    assert any(line.split()[:2] == ["threads", "rows"] for line in lines)
+    assert any(line.split()[:3] == ["rows", "message", "dispatch"] for line in lines)
+    assert lines[-1] == f"written to {folder}: profile.json, this-machine.json, local.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--threads 1,x", "--threads '1,x' is not a list of numbers: write for example 2,1"),
+        ("--threads 0", "--threads '0': give different numbers of at least 1"),
+        ("--threads 2,2", "--threads '2,2': give different numbers of at least 1"),
+        ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
+        ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
+        ("--kernels fast", "--kernels fast do not exist: use auto, cpu or reference"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(checkpoint: Path, options: str, message: str) -> None:
+    result = CliRunner().invoke(single_command(profile), [str(checkpoint), *options.split()])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == message
+
+
+def test_a_folder_that_is_a_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    result = CliRunner().invoke(single_command(profile), [str(checkpoint), "--folder", str(tmp_path / "taken")])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).endswith("is a file: name a folder, it is made if it does not exist")
+
+
+def test_threads_are_a_list() -> None:
+    assert parse_threads("") == ()
+    assert parse_threads("4,2,1") == (4, 2, 1)

@@ -1,0 +1,65 @@
+"""A measured profile takes the roofline's place for the workers that it covers, and for no others."""
+
+import numpy as np
+import pytest
+
+from antiphon.cost.curves import Curve, Surface
+from antiphon.cost.profile import AttentionTable, ExpertTable, MachineFacts, MessageTable, Profile
+from antiphon.planner.candidates import DISAGGREGATED, candidates_of
+from antiphon.planner.search import evaluate_phase
+from antiphon.planner.step_times import step_times
+from tests.planner.serving_specimens import setting
+
+FLAT = Surface((1.0, 100.0), (1.0, 10_000.0), ((3e-3, 3e-3), (3e-3, 3e-3)))
+EXPERTS = Surface((1.0, 8.0), (1.0, 1000.0), ((5e-3, 5e-3), (5e-3, 5e-3)))
+
+
+def profile() -> Profile:
+    return Profile(
+        command="test",
+        created="2025-01-01",
+        machine=MachineFacts(name="one", num_cores=2, memory_bytes=8 * 10**9),
+        model="small",
+        dtype="bfloat16",
+        attention=(AttentionTable(phase="decode", layer="moe", times=FLAT),),
+        experts=(ExpertTable(times=EXPERTS),),
+        messages=(MessageTable(transport="tcp", times=Curve((1.0, 1e9), (1e-3, 1e-3))),),
+    )
+
+
+def candidates(tp: int) -> object:
+    return candidates_of(
+        layout=DISAGGREGATED,
+        attention_kind=0,
+        expert_kind=0,
+        attention_tp=tp,
+        attention_dp=2,
+        expert_tp=tp,
+        expert_ep=2,
+        slots=4,
+        pp=1,
+        micro_batches=3,
+        piece_devices=0,
+        batch=np.array([1, 50]),
+    )
+
+
+def test_measured_times_are_used_where_they_cover_the_worker() -> None:
+    measured = step_times(setting(profile=profile()), candidates(1))
+    assert measured.t_a_s.tolist() == pytest.approx([3e-3, 3e-3])
+    assert measured.t_e_s.tolist() == pytest.approx([5e-3, 5e-3])
+    assert measured.t_c_s.tolist() == pytest.approx([2e-3, 2e-3])  # two senders' messages, one after another
+
+
+def test_other_degrees_keep_the_roofline() -> None:
+    measured = step_times(setting(profile=profile()), candidates(2))
+    modelled = step_times(setting(), candidates(2))
+    assert measured.t_a_s.tolist() == modelled.t_a_s.tolist()
+    assert measured.t_e_s.tolist() == modelled.t_e_s.tolist()
+
+
+def test_a_whole_search_runs_on_a_profile() -> None:
+    table = evaluate_phase(setting(profile=profile()))
+    assert table.feasible.any()
+    ones = (table.candidates.attention_tp == 1) & (table.layout == "disaggregated")
+    assert table.outcome.t_a_s[ones] == pytest.approx(3e-3)

@@ -1,0 +1,151 @@
+"""The search against brute force, plans against their own fields, and what must not happen on any cluster."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.planner.batch_limits import batch_limits
+from antiphon.planner.candidates import DISAGGREGATED, candidates_of
+from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.packing import instances_that_fit
+from antiphon.planner.predict import plan_parts, predict
+from antiphon.planner.search import SearchLimits, evaluate_phase
+from antiphon.planner.setting import Setting
+from antiphon.planner.step_times import step_times
+from antiphon.specs.plan import LAYOUTS, OBJECTIVES
+from antiphon.specs.workload import SloSpec
+from tests.planner.serving_specimens import (
+    check_counts,
+    cluster,
+    device,
+    group,
+    model,
+    planned,
+    setting,
+    two_kinds,
+    workload,
+)
+
+PHASES = ("prefill", "decode")
+
+
+def best_disaggregated_by_brute_force(where: Setting) -> float:
+    """Every degree, one at a time, and every batch of each, by plain loops."""
+    target_s = where.workload.slo.tpot_s
+    experts, devices = where.model.router.num_experts, where.cluster.num_devices
+    best = 0.0
+    for tp_a in (1, 2, 3, 4):
+        for tp_e in (1, 2, 3, 4):
+            for workers in range(1, experts + 1):
+                for dp in range(1, devices + 1):
+                    for m in (1, 2):
+                        one = candidates_of(
+                            layout=DISAGGREGATED,
+                            attention_kind=0,
+                            expert_kind=0,
+                            attention_tp=tp_a,
+                            attention_dp=dp,
+                            expert_tp=tp_e,
+                            expert_ep=workers,
+                            slots=-(-experts // workers),
+                            pp=1,
+                            micro_batches=m,
+                            piece_devices=0,
+                            batch=1,
+                        )
+                        if tp_a * dp + tp_e * workers > devices or instances_that_fit(where.cluster, one)[0] == 0:
+                            continue
+                        batches = np.arange(1, int(batch_limits(where, one)[0]) + 1)
+                        if not batches.size:
+                            continue
+                        tried = one.take(np.zeros(batches.size, dtype=np.int64)).with_batch(batches)
+                        step_s = step_times(where, tried).step_s
+                        rates = tried.instance_batch / step_s / (tp_a * dp + tp_e * workers)
+                        kept = rates[step_s <= (np.inf if target_s is None else target_s)]
+                        best = max(best, float(kept.max(initial=0.0)))
+    return best
+
+
+@pytest.mark.parametrize("devices_per_node", [3, 4])
+def test_the_search_finds_what_brute_force_finds(devices_per_node: int) -> None:
+    where = setting(
+        cluster=cluster(group(device(scale_up_domain=devices_per_node), 2, devices_per_node)),
+        model=model(router=replace(model().router, num_experts=5)),
+        limits=SearchLimits(max_micro_batches=2),
+    )
+    table = evaluate_phase(where, ("disaggregated",))
+    found = float(table.per_gpu[table.best("per-gpu")])
+    expected = best_disaggregated_by_brute_force(where)
+    assert expected > 0
+    if devices_per_node == 4:  # the search tries TP 1, 2, 4 on a domain of 4, the loops above 3 as well
+        assert found >= expected * 0.98
+    else:
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_batch_is_the_largest_that_keeps_the_promise() -> None:
+    where = setting(workload=workload(slo=SloSpec(tpot_s=0.06)))
+    table = evaluate_phase(where)
+    kept = np.flatnonzero(table.feasible)
+    assert (table.tpot_s[kept] <= 0.06).all()
+    chosen = table.candidates.take(kept)
+    one_more = chosen.with_batch(table.outcome.batch[kept] + 1)
+    at_limit = table.outcome.batch[kept] == batch_limits(where, chosen)
+    assert 0 < at_limit.sum() < at_limit.size
+    assert (step_times(where, one_more).step_s[~at_limit] > 0.06).all()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("phases", [("decode",), ("prefill",), PHASES])
+def test_every_number_of_a_plan_follows_from_its_fields(objective: str, phases: tuple[str, ...]) -> None:
+    result = planned(cluster=two_kinds(), objective=objective, phases=phases)
+    for name, phase in result.plan.phases.items():
+        again = predict(result.settings[name], phase)
+        assert again == phase.predicted
+        parts = plan_parts(result.settings[name], phase)
+        assert parts["attention"].total_s == pytest.approx(phase.predicted.t_a_s)
+        assert parts["experts"].total_s == pytest.approx(phase.predicted.t_e_s)
+        assert {loser.layout for loser in phase.rejected} == set(LAYOUTS) - {phase.layout}
+
+
+def test_a_skewed_plan_follows_from_its_fields_and_replicates_hot_experts() -> None:
+    result = planned(
+        workload=workload(expert_skew=1.0),
+        layouts=("disaggregated",),
+        limits=SearchLimits(extra_slots=(1,), expert_workers=(4,)),
+    )
+    phase = result.plan.phases["decode"]
+    assert predict(result.settings["decode"], phase) == phase.predicted
+    assert any(len(owners) > 1 for owners in phase.placement)
+    for owners in phase.placement:
+        assert sum(fraction for _, fraction in owners) == pytest.approx(1.0)
+
+
+def test_skew_is_never_faster() -> None:
+    even = planned().plan.phases["decode"].predicted.per_gpu
+    skewed = planned(workload=workload(expert_skew=1.2)).plan.phases["decode"].predicted.per_gpu
+    assert skewed < even
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(1, 7), st.integers(1, 3), st.integers(1, 7), st.integers(1, 3), st.sampled_from(PHASES), st.booleans()
+)
+def test_odd_counts_give_a_plan_or_say_why_not(
+    devices: int, nodes: int, experts: int, top_k: int, phase: str, two: bool
+) -> None:
+    groups = (group(device("a", scale_up_domain=8), nodes, devices), group(device("b"), 3, 5))
+    machines = cluster(*groups[: 1 + two])
+    spec = model(router=replace(model().router, num_experts=experts, top_k=min(top_k, experts)))
+    nearest: dict[str, float] = {}
+    result = None
+    try:
+        result = planned(model=spec, cluster=machines, phases=(phase,))
+    except NoPlan as error:
+        nearest = error.nearest
+    assert bool(result) != bool(nearest)
+    if result is not None:
+        check_counts(result, machines, experts)

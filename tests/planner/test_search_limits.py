@@ -1,0 +1,165 @@
+"""Rates, promises that cannot be kept, memory that is missing, mistakes: a right answer or the nearest one."""
+
+import re
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.planner.account import account
+from antiphon.planner.explain import one_of
+from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.search import evaluate_phase
+from antiphon.specs.workload import LengthSpec, SloSpec
+from tests.planner.serving_specimens import (
+    check_counts,
+    cluster,
+    device,
+    group,
+    model,
+    planned,
+    setting,
+    two_kinds,
+    workload,
+)
+
+PHASES = ("prefill", "decode")
+
+
+def test_a_rate_takes_as_few_devices_as_it_needs() -> None:
+    small = planned(workload=workload(requests_per_s=1.0)).plan.phases["decode"]
+    large = planned(workload=workload(requests_per_s=300.0)).plan.phases["decode"]
+    used = [sum(use.num_devices for use in phase.devices) for phase in (small, large)]
+    assert used[0] < used[1]
+    output = workload().output_tokens.mean
+    assert small.predicted.tokens_per_s == pytest.approx(output)
+    assert large.predicted.tokens_per_s == pytest.approx(300 * output)
+    in_flight = 300 * output * (large.predicted.tpot_s or 0)
+    assert in_flight <= large.batch * large.num_instances
+
+
+def test_prefill_waits_for_its_queue() -> None:
+    requests = workload(requests_per_s=20.0, slo=SloSpec(ttft_s=0.5))
+    phase = planned(workload=requests, phases=("prefill",)).plan.phases["prefill"]
+    assert 0 < (phase.predicted.queueing_s or 0) < (phase.predicted.ttft_s or 0) <= 0.5
+    assert phase.predicted.tokens_per_s == pytest.approx(20 * requests.input_tokens.mean)
+
+
+def test_both_pools_keep_each_other_busy() -> None:
+    machines = cluster(group(num_nodes=6))
+    result = planned(cluster=machines, phases=PHASES)
+    check_counts(result, machines, 8)
+    lengths = workload()
+    rates = [
+        result.plan.phases["prefill"].predicted.tokens_per_s / lengths.input_tokens.mean,
+        result.plan.phases["decode"].predicted.tokens_per_s / lengths.output_tokens.mean,
+    ]
+    assert min(rates) / max(rates) > 0.8
+    assert all("requests/s" in phase.notes[0] for phase in result.plan.phases.values())
+
+
+def test_the_transfer_of_the_cache_counts_in_the_time_to_the_first_token() -> None:
+    alone = planned(phases=("prefill",), layouts=("tp_pp",)).settings["prefill"]
+    both = planned(phases=PHASES, layouts=("tp_pp",)).settings["prefill"]
+    assert (alone.transfers_kv, both.transfers_kv) == (False, True)
+    times = [evaluate_phase(where, ("tp_pp",)).ttft_s.min() for where in (alone, both)]
+    assert times[1] > times[0]
+
+
+def test_the_nearest_promise_is_offered_and_can_be_kept() -> None:
+    with pytest.raises(
+        NoPlan, match=r"no layout keeps 0.01 ms per output token .* nearest feasible promise is"
+    ) as raised:
+        planned(workload=workload(slo=SloSpec(tpot_s=1e-5)))
+    nearest = raised.value.nearest["tpot_s"]
+    assert planned(workload=workload(slo=SloSpec(tpot_s=nearest))).plan.phases["decode"].predicted.tpot_s <= nearest
+    with pytest.raises(NoPlan):
+        planned(workload=workload(slo=SloSpec(tpot_s=nearest * 0.98)))
+
+
+def test_the_nearest_first_token_is_offered_and_can_be_kept() -> None:
+    with pytest.raises(NoPlan, match="to the first token") as raised:
+        planned(workload=workload(slo=SloSpec(ttft_s=1e-4)), phases=("prefill",))
+    nearest = raised.value.nearest["ttft_s"]
+    phase = planned(workload=workload(slo=SloSpec(ttft_s=nearest)), phases=("prefill",)).plan.phases["prefill"]
+    assert (phase.predicted.ttft_s or 1.0) <= nearest
+
+
+def test_the_largest_rate_is_offered_and_can_be_kept() -> None:
+    with pytest.raises(NoPlan, match="requests/s are too many for small: it takes") as raised:
+        planned(workload=workload(requests_per_s=1e5))
+    most = raised.value.nearest["requests_per_s"]
+    assert planned(workload=workload(requests_per_s=most)).plan.phases["decode"].num_instances >= 1
+
+
+def test_too_little_memory_says_how_much_is_missing() -> None:
+    tiny = cluster(group(device(memory_bytes=10**8), 1, 2))
+    with pytest.raises(
+        NoPlan, match=r"too small for the weights: they take .* GB are missing: at least \d+ more"
+    ) as raised:
+        planned(cluster=tiny)
+    missing = raised.value.nearest["missing_bytes"]
+    more = int(raised.value.nearest["num_devices"])
+    assert missing > 1e9
+    assert more * 10**8 * 0.9 >= missing + 2 * 10**8 * 0.9 > (more - 1) * 10**8 * 0.9
+
+
+def test_losers_say_what_beat_them() -> None:
+    """On one small machine without NVLink nothing is gained by exchanging rows between processes."""
+    machines = cluster(group(device(scale_up_bytes_per_s=1e9, scale_out_bytes_per_s=1e8), 1, 2))
+    phase = planned(cluster=machines, workload=workload(slo=SloSpec())).plan.phases["decode"]
+    assert phase.layout != "disaggregated"
+    loser = next(loser for loser in phase.rejected if loser.layout == "disaggregated")
+    assert loser.predicted is not None
+    assert loser.predicted.t_c_s > max(loser.predicted.t_a_s, loser.predicted.t_e_s)
+    assert re.search(r"T_c .* exceeds T_f", loser.reason)
+    alone = cluster(group(num_nodes=1, devices_per_node=1))
+    reasons = {loser.layout: loser for loser in planned(cluster=alone).plan.phases["decode"].rejected}
+    assert reasons["disaggregated"].predicted is None
+    assert "devices are too few" in reasons["disaggregated"].reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"phases": ()}, "phases are"),
+        ({"layouts": ("pipeline",)}, "layouts are"),
+        ({"objective": "per-joy"}, "objective is 'per-joy'"),
+        ({"cluster": cluster(group(device(price=None))), "objective": "per-cost"}, "nobody states a price of one"),
+        ({"workload": workload(expert_loads=(0.5, 0.5))}, "expert_loads has 2 shares, the model 8 experts"),
+        ({"model": model(moe_layers=(False,) * 8)}, "no MoE layer"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        planned(**changes)
+
+
+def test_progress_ends_at_the_total() -> None:
+    seen: list[tuple[float, float | None]] = []
+    result = planned(on_progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (result.plan.num_candidates, result.plan.num_candidates)
+    assert result.tables["decode"].total_considered == result.plan.num_candidates
+
+
+def test_a_limit_on_requests_in_flight_is_kept() -> None:
+    phase = planned(workload=workload(max_batch=5)).plan.phases["decode"]
+    assert phase.batch * phase.num_instances <= 5
+
+
+def test_equal_lengths_need_no_tail() -> None:
+    fixed = workload(input_tokens=LengthSpec(median=500), output_tokens=LengthSpec(median=1))
+    assert setting(workload=fixed).lengths.context == 500.5
+    assert setting(workload=fixed).lengths.context_cv == pytest.approx(0.0, abs=1e-3)
+
+
+def test_the_account_of_a_token_adds_up_to_the_score() -> None:
+    """What sentences about losers rest on: nothing of a token's share of the devices is left out or counted twice."""
+    for phase in PHASES:
+        where = setting(phase=phase, cluster=two_kinds(), objective="per-cost")
+        table = evaluate_phase(where)
+        scores = table.score("per-cost")
+        for index in range(0, len(table), 17):
+            if table.feasible[index]:
+                items = account(where, one_of(table, index), int(table.outcome.num_instances[index]))
+                assert min(items.values()) >= 0
+                assert sum(items.values()) == pytest.approx(1 / scores[index], rel=1e-6)

@@ -1,0 +1,138 @@
+"""The manifest: what Kubernetes reads, that its commands are this program's own, odd counts, what is refused."""
+
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from antiphon.base.errors import UserError
+from antiphon.cli.main import COMMANDS
+from antiphon.report.contents import Report
+from antiphon.report.emit_k8s import kubernetes_manifest
+from antiphon.report.yaml_text import yaml_text
+from antiphon.specs.plan import Plan
+
+KINDS = {"H20": "gpu", "L40S": "gpu"}
+
+
+def manifest(plan: Plan, num_experts: int = 8) -> dict[str, Any]:
+    """The objects by kind."""
+    text = kubernetes_manifest(plan, model="/models/mixtral", num_experts=num_experts, device_kinds=KINDS)
+    objects = list(yaml.safe_load_all(text))
+    assert len({item["kind"] for item in objects}) == len(objects)
+    return {item["kind"]: item for item in objects}
+
+
+def container(template: dict[str, Any]) -> dict[str, Any]:
+    (found,) = template["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def command_options(script: str, command: str) -> dict[str, str]:
+    """Options of ``exec antiphon COMMAND ...`` in a script."""
+    words = shlex.split(script.split(f"exec antiphon {command}", 1)[1].replace("\\\n", ""))
+    start = 0 if words[0].startswith("--") else 1
+    return dict(zip(words[start::2], words[start + 1 :: 2], strict=True))
+
+
+def known_options(command: str) -> set[str]:
+    found = typer.main.get_command(COMMANDS[command].load())
+    return {name for parameter in found.params for name in parameter.opts}
+
+
+def test_the_leader_serves_and_waits_for_the_others(report: Report) -> None:
+    group = manifest(report.plan)["LeaderWorkerSet"]["spec"]
+    assert group["replicas"] == 1
+    assert group["leaderWorkerTemplate"]["size"] == 9
+    leader = container(group["leaderWorkerTemplate"]["leaderTemplate"])
+    script = leader["command"][-1]
+    assert script.startswith("exec antiphon serve /models/mixtral \\\n")
+    options = command_options(script, "serve")
+    assert options.keys() <= known_options("serve")
+    assert options["--attention"] == "16"
+    assert options["--experts"] == "8"
+    assert options["--join-workers"] == "15+8"
+    assert options["--join-address"] == "$POD_IP:7700"
+    assert options["--micro-batches"] == "2"
+    assert options["--max-running"] == "96"
+    assert options["--device"] == "cuda"
+    assert {entry["name"] for entry in leader["env"]} == {"ANTIPHON_JOIN_SECRET", "POD_IP"}
+    assert leader["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+
+
+def test_expert_workers_join_their_leader(report: Report) -> None:
+    template = manifest(report.plan)["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    options = command_options(container(template)["command"][-1], "worker")
+    assert options.keys() <= known_options("worker")
+    assert options["--role"] == "experts"
+    assert options["--join"] == "$LWS_LEADER_ADDRESS:7700"
+    assert template["spec"]["nodeSelector"] == {"accelerator": "L40S"}
+
+
+def test_the_other_attention_workers_find_their_leader(report: Report) -> None:
+    plan = replace(report.plan, phases={"decode": replace(report.plan.phases["decode"], num_instances=3)})
+    objects = manifest(plan)
+    attention = objects["StatefulSet"]["spec"]
+    assert attention["replicas"] == 45
+    assert objects["LeaderWorkerSet"]["spec"]["replicas"] == 3
+    script = container(attention["template"])["command"][-1]
+    assert "instance=$(( ${HOSTNAME##*-} / 15 ))" in script
+    name = objects["LeaderWorkerSet"]["metadata"]["name"]
+    assert f"--join {name}-$instance.{name}:7700" in script
+    assert attention["template"]["spec"]["nodeSelector"] == {"accelerator": "H20"}
+
+
+def test_one_attention_worker_needs_no_others(report: Report) -> None:
+    decode = report.plan.phases["decode"]
+    one = replace(decode, parallel=replace(decode.parallel, attention_dp=1))
+    objects = manifest(replace(report.plan, phases={"decode": one}))
+    assert "StatefulSet" not in objects
+    script = container(objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"])["command"][-1]
+    assert "--join-workers 0+8" in script
+
+
+def test_tensor_parallel_devices_become_workers_and_it_says_so(report: Report) -> None:
+    decode = report.plan.phases["decode"]
+    sizes = replace(decode.parallel, attention_dp=3, attention_tp=2, expert_workers=5, expert_tp=2)
+    plan = replace(report.plan, phases={"decode": replace(decode, parallel=sizes)})
+    text = kubernetes_manifest(plan, model="/m", num_experts=8, device_kinds=KINDS)
+    assert "# a worker of this engine is one device: 6 attention workers and 8 expert workers instead of" in text
+    assert "# 2 expert devices of the plan stay unused" in text
+    assert "--join-workers 5+8" in text
+
+
+def test_a_colocated_plan_is_refused(report: Report) -> None:
+    plan = replace(report.plan, phases={"prefill": report.plan.phases["prefill"]})
+    with pytest.raises(
+        UserError, match=r"--emit k8s writes attention and expert workers, this plan is hybrid TP-EP: use"
+    ):
+        manifest(plan)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": {"b": [1, 2.5, True, None, "x"]}},
+        {"list": [{"k": "v", "n": {"deep": [{"x": 1}, {"y": "two\nlines"}]}}, ["nested", ["more"]]]},
+        {"text": "a: b # c", "yes": "yes", "null": "null", "number": "12", "date": "2026-11-21", "empty": ""},
+        {"script": "first \\\n  second\nthird", "dash": "- no list", "brace": "{no}", "star": "*", "tilde": "~"},
+        {"empty list": [], "empty map": {}, "quote": 'say "so"', "unicode": "µ×", "colon": "a:b", "tab": "a\tb"},
+    ],
+)
+def test_yaml_reads_back(value: dict[str, Any]) -> None:
+    expected = {key: (text + "\n" if isinstance(text, str) and "\n" in text else text) for key, text in value.items()}
+    found = yaml.safe_load(yaml_text(value))
+    assert _stripped(found) == _stripped(expected)
+
+
+def _stripped(value: Any) -> Any:
+    """A block of lines ends with a line break in YAML."""
+    if isinstance(value, dict):
+        return {key: _stripped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_stripped(inner) for inner in value]
+    return value.rstrip("\n") if isinstance(value, str) else value

@@ -1,0 +1,220 @@
+"""A report of a real search holds the plan's own numbers: parts, memory, pipeline, fronts, what-ifs."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.cost.ping_pong import layer_time
+from antiphon.models.config import load_model_spec
+from antiphon.planner.search import PlanResult, make_plan
+from antiphon.report.chosen import look_closely
+from antiphon.report.contents import Report
+from antiphon.report.frontier import front, thinned
+from antiphon.report.gather import gather
+from antiphon.report.pipeline import pipeline_bars
+from antiphon.sim.gantt import Bar, span_s
+from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.plan import LAYOUTS, Layout
+from antiphon.specs.workload_file import load_workload
+
+
+def search(layouts: tuple[Layout, ...] = LAYOUTS) -> PlanResult:
+    return make_plan(
+        load_model_spec(shipped_model_config("mixtral-8x22b")),
+        model_name="mixtral-8x22b",
+        cluster=load_cluster("msi-hetero"),
+        workload=load_workload("msi-production"),
+        phases=("prefill", "decode") if layouts == LAYOUTS else ("decode",),
+        layouts=layouts,
+        objective="per-cost",
+    )
+
+
+@pytest.fixture(scope="module")
+def result() -> PlanResult:
+    return search()
+
+
+@pytest.fixture(scope="module")
+def progress() -> list[tuple[float, float | None]]:
+    """Filled while `gathered` is made."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def gathered(result: PlanResult, progress: list[tuple[float, float | None]]) -> Report:
+    return gather(
+        result,
+        for_page=True,
+        with_more_nodes=True,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+
+
+@pytest.fixture(scope="module")
+def by_layout() -> dict[Layout, PlanResult]:
+    return {layout: search((layout,)) for layout in LAYOUTS}
+
+
+def test_phases_come_in_the_order_of_a_request(gathered: Report, result: PlanResult) -> None:
+    assert [contents.name for contents in gathered.phases] == ["prefill", "decode"]
+    assert sum(contents.num_candidates for contents in gathered.phases) == result.plan.num_candidates
+
+
+def test_parts_add_up_to_the_predicted_times(by_layout: dict[Layout, PlanResult]) -> None:
+    for layout, found in by_layout.items():
+        (contents,) = gather(found, for_page=False, with_more_nodes=False).phases
+        predicted = contents.phase.predicted
+        total = {name: float(part.total_s) for name, part in contents.parts.items()}
+        assert total["attention"] == pytest.approx(predicted.t_a_s)
+        assert total["experts"] == pytest.approx(predicted.t_e_s)
+        if layout == "disaggregated":
+            assert max(total["to experts"], total["to attention"]) == pytest.approx(predicted.t_c_s)
+        else:
+            assert total["exchange, both ways"] / 2 == pytest.approx(predicted.t_c_s)
+
+
+def test_memory_is_the_predicted_one_and_fits(gathered: Report, by_layout: dict[Layout, PlanResult]) -> None:
+    reports = [gathered, *(gather(found, for_page=False, with_more_nodes=False) for found in by_layout.values())]
+    for contents in (contents for report in reports for contents in report.phases):
+        assert {use.role for use in contents.memory} == contents.phase.predicted.memory_bytes.keys()
+        for use in contents.memory:
+            assert use.weight_bytes + use.kv_bytes == pytest.approx(contents.phase.predicted.memory_bytes[use.role])
+            assert use.weight_bytes + use.kv_bytes + use.reserve_bytes <= use.capacity_bytes * (1 + 1e-9)
+            assert use.weight_bytes > 0
+            assert use.kv_bytes >= 0
+
+
+def test_only_ping_pong_has_its_conditions(by_layout: dict[Layout, PlanResult]) -> None:
+    for layout, found in by_layout.items():
+        (contents,) = gather(found, for_page=False, with_more_nodes=False).phases
+        equations = [condition.equation for condition in contents.conditions]
+        assert equations == (["eq. 1", "eq. 2", "eq. 3"] if layout == "disaggregated" else [])
+
+
+def test_the_simulated_pipeline_keeps_the_formulas_pace(by_layout: dict[Layout, PlanResult]) -> None:
+    """From one layer's first bar to the next one's: the closed form that the plan's latency rests on."""
+    found = by_layout["disaggregated"]
+    phase = found.plan.phases["decode"]
+    bars, title = pipeline_bars(look_closely(found.settings["decode"], phase))
+    starts = {bar.layer: bar.start_s for bar in reversed(bars) if bar.track == "attention" and bar.micro_batch == 0}
+    predicted = phase.predicted
+    assert predicted.t_a_s is not None
+    assert predicted.t_e_s is not None
+    assert predicted.t_c_s is not None
+    expected_s = float(layer_time(phase.micro_batches, predicted.t_a_s, predicted.t_e_s, predicted.t_c_s))
+    assert starts[3] - starts[2] == pytest.approx(expected_s, rel=0.05)
+    assert title == "The pipeline: 4 layers of ping-pong"
+    assert {bar.track for bar in bars} == {"attention", "to experts", "experts", "to attention"}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 9])
+def test_stages_pass_their_micro_batches_on(by_layout: dict[Layout, PlanResult], stages: int) -> None:
+    found = by_layout["tp_pp"]
+    phase = found.plan.phases["decode"]
+    staged = replace(phase, parallel=replace(phase.parallel, pp=stages), micro_batches=stages, batch=64 * stages)
+    chosen = look_closely(found.settings["decode"], staged)
+    bars, title = pipeline_bars(chosen)
+    shown = len({bar.track for bar in bars})
+    assert shown == min(stages, 8)
+    assert ("first 8 of 9" in title) == (stages == 9)
+    last_s = max(bar.end_s for bar in bars if bar.micro_batch == 0)
+    assert last_s == pytest.approx(float(chosen.step.step_s[0]) * shown / stages, rel=0.05)
+    by_track: dict[str, list[Bar]] = {}
+    for bar in bars:
+        by_track.setdefault(bar.track, []).append(bar)
+    for of_track in by_track.values():
+        assert [bar.micro_batch for bar in of_track] == list(range(stages))
+        assert all(one.end_s <= other.start_s + 1e-12 for one, other in pairwise(of_track))
+
+
+def test_one_stage_shows_the_parts_of_its_layers(by_layout: dict[Layout, PlanResult]) -> None:
+    found = by_layout["hybrid"]
+    phase = found.plan.phases["decode"]
+    single = replace(phase, parallel=replace(phase.parallel, pp=1), micro_batches=1)
+    chosen = look_closely(found.settings["decode"], single)
+    bars, title = pipeline_bars(chosen)
+    assert title == "2 layers of one instance"
+    parts = (chosen.step.attention.moe_layer, chosen.step.dispatch, chosen.step.experts)
+    assert span_s(bars)[1] == pytest.approx(2 * sum(float(part.at(0).total_s) for part in parts))
+    assert [bar.kind for bar in bars] == ["attention", "to experts", "experts", "to attention"] * 2
+
+
+def test_fronts_are_never_beaten(gathered: Report) -> None:
+    for contents in gathered.phases:
+        assert {points.layout for points in contents.fronts} == set(LAYOUTS)
+        for line, cloud in zip(contents.fronts, contents.clouds, strict=True):
+            assert line.layout == cloud.layout
+            assert list(line.latency_s) == sorted(line.latency_s)
+            assert list(line.scores) == sorted(line.scores)
+            for latency_s, score in zip(cloud.latency_s, cloud.scores, strict=True):
+                reachable = [best for at_s, best in zip(line.latency_s, line.scores, strict=True) if at_s <= latency_s]
+                assert max(reachable) >= score
+
+
+def test_the_plan_lies_on_no_worse_than_its_front(by_layout: dict[Layout, PlanResult]) -> None:
+    found = by_layout["disaggregated"]
+    (contents,) = gather(found, for_page=True, with_more_nodes=False).phases
+    predicted = contents.phase.predicted
+    assert predicted.per_cost is not None
+    assert predicted.tpot_s is not None
+    (line,) = contents.fronts
+    beaten = [
+        score for at_s, score in zip(line.latency_s, line.scores, strict=True) if at_s <= predicted.tpot_s * (1 - 1e-9)
+    ]
+    assert max(beaten) <= predicted.per_cost * (1 + 1e-9)
+
+
+def test_sensitivity_meets_the_search_where_nothing_changes(gathered: Report, result: PlanResult) -> None:
+    table, setting = result.tables["decode"], result.settings["decode"]
+    for changed in gathered.sensitivity[3:]:
+        assert changed.title.startswith("Decode: ")
+        assert changed.current is not None
+        place = changed.values.index(pytest.approx(changed.current))
+        for code, layout in enumerate(LAYOUTS):
+            index = table.best(setting.objective, np.asarray(table.candidates.layout == code))
+            assert index is not None
+            assert changed.scores[layout][place] == pytest.approx(float(table.score(setting.objective)[index]))
+    assert gathered.sensitivity[0].current is None, "no target for the first token was given"
+
+
+def test_one_more_node_of_each_kind_in_each_phase(gathered: Report) -> None:
+    kinds = [(more.phase, more.device) for more in gathered.more_nodes]
+    assert kinds == [(phase, device) for phase in ("prefill", "decode") for device in ("H20", "L40S")]
+    assert all(more.gain >= 1 - 1e-9 for more in gathered.more_nodes)
+
+
+def test_progress_ends_at_its_total(progress: list[tuple[float, float | None]], gathered: Report) -> None:
+    assert len(progress) == len(gathered.phases) + len(gathered.sensitivity) + len(gathered.phases)
+    assert [done for done, _ in progress] == list(range(1, len(progress) + 1))
+    assert {total for _, total in progress} == {len(progress)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(points=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=40))
+def test_a_front_holds_whom_nobody_beats(points: list[tuple[int, int]]) -> None:
+    latency_s, scores = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    found = {points[index] for index in front(latency_s, scores)}
+    beaten = {
+        (at, score)
+        for at, score in points
+        if any(other != (at, score) and other[0] <= at and other[1] >= score for other in points)
+    }
+    assert found == set(points) - beaten
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(0, 60), most=st.integers(1, 20))
+def test_thinning_keeps_both_ends(count: int, most: int) -> None:
+    latency_s = np.arange(100, dtype=np.float64)[::-1].copy()
+    index = np.arange(count)
+    kept = thinned(index, latency_s, most)
+    assert len(kept) == min(count, most)
+    assert set(kept) <= set(index)
+    if count and most > 1:
+        assert {kept[0], kept[-1]} == {count - 1, 0}

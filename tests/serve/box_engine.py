@@ -1,0 +1,47 @@
+"""What runs on node 0 of a cluster in a box: an engine over a tiny checkpoint, whose other workers join.
+
+    python -m tests.serve.box_engine '{"model": ..., "join": "10.77.0.1:7700", "experts": 1, "prompts": [...]}'
+
+The first round is undisturbed; then it prints `ready` and waits for a line. In the second round, in which workers may
+be killed, it prints `tokens N` after each output, and at the end `done` and JSON: the tokens of both rounds, and how
+often a worker was started again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from antiphon.serve.launch import start_engine
+from tests.serve.engine_harness import GREEDY, Run, TinyModel, complete, config
+
+SECRET = b"only for a test, on a private network"
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    settings = config(
+        TinyModel(Path(asked["model"]), None),
+        f"1+{asked['experts']}/m2",
+        exchange="tcp",
+        join_address=asked["join"],
+        join_secret=SECRET,
+        joined_experts=asked["experts"],
+    )
+    engine = start_engine(settings)
+    try:
+        first = complete(engine, asked["prompts"])
+        print("ready", flush=True)
+        sys.stdin.readline()
+        finished = Run(engine, asked["prompts"], GREEDY).finish(lambda count: print(f"tokens {count}", flush=True))
+        second = [request.token_ids for request in finished]
+        errors = [request.error for request in finished]
+        restarts = engine.stats().num_worker_restarts
+        print(
+            "done", json.dumps({"first": first, "second": second, "errors": errors, "restarts": restarts}), flush=True
+        )
+    finally:
+        engine.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Which plans this engine obeys, what it makes of them, and the one line that refuses the others."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.models.config import model_spec
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.served_plan import check_workers_fit, obey
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted
+
+FILE = Path("plan.json")
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+}
+SPEC: ModelSpec = model_spec(CONFIG)
+PLACEMENT = (((0, 1.0),), ((0, 0.5), (1, 0.5)), ((1, 1.0),), ((1, 1.0),), ((0, 1.0),))
+APART = PhasePlan(
+    layout="disaggregated",
+    parallel=Parallel(attention_dp=3, expert_workers=2),
+    num_instances=1,
+    micro_batches=2,
+    batch=64,
+    devices=(DeviceUse(role="attention", device="this-core", num_devices=3),),
+    placement=PLACEMENT,
+    predicted=Predicted(tpot_s=0.01, tokens_per_s=100.0),
+)
+TOGETHER = replace(
+    APART, layout="dp_ep", parallel=Parallel(), num_instances=2, micro_batches=1, placement=(((0, 1.0),),) * 5
+)
+
+
+def plan(phase: PhasePlan, **changes: Any) -> Plan:
+    made = Plan(
+        model="tiny",
+        cluster="this-machine",
+        workload="chat",
+        objective="per-gpu",
+        phases={"decode": phase},
+        model_config=CONFIG,
+    )
+    return replace(made, **changes)
+
+
+def test_a_disaggregated_plan_says_everything_the_engine_asks() -> None:
+    served = obey(plan(APART), SPEC, FILE)
+    assert (served.layout, served.num_attention, served.num_experts) == ("disaggregated", 3, 2)
+    assert served.num_micro_batches == 2
+    assert served.max_running == 22  # 64 over 3 workers: 22, 21, 21
+    assert served.placement == ExpertPlacement(num_workers=2, owners=((0,), (0, 1), (1,), (1,), (0,)))
+    assert served.predicted.tpot_s == 0.01
+    assert served.notes == ()
+
+
+@pytest.mark.parametrize("layout", ["hybrid", "tp_pp", "dp_ep"])
+def test_colocated_plans_without_parallel_sizes_are_replicas(layout: Any) -> None:
+    served = obey(plan(replace(TOGETHER, layout=layout)), SPEC, FILE)
+    assert (served.layout, served.num_attention, served.max_running) == ("colocated", 2, 64)
+    assert served.placement is None
+
+
+def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
+    uneven = (((0, 0.8), (1, 0.2)), *PLACEMENT[1:])
+    served = obey(plan(replace(APART, placement=uneven)), SPEC, FILE)
+    assert served.placement is not None
+    assert served.placement.owners[0] == (0, 1)
+    assert served.notes == (
+        "experts 0 have uneven fractions in the plan; here the replicas of an expert take even turns",
+    )
+
+
+def sizes(**changes: int) -> PhasePlan:
+    return replace(APART, parallel=replace(APART.parallel, **changes))
+
+
+def whole(**changes: int) -> PhasePlan:
+    return replace(TOGETHER, parallel=replace(TOGETHER.parallel, **changes))
+
+
+ONE_DEVICE = "a worker of this engine is one device, so it must be 1; plan again without it"
+REPLICAS = "this engine runs dp_ep only as replicas of the whole model, so it must be 1; plan again without it"
+REFUSED: list[tuple[Plan, str]] = [
+    (
+        plan(APART, phases={"prefill": APART}),
+        "plan.json plans prefill only: serving needs a decode phase, plan with --phase decode or both",
+    ),
+    (
+        plan(APART, model_config={}),
+        "plan.json does not say which config.json it was made for: make it anew with antiphon plan",
+    ),
+    (
+        plan(APART, model_config=CONFIG | {"hidden_size": 96}),
+        "plan.json is for tiny with hidden_size 96, this model has 48: serve that model, or plan for this one",
+    ),
+    (
+        plan(APART, model_config=CONFIG | {"num_experts_per_tok": 3}),
+        "plan.json is for tiny with router.top_k 3, this model has 2: serve that model, or plan for this one",
+    ),
+    (
+        plan(APART, model_config={"model_type": "llama"}),
+        "plan.json holds a model_config that cannot be read: config.json: model_type = 'llama' is not supported: "
+        "use one of dbrx, deepseek, deepseek_v2, deepseek_v3, mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe",
+    ),
+    (plan(sizes(attention_tp=2)), f"plan.json has attention_tp 2: {ONE_DEVICE}"),
+    (plan(sizes(expert_tp=4)), f"plan.json has expert_tp 4: {ONE_DEVICE}"),
+    (plan(sizes(pp=2)), f"plan.json has pp 2: {ONE_DEVICE}"),
+    (
+        plan(replace(APART, num_instances=3)),
+        "plan.json has 3 disaggregated instances, a server runs one: start one server for each, with a plan of one "
+        "instance",
+    ),
+    (plan(sizes(attention_dp=65)), "plan.json has 65 attention workers: it must be 1 to 64"),
+    (plan(sizes(expert_workers=0)), "plan.json has 0 expert workers: a disaggregated plan needs at least 1"),
+    (
+        plan(replace(APART, placement=PLACEMENT[:4])),
+        "plan.json places 4 experts, this model has 5: plan for this one",
+    ),
+    (
+        plan(sizes(expert_workers=3)),
+        "plan.json: expert workers [2] hold no expert: use at most 5 workers",
+    ),
+    (plan(replace(APART, micro_batches=65)), "plan.json has 65 micro-batches: it must be 1 to 64"),
+    (plan(replace(APART, batch=0)), "plan.json has a batch of 0: it must be at least 1"),
+    (plan(whole(expert_ep=2)), f"plan.json has expert_ep 2: {REPLICAS}"),
+    (plan(whole(attention_dp=2)), f"plan.json has attention_dp 2: {REPLICAS}"),
+    (plan(replace(TOGETHER, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
+]
+
+
+@pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
+def test_what_cannot_be_obeyed_is_refused_in_one_line(refused: Plan, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        obey(refused, SPEC, FILE)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"experts": 3}, "--experts 3 contradicts plan.json, which says 2: leave one of them out"),
+        ({"attention": 1}, "--attention 1 contradicts plan.json, which says 3: leave one of them out"),
+        ({"micro-batches": 3}, "--micro-batches 3 contradicts plan.json, which says 2: leave one of them out"),
+        ({"max-running": 64}, "--max-running 64 contradicts plan.json, which says 22: leave one of them out"),
+        (
+            {"layout": "colocated"},
+            "--layout colocated contradicts plan.json, which says disaggregated: leave one of .*",
+        ),
+    ],
+)
+def test_options_that_contradict_the_plan_are_refused(given: dict[str, int | str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        obey(plan(APART), SPEC, FILE).refuse_other(given)
+
+
+def test_options_that_agree_with_the_plan_are_fine() -> None:
+    served = obey(plan(APART), SPEC, FILE)
+    served.refuse_other({"experts": 2, "attention": 3, "micro-batches": 2, "layout": "disaggregated"})
+    served.refuse_other({"layout": "auto"})
+
+
+def test_a_plan_for_a_cluster_does_not_start_a_hundred_processes_here() -> None:
+    config = ServeConfig(model=Path("m"), layout="disaggregated", num_attention=6, num_experts=3)
+    check_workers_fit(config, 3, FILE)
+    with pytest.raises(UserError, match=r"plan.json needs 9 workers, this machine has 2 core\(s\) for at most 8: plan"):
+        check_workers_fit(config, 2, FILE)
+    joined = replace(config, join_address="127.0.0.1:7000", join_secret=b"s", joined_experts=3)
+    check_workers_fit(joined, 2, FILE)

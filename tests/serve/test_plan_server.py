@@ -1,0 +1,140 @@
+"""`antiphon serve --plan` as users run it: it obeys, refuses what contradicts, and measures against the prediction."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from antiphon.base.errors import UserError
+from antiphon.cli.command_group import single_command
+from antiphon.cli.generate import generate
+from antiphon.cli.plan_option import plan_lines
+from antiphon.cli.serve import serve as serve_command
+from antiphon.models.config import load_model_spec, read_json
+from antiphon.serve.served_plan import obey
+from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted
+from antiphon.specs.plan_file import write_plan
+from tests.serve.server_harness import ServerProcess, serve
+
+TPOT_S = 0.5
+
+
+def make_plan(checkpoint: Path) -> Plan:
+    """One attention worker, two expert workers that share expert 0, three micro-batches."""
+    phase = PhasePlan(
+        layout="disaggregated",
+        parallel=Parallel(expert_workers=2),
+        num_instances=1,
+        micro_batches=3,
+        batch=12,
+        devices=(DeviceUse(role="experts", device="this-core", num_devices=2),),
+        placement=(((0, 0.5), (1, 0.5)), *(((expert % 2, 1.0),) for expert in range(1, 8))),
+        predicted=Predicted(tpot_s=TPOT_S, tokens_per_s=24.0, t_a_s=0.01, t_e_s=0.02, t_c_s=0.001),
+    )
+    return Plan(
+        model="tiny",
+        cluster="this-machine",
+        workload="chat",
+        objective="per-gpu",
+        phases={"decode": phase},
+        model_config=read_json(checkpoint / "config.json"),
+    )
+
+
+@pytest.fixture
+def plan_file(checkpoint: Path, tmp_path: Path) -> Path:
+    write_plan(make_plan(checkpoint), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def error_line(server: ServerProcess) -> list[str]:
+    return [line for line in server.log.splitlines() if line.startswith("error")]
+
+
+def test_the_server_obeys_and_measures_against_the_prediction(
+    checkpoint: Path, plan_file: Path, tmp_path: Path
+) -> None:
+    with serve(checkpoint, tmp_path, "--plan", str(plan_file)) as server:
+        facts = server.facts
+        assert (facts["layout"], facts["num_attention"], facts["num_experts_workers"]) == ("disaggregated", 1, 2)
+        assert facts["num_micro_batches"] == 3
+        assert facts["plan"]["file"] == str(plan_file)
+        assert facts["plan"]["predicted"]["tpot_s"] == TPOT_S
+        assert "predicts 500.00 ms a token and 24 tokens/s" in server.log
+        assert "antiphon:prediction_error_ratio" not in server.metrics()
+        assert server.complete(max_tokens=8).status_code == 200
+        metrics = server.metrics()
+        assert metrics["antiphon:predicted_tpot_seconds"] == TPOT_S
+        assert metrics["antiphon:predicted_tokens_per_second"] == 24.0
+        assert metrics["antiphon:predicted_attention_seconds"] == 0.01
+        assert metrics["antiphon:predicted_experts_seconds"] == 0.02
+        assert metrics["antiphon:predicted_exchange_seconds"] == 0.001
+        assert "antiphon:predicted_time_to_first_token_seconds" not in metrics
+        measured_s = metrics["antiphon:prediction_error_ratio"] * TPOT_S
+        total_s, count = (metrics[f"antiphon:inter_token_latency_seconds_{part}"] for part in ("sum", "count"))
+        assert 0 < measured_s <= total_s
+        assert count == 7
+        assert error_line(server) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--experts 3", "--experts 3 contradicts .*plan.json, which says 2: leave one of them out"),
+        ("--attention 2", "--attention 2 contradicts .*plan.json, which says 1: leave one of them out"),
+        ("--layout colocated", "--layout colocated contradicts .*plan.json, which says disaggregated: leave one .*"),
+        ("--micro-batches 1", "--micro-batches 1 contradicts .*plan.json, which says 3: leave one of them out"),
+        ("--max-running 256", "--max-running 256 contradicts .*plan.json, which says 12: leave one of them out"),
+        ("--max-batch-tokens 8", "--max-batch-tokens is 8: it must be at least --max-running, which is 12"),
+    ],
+)
+def test_what_contradicts_the_plan_is_refused(checkpoint: Path, plan_file: Path, options: str, message: str) -> None:
+    arguments = [str(checkpoint), "--plan", str(plan_file), *options.split()]
+    result = CliRunner().invoke(single_command(serve_command), arguments)
+    assert isinstance(result.exception, UserError)
+    with pytest.raises(UserError, match=message):
+        raise result.exception
+
+
+def test_a_plan_for_other_devices_says_so(checkpoint: Path, plan_file: Path) -> None:
+    planned = make_plan(checkpoint)
+    served = obey(planned, load_model_spec(checkpoint), plan_file)
+    assert plan_lines(served, "this-core") == f"  plan      {plan_file}: predicts 500.00 ms a token and 24 tokens/s"
+    note = "planned for this-core: what it predicts is not of this machine"
+    assert plan_lines(served, "NVIDIA H20").splitlines()[1].strip() == note
+    gpus = replace(served, devices=("H20",), predicted=Predicted())
+    assert plan_lines(gpus, "NVIDIA H20") == f"  plan      {plan_file}: predicts nothing"
+
+
+def test_another_model_is_refused_before_anything_starts(checkpoint: Path, plan_file: Path) -> None:
+    written = json.loads(plan_file.read_text())
+    written["model_config"]["num_hidden_layers"] += 1
+    plan_file.write_text(json.dumps(written))
+    for command in (serve_command, generate):
+        arguments = [str(checkpoint), "--plan", str(plan_file)]
+        arguments += ["--token-ids", "1"] if command is generate else []
+        result = CliRunner().invoke(single_command(command), arguments)
+        assert isinstance(result.exception, UserError)
+        assert "is for tiny with num_layers" in str(result.exception)
+
+
+def test_a_missing_plan_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(single_command(serve_command), [str(checkpoint), "--plan", str(tmp_path / "none.json")])
+    assert isinstance(result.exception, UserError)
+    assert str(tmp_path / "none.json") in str(result.exception)
+
+
+def test_generate_obeys_a_plan_too(checkpoint: Path, tmp_path: Path) -> None:
+    planned = make_plan(checkpoint)
+    colocated = replace(planned.phases["decode"], layout="hybrid", parallel=Parallel(), micro_batches=1)
+    placement = (((0, 1.0),),) * 8
+    write_plan(replace(planned, phases={"decode": replace(colocated, placement=placement)}), tmp_path / "plan.json")
+    options = ["--plan", str(tmp_path / "plan.json"), "--token-ids", "5,6", "--max-tokens", "2", "--ignore-eos"]
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        single_command(generate), [str(checkpoint), *options, "--kv-bytes", "16MiB", "--json", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(out.read_text())["token_ids"]) == 2
