@@ -339,8 +339,6 @@ def test_too_many_requests_name_how_many_there_may_be(antiphon: Cli) -> None:
 
 def test_a_cluster_too_small_for_the_weights_says_what_is_missing(antiphon: Cli, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    message = (
-        r"one-h100-server is too small for the weights: .*13\d\d GB.*576 GB.* 7\d\d(\.\d)? GB .*missing.*"
-    )
+    message = r"one-h100-server is too small for the weights: .*13\d\d GB.*576 GB.* 7\d\d(\.\d)? GB .*missing.*"
     antiphon.refuses(1, message, "deepseek-r1", "--cluster", "one-h100-server", "--json", file)
     assert not file.exists(), "a plan that cannot be met is no file"

@@ -189,11 +189,11 @@ WRONG: list[tuple[int, str, tuple[object, ...]]] = [
     (2, rf"there is no worker decode.experts\[0\]: {KNOWN}", ("decode.json", *FILES, "--kill", "decode.experts[0]@1")),
     (2, r"'experts' is no failure: write a worker and a time .*", ("decode.json", *FILES, "--kill", "experts")),
     (2, r"--restart-s is -1.0: it must be at least 0", ("decode.json", *FILES, "--restart-s", -1)),
-    (2, r"the plan's cluster 'odd' is not a shipped one: give its file with --cluster", ("decode.json",)),
+    (2, r"the plan's cluster 'odd' is not a shipped one: give its file with --cluster", ("decode.json", *FILES[2:])),
     (
         2,
         r"the plan's workload 'small' is not a shipped one: give its file with --workload",
-        ("decode.json", "--cluster", "odd.toml"),
+        ("decode.json", *FILES[:2]),
     ),
     (
         2,

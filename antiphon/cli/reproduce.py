@@ -1,0 +1,121 @@
+"""`antiphon reproduce`: the papers' figures and tables, theirs beside ours."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.reproduce.claim import PAPERS, Claim, Row
+from antiphon.reproduce.markdown import page, tolerance_text, value_text
+from antiphon.reproduce.run import reproduce as run_claims
+from antiphon.reproduce.run import select
+
+COLUMNS = ("", "id", "what", "theirs", "ours", "unit", "tolerance", "kind")
+HOLDS, MISSES = Text("█", style="green"), Text("░ no", style="red")
+
+
+def reproduce(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Rows, or a group: msi-fig12.")] = None,
+    paper: Annotated[str | None, typer.Option("--paper", metavar="NAME", help="MSI, MIX, MSM or LINA.")] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Only say which rows there are.")] = False,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the page docs/reproduction.md.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """The papers' figures and tables, theirs beside ours. All rows without ID; rows that do not hold say why."""
+    claims = select(ids or (), paper)
+    if list_only:
+        if markdown is not None:
+            raise UserError("--markdown with --list: leave out --list, a page needs our values")
+        show(list_table(claims), json=json)
+        emit_json(json, {"bench": "reproduce", "rows": [_listed(claim) for claim in claims]})
+        return
+    with progress("reproducing") as report:
+        rows = run_claims(claims, report)
+    for renderable in tables(rows):
+        show(renderable, json=json)
+    show(f"{sum(row.holds for row in rows)} of {len(rows)} rows hold", json=json)
+    emit_json(json, {"bench": "reproduce", **provenance(), "rows": [row.to_json() for row in rows]})
+    if markdown is not None:
+        write_page(markdown, page(rows))
+
+
+def list_table(claims: Sequence[Claim]) -> RenderableType:
+    return table(
+        ("id", "source", "what", "kind"), [(claim.id, claim.source, claim.what, claim.kind) for claim in claims]
+    )
+
+
+def _listed(claim: Claim) -> dict[str, Any]:
+    return {
+        "id": claim.id,
+        "paper": claim.paper,
+        "source": claim.source,
+        "what": claim.what,
+        "theirs": claim.theirs,
+        "unit": claim.unit,
+        "tolerance": claim.tolerance,
+        "kind": claim.kind,
+    }
+
+
+def tables(rows: Sequence[Row]) -> list[RenderableType]:
+    """One table per paper, then the reasons of what does not hold."""
+    found: list[RenderableType] = []
+    for paper, title in PAPERS.items():
+        of_paper = [row for row in rows if row.paper == paper]
+        if of_paper:
+            holding = sum(row.holds for row in of_paper)
+            heading = f"{paper}: {title}, {holding} of {len(of_paper)} hold"
+            found += [table(COLUMNS, [_cells(row) for row in of_paper], title=heading), ""]
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.holds:
+            by_reason.setdefault(row.reason, []).append(row.id)
+    for reason, names in by_reason.items():
+        found.append(f"{', '.join(names)}: {reason}\n")
+    return found
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    mark = HOLDS if row.holds else MISSES
+    values = (value_text(row.theirs), value_text(row.ours))
+    return (mark, row.id, row.what, *values, row.unit, tolerance_text(row), row.kind)
+
+
+def write_page(path: Path, text: str) -> None:
+    """The page appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write --markdown {path}: {error.strerror}; name a file in a folder you can write to"
+        ) from error
+
+
+def provenance() -> dict[str, Any]:
+    """Where figures come from: commit, command, machine. Nothing here depends on how fast the machine is."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "command": " ".join(["antiphon", *sys.argv[1:]]),
+        "machine": {
+            "cpus": psutil.cpu_count(),
+            "device": "cpu",
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }

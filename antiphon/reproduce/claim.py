@@ -1,0 +1,165 @@
+"""One printed number (or order) of a paper, how we get ours, and when the two agree.
+
+1. `theirs` is what the paper prints, or what its printed equation gives for the numbers named in `what`.
+2. `ours` is a function, run only when the row is asked for; it never sees `theirs`.
+3. The tolerance is chosen by kind before ours is known: a counted number may differ by the rounding of the printed
+   digit only, a modelled or simulated one by 15 to 25% (gains near 1: 10%), text not at all.
+4. A row that does not hold stays, with `reason`: what was found when it was looked into.
+
+Rejected: expected results as tests. A test that fails is mended or removed; a row that fails is a result.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from antiphon.base.errors import UserError
+
+Paper = Literal["MSI", "MIX", "MSM", "LINA"]
+Kind = Literal["counted", "simulated", "modelled", "measured"]
+Relation = Literal["within", "at_most", "at_least"]
+Value = float | str
+PAPERS: dict[Paper, str] = {
+    "MSI": "MegaScale-Infer (arXiv 2504.02263)",
+    "MIX": "MixServe",
+    "MSM": "MegaScale-MoE (EuroSys 2026)",
+    "LINA": "Lina (USENIX ATC 2023)",
+}
+ROUNDING = 1e-9  # of floating point, relative
+NOT_ANALYSED = "not analysed: the row held when the reasons were written"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """`source`: table, figure or section. `tolerance`: largest difference, as a fraction of `theirs`; with a relation
+    other than "within" the limit may be missed by as much. `cluster`: whose calibration the value rests on."""
+
+    id: str
+    paper: Paper
+    source: str
+    what: str
+    theirs: Value
+    ours: Callable[[], Value]
+    unit: str = ""
+    tolerance: float = 0.0
+    relation: Relation = "within"
+    kind: Kind
+    cluster: str = ""
+    reason: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise UserError(f"claim {self.id}: tolerance is {self.tolerance}: it must be at least 0 and below 1")
+        if isinstance(self.theirs, str) and (self.tolerance or self.relation != "within"):
+            raise UserError(f"claim {self.id}: {self.theirs!r} is text: it holds exactly or not at all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimMaker:
+    """Claims of one paper that have kind and cluster in common; ids get the paper's name in front."""
+
+    paper: Paper
+    kind: Kind
+    cluster: str = ""
+
+    def __call__(
+        self,
+        id: str,
+        source: str,
+        what: str,
+        theirs: Value,
+        ours: Callable[[], Value],
+        tolerance: float = 0.0,
+        *,
+        unit: str = "",
+        relation: Relation = "within",
+        cluster: str | None = None,
+        reason: str = "",
+        note: str = "",
+    ) -> Claim:
+        return Claim(
+            id=f"{self.paper.lower()}-{id}",
+            paper=self.paper,
+            source=source,
+            what=what,
+            theirs=theirs,
+            ours=ours,
+            tolerance=tolerance,
+            unit=unit,
+            relation=relation,
+            kind=self.kind,
+            cluster=self.cluster if cluster is None else cluster,
+            reason=reason,
+            note=note,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A claim with our value. `reason` is empty where the row holds."""
+
+    id: str
+    paper: Paper
+    source: str
+    what: str
+    theirs: Value
+    ours: Value
+    unit: str
+    tolerance: float
+    relation: Relation
+    holds: bool
+    kind: Kind
+    cluster: str
+    reason: str
+    note: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; a value that is no number (a plan that does not exist) is None."""
+        fields: dict[str, Any] = dict(vars(self))
+        for name in ("theirs", "ours"):
+            if isinstance(fields[name], float) and not math.isfinite(fields[name]):
+                fields[name] = None
+        return fields
+
+
+def evaluate(claim: Claim) -> Row:
+    """Compute our value and compare."""
+    ours = claim.ours()
+    fits = holds(claim.theirs, ours, claim.tolerance, claim.relation)
+    return Row(
+        id=claim.id,
+        paper=claim.paper,
+        source=claim.source,
+        what=claim.what,
+        theirs=claim.theirs,
+        ours=ours if isinstance(ours, str) else float(ours),
+        unit=claim.unit,
+        tolerance=claim.tolerance,
+        relation=claim.relation,
+        holds=fits,
+        kind=claim.kind,
+        cluster=claim.cluster,
+        reason="" if fits else claim.reason or NOT_ANALYSED,
+        note=claim.note,
+    )
+
+
+def holds(theirs: Value, ours: Value, tolerance: float, relation: Relation = "within") -> bool:
+    """Whether `ours` agrees: text word for word; numbers within the tolerance, or on the right side of the limit."""
+    if isinstance(theirs, str) or isinstance(ours, str):
+        return theirs == ours
+    if not math.isfinite(ours):
+        return False
+    slack = (tolerance + ROUNDING) * abs(theirs)
+    if relation == "at_most":
+        return ours <= theirs + slack
+    if relation == "at_least":
+        return ours >= theirs - slack
+    return abs(ours - theirs) <= slack
+
+
+def digit(theirs: float, last_digit: float) -> float:
+    """The tolerance of a printed number whose last digit counts `last_digit`: half of it. digit(15.2, 0.1) = 0.33%."""
+    return 0.5 * last_digit / abs(theirs)
