@@ -4,6 +4,7 @@ A plan names its cluster and workload; files of a user's own must be given again
 the plan's prediction meaningless (another precision or cluster) is noticed by computing the prediction anew.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +86,10 @@ class DemandOptions:
     def draw(self, workload: WorkloadSpec) -> Demand:
         if self.seed < 0:
             raise UserError(f"--seed is {self.seed}: it must be at least 0")
+        if self.requests is not None and self.requests < 1:
+            raise UserError(f"--requests is {self.requests}: it must be at least 1")
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise UserError(f"--rate is {self.rate:g}: it must be above 0 requests per second")
         return draw_demand(
             workload, num_requests=self.requests, rate=self.rate, all_at_once=self.all_at_once, seed=self.seed
         )
@@ -102,7 +107,9 @@ class SystemOptions:
     ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
     prefill: Annotated[str, typer.Option(metavar="NAME", help="Of a decode plan: mixed or elsewhere.")] = "mixed"
-    max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Rows of a mixed step of a worker.")] = 2048
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(metavar="N", show_default="2048", help="Rows of a mixed step of a worker.")
+    ] = None
     shared_prefix: Annotated[int, typer.Option(metavar="N", help="Equal first tokens of all prompts.")] = 0
 
     def setting(self, plan: Plan, workload: WorkloadSpec) -> Setting:
@@ -120,8 +127,13 @@ class SystemOptions:
     def pools(self, plan: Plan, setting: Setting, demand: Demand) -> list[Pool]:
         if self.prefill not in PREFILLS:
             raise UserError(f"--prefill is {self.prefill}: it must be one of {', '.join(PREFILLS)}")
-        if self.max_batch_tokens < 1:
-            raise UserError(f"--max-batch-tokens is {self.max_batch_tokens}: it must be at least 1")
+        if self.max_batch_tokens is not None:
+            if self.max_batch_tokens < 1:
+                raise UserError(f"--max-batch-tokens is {self.max_batch_tokens}: it must be at least 1")
+            if list(plan.phases) != ["decode"] or self.prefill == "elsewhere":
+                raise UserError(
+                    "--max-batch-tokens does not apply: no prompt is computed in a decode step; leave it out"
+                )
         mode = "elsewhere" if self.prefill == "elsewhere" else "mixed"
         return pools_of(plan, setting, demand, prefill=mode, max_batch_tokens=self.max_batch_tokens)
 
@@ -141,8 +153,13 @@ class EventOptions:
 
     def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int) -> ServingOptions:
         counts = [pool.counts for pool in pools]
-        if not 0 <= self.restart_s < float("inf"):
-            raise UserError(f"--restart-s is {self.restart_s}: it must be at least 0")
+        if not 0 <= self.restart_s < math.inf:
+            raise UserError(f"--restart-s is {self.restart_s:g}: it must be at least 0")
+        for name, value in (("rebalance-every", self.rebalance_every), ("shift-every", self.shift_every)):
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"--{name} is {value:g}: it must be above 0 s")
+        if shared_prefix < 0:
+            raise UserError(f"--shared-prefix is {shared_prefix}: it must be at least 0")
         return ServingOptions(
             seed=seed,
             shared_prefix_tokens=shared_prefix,

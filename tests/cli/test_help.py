@@ -18,6 +18,8 @@ COMMANDS = (
     ("doctor",),
     ("plan",),
     ("profile",),
+    ("simulate",),
+    ("reproduce",),
     ("bench",),
     ("bench", "serve"),
     ("bench", "m2n"),

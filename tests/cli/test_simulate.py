@@ -43,6 +43,7 @@ class Cli:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
+        self.columns = 150
         self._monkeypatch = monkeypatch
         self._capfd = capfd
         (folder / "odd.toml").write_text(CLUSTER)
@@ -56,7 +57,7 @@ class Cli:
         """(exit code, standard output, standard error) of ``antiphon simulate ...``"""
         self._monkeypatch.chdir(self.folder)
         self._monkeypatch.setattr(sys, "argv", ["antiphon", "simulate", *map(str, arguments)])
-        self._monkeypatch.setenv("COLUMNS", "150")
+        self._monkeypatch.setenv("COLUMNS", str(self.columns))
         with pytest.raises(SystemExit) as caught:
             cli.main()
         printed = self._capfd.readouterr()
@@ -141,6 +142,9 @@ def test_failures_and_moving_experts_are_told(antiphon: Cli) -> None:
     assert re.search(r"experts\[0\] was down from 0\.1 to 0\.3 s, 0 requests left it", out)
     assert re.search(r"experts moved \d+ times, .* of pauses: the share of the busiest worker went from", out)
     assert "experts never moved" in antiphon.simulates("decode.json", "--rebalance-every", "1000")
+    assert "all experts are equally popular" in antiphon.simulates("decode.json", "--shift-every", "1")
+    out = antiphon.simulates("decode.json", "--kill", "attention[1]@1000")
+    assert re.search(r"attention\[1\] did not die at 1000 s: the run ended at 0\.\d s", out)
 
 
 def test_a_trace_of_requests(antiphon: Cli) -> None:
@@ -157,6 +161,16 @@ def test_a_trace_of_requests(antiphon: Cli) -> None:
         assert json.loads((antiphon.folder / "out.json").read_text())["output_tokens"] == 150
     message = r"--trace without.csv has no arrival_s: give --rate R, or --all-at-once"
     antiphon.refuses(2, message, "decode.json", "--trace", "without.csv", *options)
+
+
+def test_a_run_in_which_everything_is_refused(antiphon: Cli) -> None:
+    (antiphon.folder / "long.csv").write_text("input_tokens,output_tokens\n" + "9000,5\n" * 3)
+    options = ("--cluster", "odd.toml", "--workload", "small.toml", "--all-at-once", "--json", "out.json")
+    code, out, _ = antiphon.run("decode.json", "--trace", "long.csv", *options)
+    assert code == 0
+    assert "3 requests refused, as the engine would, the first because: prompt (9000) plus" in " ".join(out.split())
+    found = json.loads((antiphon.folder / "out.json").read_text())
+    assert (found["num_refused"], found["num_finished"], found["ttft_s"]) == (3, 0, {})
 
 
 def test_the_pipeline_from_inside(antiphon: Cli) -> None:
@@ -188,7 +202,7 @@ WRONG: list[tuple[int, str, tuple[object, ...]]] = [
     (2, rf"there is no worker attention\[9\]: {KNOWN}", ("decode.json", *FILES, "--kill", "attention[9]@1")),
     (2, rf"there is no worker decode.experts\[0\]: {KNOWN}", ("decode.json", *FILES, "--kill", "decode.experts[0]@1")),
     (2, r"'experts' is no failure: write a worker and a time .*", ("decode.json", *FILES, "--kill", "experts")),
-    (2, r"--restart-s is -1.0: it must be at least 0", ("decode.json", *FILES, "--restart-s", -1)),
+    (2, r"--restart-s is -1: it must be at least 0", ("decode.json", *FILES, "--restart-s", -1)),
     (2, r"the plan's cluster 'odd' is not a shipped one: give its file with --cluster", ("decode.json", *FILES[2:])),
     (
         2,
@@ -201,8 +215,8 @@ WRONG: list[tuple[int, str, tuple[object, ...]]] = [
         ("decode.json", "--cluster", "one-h100-server", "--workload", "small.toml"),
     ),
     (2, r"cluster 'nowhere' is unknown.*", ("decode.json", "--cluster", "nowhere", "--workload", "small.toml")),
-    (2, r"0 requests: give at least 1", ("decode.json", *FILES, "--requests", 0)),
-    (2, r"a rate of 0.0 requests per second: it must be above 0", ("decode.json", *FILES, "--rate", 0)),
+    (2, r"--requests is 0: it must be at least 1", ("decode.json", *FILES, "--requests", 0)),
+    (2, r"--rate is 0: it must be above 0 requests per second", ("decode.json", *FILES, "--rate", 0)),
     (
         2,
         r"--rate 3 and --all-at-once contradict each other: leave one of them out",
@@ -211,8 +225,18 @@ WRONG: list[tuple[int, str, tuple[object, ...]]] = [
     (2, r"--seed is -1: it must be at least 0", ("decode.json", *FILES, "--seed", -1)),
     (2, r"--prefill is no: it must be one of mixed, elsewhere", ("decode.json", *FILES, "--prefill", "no")),
     (2, r"--max-batch-tokens is 0: it must be at least 1", ("decode.json", *FILES, "--max-batch-tokens", 0)),
-    (2, r"rebalance every 0.0 s: give a time above 0", ("decode.json", *FILES, "--rebalance-every", 0)),
-    (2, r"a shared prefix of -3 tokens: give at least 0", ("decode.json", *FILES, "--shared-prefix", -3)),
+    (
+        2,
+        r"--max-batch-tokens does not apply: no prompt is computed in a decode step; leave it out",
+        ("both.json", *FILES, "--max-batch-tokens", 64),
+    ),
+    (
+        2,
+        r"max_batch_tokens is 3, max_running is 16: each running request .*",
+        ("decode.json", *FILES, "--max-batch-tokens", 3),
+    ),
+    (2, r"--rebalance-every is 0: it must be above 0 s", ("decode.json", *FILES, "--rebalance-every", 0)),
+    (2, r"--shared-prefix is -3: it must be at least 0", ("decode.json", *FILES, "--shared-prefix", -3)),
     (2, r"workload: expert_skew is -1.0: it must be at least 0", ("decode.json", *FILES, "--skew", -1)),
     (
         2,
@@ -242,10 +266,12 @@ def test_a_wrong_question_is_answered_in_one_line(
     antiphon.refuses(code, message, *arguments)
 
 
-def test_help_fits_a_screen(antiphon: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_a_screen(antiphon: Cli) -> None:
+    antiphon.columns = 80
     code, out, _ = antiphon.run("--help")
     assert code == 0
     assert len(out.splitlines()) <= 38
+    assert max(map(len, out.splitlines())) <= 80
     for option in (
         "workload",
         "trace",

@@ -1,0 +1,153 @@
+"""`antiphon simulate`: a plan against requests, with failures if asked for, before any machine is rented."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.base.units import format_seconds
+from antiphon.cli.option_groups import given_options, takes_groups
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
+from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
+from antiphon.cli.simulate_output import shown
+from antiphon.cost.ping_pong import iteration
+from antiphon.sim.ping_pong import simulate_ping_pong
+from antiphon.sim.plan_pipeline import plan_pipeline
+from antiphon.sim.pools import Pool
+from antiphon.sim.serve import ServingRun, simulate_serving
+from antiphon.sim.serve_results import ServingResult, result_to_json, serving_result
+from antiphon.sim.serve_trace import write_serving_trace
+from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.trace import write_trace
+from antiphon.specs.plan import Plan
+from antiphon.specs.plan_file import read_plan
+
+_RECORDED_WORKERS = 8
+_SERVING_ONLY = (
+    *DemandOptions.__dataclass_fields__,
+    *SystemOptions.__dataclass_fields__,
+    *EventOptions.__dataclass_fields__,
+)
+
+
+@takes_groups
+def simulate(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that antiphon plan wrote.")],
+    demand: DemandOptions,
+    system: SystemOptions,
+    events: EventOptions,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="One decode step from inside instead.")] = False,
+    perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Serve requests by PLAN in a simulation: the engine's own scheduler, steps timed by the planner's costs."""
+    check_output_file("--perfetto", perfetto)
+    if json not in (None, "-"):
+        check_output_file("--json", Path(json))
+    found = read_plan(plan)
+    if pipeline:
+        if given := given_options(context, _SERVING_ONLY) - {"seed"}:
+            option = sorted(given)[0].replace("_", "-")
+            raise UserError(f"--{option} does not apply to --pipeline, which runs one step: leave one of them out")
+        show_pipeline(found, perfetto, json)
+        return
+    serve(found, plan, demand, system, events, perfetto, json)
+
+
+def serve(
+    plan: Plan,
+    file: Path,
+    demand: DemandOptions,
+    system: SystemOptions,
+    events: EventOptions,
+    perfetto: Path | None,
+    json: str | None,
+) -> None:
+    """Request level."""
+    workload = demand.read(plan)
+    setting = system.setting(plan, workload)
+    requests = demand.draw(workload)
+    pools = system.pools(plan, setting, requests)
+    options = events.serving(pools, seed=demand.seed, shared_prefix=system.shared_prefix)
+    with progress("simulating") as report:
+        run = simulate_serving(pools, requests, options, record_steps=perfetto is not None, on_progress=report)
+    result = serving_result(run, workload.slo, num_cut=requests.num_cut)
+    changed = [] if demand.skew is not None else differences(plan, setting)
+    notes = changed + notes_of(plan, pools, options, run, result)
+    if perfetto is not None:
+        write_serving_trace(perfetto, run)
+        notes.append(f"trace written to {perfetto}: open it at ui.perfetto.dev")
+    for item in shown(result, notes):
+        show(item, json=json)
+    about = {"plan": file, "model": plan.model, "cluster": setting.cluster.name, "workload": workload.name}
+    emit_json(json, {**about, "seed": demand.seed, **result_to_json(result), "notes": notes})
+
+
+def notes_of(
+    plan: Plan, pools: list[Pool], options: ServingOptions, run: ServingRun, result: ServingResult
+) -> list[str]:
+    """What a person should know before comparing, and what was asked for and did not happen."""
+    notes = []
+    if list(plan.phases) == ["decode"] and not pools[0].kv_arrives:
+        notes.append(
+            "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out"
+        )
+    side_by_side = sum(pool.phase.batch * pool.phase.num_instances for pool in pools if pool.name == "decode")
+    if result.arrival_rate is None and result.num_requests < 2 * side_by_side:
+        notes.append(
+            f"the plan runs {side_by_side:,} requests side by side: with fewer than twice that it is soon empty"
+        )
+    for kill in options.kills:
+        if kill.time_s > run.end_s:
+            name = pools[kill.pool].counts.name(kill.role, kill.worker)
+            notes.append(f"{name} did not die at {kill.time_s:g} s: the run ended at {run.end_s:.1f} s")
+    if options.shift_every_s is not None and not pools[0].setting.is_skewed:
+        notes.append("all experts are equally popular: shifts change nothing (--skew)")
+    if options.rebalance_every_s is not None and not result.replacements:
+        notes.append("experts never moved: no other placement would have been better by 2%")
+    if run.log.num_steps_left_out:
+        kept, left_out = len(run.log.steps), run.log.num_steps_left_out
+        notes.append(f"the trace holds the first {kept:,} steps, {left_out:,} are left out")
+    return notes
+
+
+def show_pipeline(plan: Plan, perfetto: Path | None, json: str | None) -> None:
+    """Pipeline level: one iteration of the decode phase, without chance."""
+    phase = plan.phases.get("decode") or next(iter(plan.phases.values()))
+    model = plan_model(plan)
+    made = plan_pipeline(phase, model.num_moe_layers)
+    watched = [range(min(count, _RECORDED_WORKERS)) for count in (made.num_attention_workers, made.num_expert_workers)]
+    result = simulate_ping_pong(made, record_attention=watched[0], record_experts=watched[1])
+    predicted = phase.predicted
+    times = (predicted.t_a_s or 0.0, predicted.t_e_s or 0.0, predicted.t_c_s or 0.0)
+    formula_s = float(iteration(phase.micro_batches, model.num_moe_layers, *times))
+    payload: dict[str, Any] = {
+        "model": plan.model,
+        "micro_batches": phase.micro_batches,
+        "num_layers": model.num_moe_layers,
+        **{name: asdict(predicted)[name] for name in ("t_a_s", "t_e_s", "t_c_s")},
+        "iteration_s": result.end_s,
+        "formula_s": formula_s,
+        "attention_idle_ratio": result.attention_idle_ratio,
+        "expert_idle_ratio": result.experts_idle_ratio,
+    }
+    rows = [
+        ("T_a, T_e, T_c", ", ".join(format_seconds(time) for time in times)),
+        ("micro-batches, MoE layers", f"{phase.micro_batches}, {model.num_moe_layers}"),
+        ("one step, simulated", format_seconds(result.end_s)),
+        ("one step, MegaScale-Infer eq. 5 with bubbles", format_seconds(formula_s)),
+        ("attention idle", f"{result.attention_idle_ratio:.0%}"),
+        ("experts idle", f"{result.experts_idle_ratio:.0%}"),
+    ]
+    show(table(("one decode step", ""), rows), json=json)
+    if perfetto is not None:
+        write_trace(perfetto, result.bars)
+        show(
+            f"trace of {len(watched[0])} attention and {len(watched[1])} expert workers written to {perfetto}",
+            json=json,
+        )
+    emit_json(json, payload)

@@ -1,0 +1,165 @@
+"""A plan's phases as pools of instances: their limits as the serving engine would set them, their costs, their links.
+
+1. KV blocks of an attention worker: what the planner's memory model leaves beside the weights, in the engine's blocks.
+2. Running requests of a worker: its share of the plan's batch, as `antiphon serve --plan` takes it.
+3. Decode alone: prompts are computed in the same steps, as the engine does (`mixed`), or come computed (`elsewhere`).
+   Prefill alone: a request ends with its first token. Both: the cache goes from one pool to the other.
+
+Blocks that no request of this run can ever touch are not made: with 100 workers they would fill this machine's memory.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.cost.kv_blocks import blocks_of, reserved_blocks
+from antiphon.cost.memory import device_memory, kv_blocks, kv_bytes_per_token
+from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
+from antiphon.planner.candidates import Candidates
+from antiphon.planner.predict import candidate_of
+from antiphon.planner.setting import Setting
+from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.sim.arrivals import Demand
+from antiphon.sim.worker_names import WorkerCounts
+from antiphon.specs.plan import PhaseName, PhasePlan, Plan
+
+Prefill = Literal["mixed", "elsewhere"]
+_UNLIMITED = 2**31
+_MOST_PREFILLS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """One phase of a plan as it is simulated. `kv_arrives`: keys and values of prompts come from elsewhere, so that a
+    request's first step computes one row. `first_token_only`: requests end here with their first token. `kv_blocks`: of
+    one attention worker; `config.num_blocks` may be fewer, see above."""
+
+    name: PhaseName
+    phase: PhasePlan
+    setting: Setting
+    one: Candidates
+    config: SchedulerConfig
+    kv_blocks: int
+    kv_arrives: bool
+    first_token_only: bool
+    counts: WorkerCounts
+
+    @property
+    def attention_per_instance(self) -> int:
+        return self.phase.parallel.attention_dp
+
+    @property
+    def experts_per_instance(self) -> int:
+        """Expert workers, or EP ranks of a colocated instance."""
+        return int(self.one.expert_ep[0])
+
+    @property
+    def is_apart(self) -> bool:
+        return self.phase.layout == "disaggregated"
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """A prompt's keys and values from this pool's worker to another's, over the slowest kind of NIC there is (as
+        `planner.prefill` counts it)."""
+        setting = self.setting
+        size = num_tokens * float(kv_bytes_per_token(setting.model, 1, setting.precision))
+        slowest = min(float(net.scale_out.bytes_per_s) for net in setting.networks)
+        return setting.cluster.scale_out_latency_s + size / (self.phase.parallel.attention_tp * slowest)
+
+
+def pools_of(
+    plan: Plan, setting: Setting, demand: Demand, *, prefill: Prefill = "mixed", max_batch_tokens: int | None = None
+) -> list[Pool]:
+    """The plan's pools, prefill first. `setting`: of any phase, with the plan's model, cluster and precision.
+
+    `max_batch_tokens`: rows of a worker's step where prompts are computed in the steps of decode (None: the engine's
+    own limit, or as many as run at once)."""
+    both = len(plan.phases) > 1
+    if both and prefill == "elsewhere":
+        raise UserError("prefill elsewhere: the plan has a prefill phase of its own, whose pool computes the prompts")
+    pools = []
+    for name in ("prefill", "decode"):
+        found = plan.phases.get(name)
+        if found is not None:
+            one_setting = replace(setting, phase=name, transfers_kv=both)
+            arrives = name == "decode" and (both or prefill == "elsewhere")
+            pools.append(_pool(name, found, one_setting, demand, both, arrives, max_batch_tokens))
+    return pools
+
+
+def _pool(
+    name: PhaseName,
+    phase: PhasePlan,
+    setting: Setting,
+    demand: Demand,
+    both: bool,
+    kv_arrives: bool,
+    max_batch_tokens: int | None,
+) -> Pool:
+    if len(phase.placement) != setting.model.router.num_experts:
+        raise UserError(
+            f"the plan places {len(phase.placement)} experts, the model has {setting.model.router.num_experts}: "
+            "give the model that it was made for"
+        )
+    one = candidate_of(setting, phase)
+    total_blocks = _kv_blocks(setting, one)
+    config = _config(name, phase, setting, demand, total_blocks)
+    if kv_arrives:  # what arrives is not computed, and enters whole
+        config = replace(config, max_batch_tokens=config.num_blocks * BLOCK_SIZE + config.max_running)
+    elif max_batch_tokens is not None and name == "decode":
+        config = replace(config, max_batch_tokens=max_batch_tokens)
+    apart = phase.layout == "disaggregated"
+    return Pool(
+        name=name,
+        phase=phase,
+        setting=setting,
+        one=one,
+        config=config,
+        kv_blocks=total_blocks,
+        kv_arrives=kv_arrives,
+        first_token_only=name == "prefill",
+        counts=WorkerCounts(
+            prefix=name if both else "",
+            num_attention=phase.num_instances * phase.parallel.attention_dp,
+            num_experts=phase.num_instances * phase.parallel.expert_workers if apart else 0,
+        ),
+    )
+
+
+def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand, total_blocks: int) -> SchedulerConfig:
+    """Limits of one attention worker, as the engine would take them from the plan."""
+    per_worker = -(-phase.batch // phase.parallel.attention_dp)
+    max_running = min(per_worker, _MOST_PREFILLS) if name == "prefill" else per_worker
+    reserved = reserved_blocks(total_blocks)
+    longest = np.sort(blocks_of(demand.input_tokens + demand.output_tokens, BLOCK_SIZE))[::-1][:max_running]
+    most, allowed = setting.model.max_position, setting.workload.max_length
+    return SchedulerConfig(
+        num_blocks=min(total_blocks, int(longest.sum()) + reserved + max_running),
+        block_size=BLOCK_SIZE,
+        max_model_len=most if allowed is None else min(most, allowed),
+        max_batch_tokens=per_worker if name == "prefill" else max(SchedulerConfig.max_batch_tokens, per_worker),
+        max_running=max_running,
+        max_waiting=_UNLIMITED,
+        watermark_blocks=reserved,
+    )
+
+
+def _kv_blocks(setting: Setting, one: Candidates) -> int:
+    """Of one attention worker, on its fullest device."""
+    weights = weight_bytes(setting, one)
+    held = float(weights.attention[0])
+    if not one.is_disaggregated[0]:
+        held += float(weights.experts[0])
+    group = setting.groups[int(one.attention_kind[0])]
+    memory = device_memory(group.device, setting.cluster.efficiency, held)
+    tp, pp = int(one.attention_tp[0]), int(one.pp[0])
+    budget_bytes = memory.kv_budget_bytes
+    total = int(kv_blocks(budget_bytes, setting.model, tp, setting.precision, block_size=BLOCK_SIZE, pp=pp))
+    if total < 1:
+        missing = -float(budget_bytes) / 2**30
+        raise ResourceError(
+            f"a {group.device.name} lacks {missing:.1f} GiB for weights in {setting.precision.weights} and has no room "
+            "for keys and values: give the precision that the plan was made with"
+        )
+    return total

@@ -1,0 +1,296 @@
+"""A plan against requests, event by event: the engine's own scheduler and routing, steps priced by the cost model.
+
+1. A request arrives, waits at the door while `max_batch` others are in flight, and goes to the worker the engine
+   chooses.
+2. Instances step (`sim.instances`); a step's tokens are delivered at its end.
+3. With two pools a prompt's keys and values travel to the decode pool; then its first token counts as delivered.
+4. Failures, re-placement of experts and shifts of popularity happen at their times.
+5. All events of one moment are handled before any instance begins a step. Same seed, same run.
+
+Rejected: one event per token or layer. A step's sequences share its end, so 10,000 requests take seconds.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from antiphon.base.errors import UserError
+from antiphon.serve.policy.limits import check_request
+from antiphon.serve.policy.request import Request, new_request
+from antiphon.serve.policy.routing import choose_attention_worker
+from antiphon.serve.policy.step import Progress
+from antiphon.sim.arrivals import Demand
+from antiphon.sim.instances import Instance
+from antiphon.sim.live_pool import LivePool, start_pool
+from antiphon.sim.pools import Pool
+from antiphon.sim.request_records import Gaps, Record
+from antiphon.sim.serve_log import ServeLog
+from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.worker_names import Kill
+from antiphon.specs.sampling import SamplingParams
+
+_TOKEN = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRun:
+    """What happened: `records` by request, `pools` with their final state."""
+
+    records: list[Record]
+    pools: list[LivePool]
+    gaps: Gaps
+    log: ServeLog
+    end_s: float
+
+
+def simulate_serving(
+    pools: list[Pool],
+    demand: Demand,
+    options: ServingOptions,
+    *,
+    record_steps: bool = False,
+    on_progress: Callable[[float, float | None], None] | None = None,
+) -> ServingRun:
+    """Serve all of `demand`. `record_steps`: keep what a trace file needs. `on_progress(done, all)` counts requests."""
+    return _Simulation(pools, demand, options, record_steps, on_progress).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        pools: list[Pool],
+        demand: Demand,
+        options: ServingOptions,
+        record_steps: bool,
+        on_progress: Callable[[float, float | None], None] | None,
+    ) -> None:
+        self._demand = demand
+        self._options = options
+        self._on_progress = on_progress
+        self._pools = [start_pool(pool, demand, options.seed) for pool in pools]
+        self._log = ServeLog(record_steps)
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = 0
+        self._dirty: dict[tuple[int, int], Instance] = {}
+        self._now_s = 0.0
+        self._records: list[Record] = []
+        self._record_of: dict[str, Record] = {}
+        self._door: deque[Record] = deque()
+        self._num_in_flight = 0
+        self._num_done = 0
+        self._most_in_flight = pools[0].setting.workload.max_batch
+        self._gaps = Gaps()
+
+    def run(self) -> ServingRun:
+        self._at(float(self._demand.arrivals_s[0]), self._arrive, 0)
+        for kill in self._options.kills:
+            self._at(kill.time_s, self._kill, kill)
+        for every_s, what in (
+            (self._options.rebalance_every_s, self._rebalance),
+            (self._options.shift_every_s, self._shift),
+        ):
+            if every_s is not None:
+                self._at(every_s, what, every_s)
+        while self._num_done < len(self._demand):
+            assert self._heap, "requests are left, but nothing will happen any more"
+            self._now_s = self._heap[0][0]
+            while self._heap and self._heap[0][0] == self._now_s:
+                _, _, handler, arguments = heapq.heappop(self._heap)
+                handler(*arguments)
+            for (pool, _), instance in sorted(self._dirty.items(), key=lambda item: item[0]):
+                self._begin(pool, instance)
+            self._dirty.clear()
+            self._log.sample(self._now_s, self._pools)
+        for live in self._pools:
+            for instance in live.instances:
+                instance.load.finish()
+        self._log.end(self._now_s, self._pools)
+        return ServingRun(records=self._records, pools=self._pools, gaps=self._gaps, log=self._log, end_s=self._now_s)
+
+    def _at(self, time_s: float, handler: Callable[..., None], *arguments: Any) -> None:
+        self._num_events += 1
+        heapq.heappush(self._heap, (time_s, self._num_events, handler, arguments))
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def _arrive(self, index: int) -> None:
+        demand = self._demand
+        record = Record(
+            index=index,
+            arrival_s=self._now_s,
+            input_tokens=int(demand.input_tokens[index]),
+            output_tokens=int(demand.output_tokens[index]),
+        )
+        self._records.append(record)
+        if index + 1 < len(demand):
+            self._at(float(demand.arrivals_s[index + 1]), self._arrive, index + 1)
+        self._door.append(record)
+        self._open_door()
+
+    def _open_door(self) -> None:
+        while self._door and (self._most_in_flight is None or self._num_in_flight < self._most_in_flight):
+            self._admit(self._door.popleft())
+
+    def _admit(self, record: Record) -> None:
+        """Into the first pool, unless one of them could never finish it."""
+        requests = [self._request(record, live.pool, record.output_tokens) for live in self._pools]
+        try:
+            for request, live in zip(requests, self._pools, strict=True):
+                check_request(request, live.pool.config)
+        except UserError as error:
+            record.refused = str(error)
+            self._done()
+            return
+        self._record_of[requests[0].request_id] = record
+        self._num_in_flight += 1
+        self._enter(0, record)
+
+    def _enter(self, pool: int, record: Record) -> None:
+        """With the tokens that it has so far, as a new request of that pool."""
+        max_tokens = 1 if self._pools[pool].pool.first_token_only else record.output_tokens
+        request = self._request(record, self._pools[pool].pool, max_tokens)
+        request.token_ids += [_TOKEN] * record.num_output
+        if self._pools[pool].pool.first_token_only:
+            request.num_prompt = len(request.token_ids)
+        self._route(pool, request)
+
+    def _request(self, record: Record, pool: Pool, max_tokens: int) -> Request:
+        shared = min(self._options.shared_prefix_tokens, record.input_tokens)
+        return new_request(
+            str(record.index),
+            [_TOKEN] * shared + [record.index + 1] * (record.input_tokens - shared),
+            SamplingParams(max_tokens=1 if pool.first_token_only else max_tokens, ignore_eos=True),
+            arrival=record.index,
+            seed=0,
+            eos_token_ids=(),
+        )
+
+    def _route(self, pool: int, request: Request) -> None:
+        """To the worker that the engine would choose; none is alive: wait for one."""
+        live = self._pools[pool]
+        worker = choose_attention_worker(request, live.schedulers())
+        if worker is None:
+            live.waiting.append(request)
+            return
+        instance = live.instance_of(worker)
+        instance.schedulers[worker].adopt(request)
+        self._dirty[pool, instance.index] = instance
+
+    def _transferred(self, record: Record) -> None:
+        """The decode pool has the keys and values of a prompt, and its first token is out."""
+        gaps: dict[float, int] = {}
+        self._count_token(record, gaps)
+        self._gaps.add(gaps)
+        self._log.num_output += 1
+        self._enter(len(self._pools) - 1, record)
+
+    def _done(self) -> None:
+        self._num_done += 1
+        if self._on_progress is not None:
+            self._on_progress(self._num_done, len(self._demand))
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, pool: int, instance: Instance) -> None:
+        step = instance.begin(self._now_s)
+        if step is not None:
+            self._at(step.end_s, self._step_ends, pool, instance, instance.version)
+
+    def _step_ends(self, pool: int, instance: Instance, version: int) -> None:
+        if version != instance.version:
+            return  # given up meanwhile
+        assert instance.step is not None
+        live = self._pools[pool]
+        self._log.step(instance, instance.step)
+        progress = instance.finish()
+        self._dirty[pool, instance.index] = instance
+        if live.pool.first_token_only and len(self._pools) > 1:
+            progress = [entry for entry in progress if not self._hands_over(live.pool, entry.request)]
+        self._deliver(progress)
+
+    def _hands_over(self, pool: Pool, request: Request) -> bool:
+        """Send what was computed on its way to the decode pool, unless its last token is out."""
+        record = self._record_of[request.request_id]
+        if record.num_output + 1 >= record.output_tokens:
+            return False
+        self._at(self._now_s + pool.transfer_s(request.num_prompt), self._transferred, record)
+        return True
+
+    def _deliver(self, progress: list[Progress]) -> None:
+        """Tokens of a step to their requests."""
+        records = self._record_of
+        gaps: dict[float, int] = {}
+        for request, _, finish_reason in progress:
+            record = records[request.request_id]
+            self._count_token(record, gaps)
+            if finish_reason is not None:
+                record.finished_s = self._now_s
+                del records[request.request_id]
+                self._num_in_flight -= 1
+                self._done()
+        self._gaps.add(gaps)
+        self._log.num_output += len(progress)
+        self._open_door()
+
+    def _count_token(self, record: Record, gaps: dict[float, int]) -> None:
+        record.num_output += 1
+        if record.last_token_s is None:
+            record.first_token_s = self._now_s
+        else:
+            gap = self._now_s - record.last_token_s
+            gaps[gap] = gaps.get(gap, 0) + 1
+        record.last_token_s = self._now_s
+
+    # --- what else happens -----------------------------------------------------------------------------------------
+
+    def _kill(self, kill: Kill) -> None:
+        live = self._pools[kill.pool]
+        until_s = self._now_s + self._options.restart_s
+        if kill.role == "attention":
+            instance = live.instance_of(kill.worker)
+            moved = instance.kill_attention(kill.worker, until_s)
+        else:
+            instance = live.instances[kill.worker // live.pool.phase.parallel.expert_workers]
+            instance.kill_experts(kill.worker, until_s)
+            moved = []
+        live.routes = None
+        for request in moved:
+            self._lost(kill.pool, request)
+        self._log.failure(kill, live.pool, self._now_s, until_s, len(moved))
+        self._at(until_s, self._recover, kill.pool, instance)
+        self._dirty[kill.pool, instance.index] = instance
+
+    def _lost(self, pool: int, request: Request) -> None:
+        """Its keys and values are gone: they are computed again where prompts are computed."""
+        record = self._record_of[request.request_id]
+        record.num_losses += 1
+        if self._pools[pool].pool.kv_arrives:
+            self._enter(0, record)
+        else:
+            self._route(pool, request)
+
+    def _recover(self, pool: int, instance: Instance) -> None:
+        live = self._pools[pool]
+        instance.recover(self._now_s)
+        live.routes = None
+        waiting, live.waiting = live.waiting, []
+        for request in waiting:
+            self._route(pool, request)
+        self._dirty[pool, instance.index] = instance
+
+    def _rebalance(self, every_s: float) -> None:
+        for index, live in enumerate(self._pools):
+            for instance in live.instances:
+                move = instance.load.replace()
+                if move is not None:
+                    instance.pause(move.pause_s)
+                    self._log.move(live.pool, instance.index, self._now_s, move)
+                    self._dirty[index, instance.index] = instance
+        self._at(self._now_s + every_s, self._rebalance, every_s)
+
+    def _shift(self, every_s: float) -> None:
+        for live in self._pools:
+            live.popularity.shift()
+        self._at(self._now_s + every_s, self._shift, every_s)

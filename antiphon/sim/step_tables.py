@@ -1,0 +1,237 @@
+"""What one plan's step is made of, as tables of seconds by size: the planner's own costs, evaluated on a grid once.
+
+Per layer and micro-batch of one attention worker:
+    attention(rows) at no context, TP synchronisation included
+    + decode(sequences, visible tokens each) for reading keys and values
+    + chunk(new tokens, cached tokens) for each piece of a prompt
+Experts by (token, expert) pairs at the fullest worker; messages by rows of the busiest sender and the fullest receiver;
+colocated layouts' collectives, stage hops and the head by rows of a DP rank. All from `planner` and `cost`.
+
+Rejected: the planner's T_a at its own mean context. A simulated batch has contexts of its own.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from antiphon.cost.attention import attention_decode, attention_prefill
+from antiphon.cost.m2n import Side, m2n
+from antiphon.cost.parts import FloatArray
+from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messages
+from antiphon.planner.candidates import Candidates
+from antiphon.planner.setting import Setting
+from antiphon.planner.step_times import Group, StepParts, group_of, step_parts
+from antiphon.planner.worker_times import attention_layer, expert_layer, expert_times, rows_of_fullest
+from antiphon.sim.interpolate import Line, Plane, line, plane, sizes_up_to
+
+_LEAST_CONTEXT = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTable:
+    """One layer of one attention worker, in seconds."""
+
+    rows: Line
+    decode: Plane
+    chunk: Plane
+    whole_prompt: Line
+
+    def decode_s(self, num_sequences: int, visible_tokens: float) -> float:
+        """What `num_sequences` rows that see `visible_tokens` in all add to `rows`."""
+        return self.decode(num_sequences, visible_tokens / num_sequences)
+
+    def chunk_s(self, num_tokens: int, num_cached: int) -> float:
+        """What a piece of a prompt adds to `rows`."""
+        return self.chunk(num_tokens, num_cached) if num_cached else self.whole_prompt(num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageTable:
+    """Dispatch and combine: the side of the attention workers by rows of the busiest one, that of the expert workers
+    by token rows at the fullest one. The slower side counts."""
+
+    attention_there: Line
+    experts_there: Line
+    attention_back: Line
+    experts_back: Line
+
+    def there_s(self, rows: float, rows_at_fullest: float) -> float:
+        return max(self.attention_there(rows), self.experts_there(rows_at_fullest))
+
+    def back_s(self, rows: float, rows_at_fullest: float) -> float:
+        return max(self.attention_back(rows), self.experts_back(rows_at_fullest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTables:
+    """All tables of one phase of a plan. `messages` None: colocated, and `exchange`, `hop` count instead, by rows of a
+    DP rank. `dense` None: all layers have experts. `distinct`: expected expert workers that a row goes to."""
+
+    moe: AttentionTable
+    dense: AttentionTable | None
+    head: Line
+    experts: Line
+    messages: MessageTable | None
+    exchange: Line
+    hop: Line
+    distinct: float
+    mean_fullest: Line  # pairs at the fullest worker by rows of a DP rank, as the planner expects them
+
+
+def step_tables(setting: Setting, one: Candidates, *, most_rows: float, most_context: float) -> StepTables:
+    """Tables of the single candidate `one` for micro-batches of up to `most_rows` rows per attention worker and
+    sequences of up to `most_context` tokens; beyond, they go on straight."""
+    rows = sizes_up_to(most_rows)
+    contexts = sizes_up_to(most_context, 1.6)
+    setting = replace(setting, phase="decode")
+    group = group_of(setting, one)
+    grid = _with_rows(one, rows)
+    parts = step_parts(setting, grid, group)
+    expert_kind = int(one.expert_kind[0])
+    pairs = sizes_up_to(most_rows * float(one.attention_dp[0]) * setting.model.router.top_k, 1.3)
+    has_dense = setting.model.num_moe_layers < setting.model.num_layers
+    return StepTables(
+        moe=_attention(setting, one, parts, grid, rows, contexts, "moe"),
+        dense=_attention(setting, one, parts, grid, rows, contexts, "dense") if has_dense else None,
+        head=line(rows, lambda _: parts.attention.head.total_s),
+        experts=_experts(setting, one, grid, pairs, expert_kind, apart=group.apart),
+        messages=_messages(setting, one, group, rows) if group.apart else None,
+        exchange=line(rows, lambda _: parts.dispatch.total_s),
+        hop=line(rows, lambda _: parts.hop.total_s),
+        distinct=float(setting.distinct[int(one.expert_ep[0])]),
+        mean_fullest=line(rows, lambda _: rows_of_fullest(setting, grid)),
+    )
+
+
+def _with_rows(one: Candidates, rows: FloatArray) -> Candidates:
+    """`one` repeated, with these rows as its batch."""
+    return one.take(np.zeros(rows.size, dtype=np.int64)).with_batch(rows.astype(np.int64))
+
+
+def _attention(
+    setting: Setting,
+    one: Candidates,
+    parts: StepParts,
+    grid: Candidates,
+    rows: FloatArray,
+    contexts: FloatArray,
+    layer: LayerKind,
+) -> AttentionTable:
+    kind = int(one.attention_kind[0])
+    whole = parts.attention.moe_layer if layer == "moe" else parts.attention.dense_layer
+    sync_s = np.asarray(whole.total_s) - np.asarray(attention_layer(setting, grid, kind, layer).total_s)
+    alone_s = _decode_s(setting, one, kind, layer, rows, _LEAST_CONTEXT)
+
+    def beside_rows(num: FloatArray, context: FloatArray) -> FloatArray:
+        short = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT)
+        return np.maximum(_decode_s(setting, one, kind, layer, num, context) - short, 0.0)
+
+    def chunk(num: FloatArray, cached: Any) -> FloatArray:
+        short = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT)
+        return np.maximum(_prefill_s(setting, one, kind, layer, num, cached) - short, 0.0)
+
+    return AttentionTable(
+        rows=Line(rows, alone_s + sync_s),
+        decode=plane(rows, contexts, beside_rows),
+        chunk=plane(rows, contexts, chunk),
+        whole_prompt=line(rows, lambda num: chunk(num, 0.0)),
+    )
+
+
+def _decode_s(
+    setting: Setting, one: Candidates, kind: int, layer: LayerKind, num: FloatArray, context: Any
+) -> FloatArray:
+    """One layer of `num` sequences of `context` tokens, without synchronisation; from the profile if it covers it."""
+    tp = int(one.attention_tp[0])
+    if setting.profile is not None:
+        table = setting.profile.attention_table("decode", layer, tp)
+        if table is not None:
+            return np.asarray(profiled_attention(table, num, np.broadcast_to(context, num.shape)).total_s)
+    modelled = attention_decode(
+        setting.model, setting.roofs[kind], num, context, float(tp), setting.precision, moe_layer=layer == "moe"
+    )
+    return np.asarray(modelled.total_s)
+
+
+def _prefill_s(
+    setting: Setting, one: Candidates, kind: int, layer: LayerKind, num: FloatArray, cached: Any
+) -> FloatArray:
+    """The same of one prompt's next `num` tokens after `cached` ones. A profile knows whole prompts; what cached tokens
+    add is modelled."""
+    tp = int(one.attention_tp[0])
+
+    def modelled(past: Any) -> FloatArray:
+        parts = attention_prefill(
+            setting.model,
+            setting.roofs[kind],
+            num,
+            num,
+            float(tp),
+            setting.precision,
+            past=past,
+            moe_layer=layer == "moe",
+        )
+        return np.asarray(parts.total_s)
+
+    table = None if setting.profile is None else setting.profile.attention_table("prefill", layer, tp)
+    if table is None:
+        return modelled(cached)
+    return np.asarray(profiled_attention(table, num, num).total_s) + np.maximum(modelled(cached) - modelled(0.0), 0.0)
+
+
+def _experts(setting: Setting, one: Candidates, grid: Candidates, pairs: FloatArray, kind: int, *, apart: bool) -> Line:
+    """The fullest worker by its pairs, its TP group's synchronisation included where that is not in the exchange."""
+    held: Any = np.full(pairs.size, one.slots[0])
+    tp: Any = np.full(pairs.size, one.expert_tp[0])
+    alone_s = np.asarray(expert_layer(setting, pairs, held, kind, tp).total_s)
+    if not apart:
+        return Line(pairs, alone_s)
+    fullest = rows_of_fullest(setting, grid)
+    slots: Any = grid.slots
+    degrees: Any = grid.expert_tp
+    own = expert_layer(setting, fullest, slots, kind, degrees).total_s
+    sync_s = np.asarray(expert_times(setting, grid, kind, with_sync=True).total_s) - np.asarray(own)
+    return Line(pairs, alone_s + _extended(fullest, sync_s, pairs))
+
+
+def _extended(known: FloatArray, values: FloatArray, wanted: FloatArray) -> FloatArray:
+    """Straight between known sizes, of which some may be equal; the last slope goes on."""
+    sizes, where = np.unique(known, return_index=True)
+    if sizes.size == 1:
+        return np.full(wanted.size, values[0])
+    table = Line(sizes, values[where])
+    return np.asarray([table(float(size)) for size in wanted])
+
+
+def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray) -> MessageTable:
+    model, precision = setting.model, setting.precision
+    nets = [setting.networks[kind] for kind in (group.attention_kind, group.expert_kind)]
+    links = [net.scale_up if group.near else net.scale_out for net in nets]
+    num_senders, distinct = int(one.attention_dp[0]), float(setting.distinct[int(one.expert_ep[0])])
+    attention = Side(num_workers=num_senders, tp=int(one.attention_tp[0]), link=links[0])
+    experts = Side(num_workers=int(one.expert_ep[0]), tp=int(one.expert_tp[0]), link=links[1])
+    there, back = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
+    at_fullest = sizes_up_to(float(rows[-1]) * num_senders)
+    fixed_s = setting.cluster.efficiency.collective_s
+    if setting.profile is not None and setting.profile.messages:
+        times = setting.profile.messages[0].times
+
+        def measured(size: float) -> Line:
+            return line(at_fullest, lambda num: profiled_messages(times, num / num_senders * size, num_senders).total_s)
+
+        nothing = Line(rows, np.zeros(rows.size))
+        return MessageTable(
+            attention_there=nothing, experts_there=measured(there), attention_back=nothing, experts_back=measured(back)
+        )
+
+    def one_way(first: Side, second: Side, sent: Any, received: Any, size: float) -> Any:
+        exchange = m2n(first, second, rows_sent=sent, rows_received=received, row_bytes=size, fixed_s=fixed_s)
+        return exchange.total_s
+
+    return MessageTable(
+        attention_there=line(rows, lambda num: one_way(attention, experts, num * distinct, 0.0, there)),
+        experts_there=line(at_fullest, lambda num: one_way(attention, experts, 0.0, num, there)),
+        attention_back=line(rows, lambda num: one_way(experts, attention, 0.0, num * distinct, back)),
+        experts_back=line(at_fullest, lambda num: one_way(experts, attention, num, 0.0, back)),
+    )
