@@ -19,7 +19,7 @@ from antiphon.models.config import load_model_spec, model_spec
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand
-from antiphon.sim.pools import Pool, pools_of
+from antiphon.sim.pools import Pool, Prefill, pools_of
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.worker_names import parse_kill
 from antiphon.specs.catalog import shipped_model_config
@@ -103,7 +103,7 @@ class SystemOptions:
         str | None, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; the plan's own.")
     ] = None
     precision: Annotated[
-        Values, typer.Option(metavar="PART=F", show_default=False, help="As in antiphon plan; bf16.")
+        Values, typer.Option(metavar="PART=F", show_default=False, help="As in antiphon plan; the plan's own.")
     ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
     prefill: Annotated[str, typer.Option(metavar="NAME", help="Of a decode plan: mixed or elsewhere.")] = "mixed"
@@ -120,7 +120,7 @@ class SystemOptions:
             cluster=_named_cluster(self.cluster, plan.cluster),
             workload=workload,
             phase="decode" if "decode" in plan.phases else "prefill",
-            precision=parse_precision(parts),
+            precision=parse_precision(parts) if parts else plan.precision,
             profile=None if self.profile is None else read_profile(self.profile),
         )
 
@@ -134,7 +134,7 @@ class SystemOptions:
                 raise UserError(
                     "--max-batch-tokens does not apply: no prompt is computed in a decode step; leave it out"
                 )
-        mode = "elsewhere" if self.prefill == "elsewhere" else "mixed"
+        mode: Prefill = "elsewhere" if self.prefill == "elsewhere" else "mixed"
         return pools_of(plan, setting, demand, prefill=mode, max_batch_tokens=self.max_batch_tokens)
 
 

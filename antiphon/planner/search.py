@@ -80,6 +80,7 @@ def make_plan(
         cluster=cluster.name,
         workload=workload.name,
         objective=objective,
+        precision=precision or PrecisionSpec(),
         phases=plans,
         num_candidates=sum(table.total_considered for table in tables.values()),
         search_s=time.monotonic() - started_s,

@@ -7,6 +7,8 @@ One layout per phase. A `disaggregated` phase has attention workers and expert w
 from dataclasses import dataclass, field
 from typing import Literal
 
+from antiphon.specs.precision import PrecisionSpec
+
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
 PhaseName = Literal["prefill", "decode"]
@@ -105,6 +107,7 @@ class Plan:
     cluster: str
     workload: str
     objective: Objective
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     phases: dict[PhaseName, PhasePlan]
     model_config: dict[str, object] = field(default_factory=dict)
     num_candidates: int = 0

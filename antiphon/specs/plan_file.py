@@ -5,8 +5,8 @@ A phase holds its parallel sizes beside `layout`, as plain keys (`attention_tp`,
     "placement": {"0": {"3": 0.5, "4": 0.5}, "1": {"0": 1.0}, ...}     expert -> worker -> fraction of its tokens
 
 with every expert from 0 on, workers from 0 on, fractions above 0 that add up to 1. `rejected` lists the best
-candidate of every other layout. Unknown keys and other versions are refused by name. Rejected: a schema library, whose
-errors do not say the mend.
+candidate of every other layout. A plan without `precision` is in bfloat16. Unknown keys and other versions are refused
+by name. Rejected: a schema library, whose errors do not say the mend.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from antiphon.base.errors import UserError
+from antiphon.specs.device import ComputeDtype
 from antiphon.specs.plan import (
     LAYOUTS,
     OBJECTIVES,
@@ -28,6 +29,7 @@ from antiphon.specs.plan import (
     Predicted,
     Rejected,
 )
+from antiphon.specs.precision import BYTES_OF, PrecisionSpec
 from antiphon.specs.strict_table import Table, read_json
 
 VERSION = 1
@@ -45,6 +47,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster,
         "workload": plan.workload,
         "objective": plan.objective,
+        "precision": asdict(plan.precision),
         "phases": {name: _phase_to_json(phase) for name, phase in plan.phases.items()},
         "model_config": dict(plan.model_config),
         "num_candidates": plan.num_candidates,
@@ -120,6 +123,7 @@ def _plan(table: Table) -> Plan:
         cluster=table.text("cluster"),
         workload=table.text("workload"),
         objective=table.choice("objective", OBJECTIVES),
+        precision=_precision(table.table("precision")) if table.has("precision") else PrecisionSpec(),
         phases=by_name,
         model_config=table.mapping("model_config"),
         num_candidates=table.whole("num_candidates", 0, at_least=0),
@@ -127,6 +131,19 @@ def _plan(table: Table) -> Plan:
     )
     table.finish()
     return plan
+
+
+def _precision(table: Table) -> PrecisionSpec:
+    storage = tuple(BYTES_OF)
+    precision = PrecisionSpec(
+        weights=table.choice("weights", storage),
+        kv=table.choice("kv", storage),
+        dispatch=table.choice("dispatch", storage),
+        combine=table.choice("combine", storage),
+        compute=table.choice("compute", get_args(ComputeDtype)),
+    )
+    table.finish()
+    return precision
 
 
 def _phase(table: Table) -> PhasePlan:

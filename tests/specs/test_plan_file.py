@@ -21,6 +21,7 @@ from antiphon.specs.plan import (
     Rejected,
 )
 from antiphon.specs.plan_file import plan_from_json, plan_to_json, read_plan, write_plan
+from antiphon.specs.precision import BYTES_OF, PrecisionSpec
 
 DECODE = PhasePlan(
     layout="disaggregated",
@@ -154,6 +155,7 @@ def test_a_wrong_phase_is_refused_with_its_place(changes: dict[str, Any], messag
         ("version", None, "version is missing"),
         ("phases", {}, "phases is {}: give at least one of prefill, decode"),
         ("phases", {"training": {}}, "phases: unknown key training: known keys are prefill, decode"),
+        ("precision", {"weights": "fp9"}, "precision: weights is 'fp9': use one of float32, bfloat16, float16, fp8"),
         ("objective", "fastest", "objective is 'fastest': use one of per-gpu, per-cost, per-power"),
         ("model", 7, "model is 7: a text"),
         ("models", "x", r"unknown key models: did you mean model\?"),
@@ -256,6 +258,9 @@ def plans(draw: st.DrawFn) -> Plan:
         cluster=draw(words),
         workload=draw(words),
         objective=draw(st.sampled_from(OBJECTIVES)),
+        precision=PrecisionSpec(
+            weights=draw(st.sampled_from(sorted(BYTES_OF))), compute=draw(st.sampled_from(["bfloat16", "fp8"]))
+        ),
         phases={name: draw(phases()) for name in given_phases},
         model_config=draw(st.dictionaries(words, st.none() | st.integers() | words, max_size=2)),
         num_candidates=draw(st.integers(0, 10**6)),
