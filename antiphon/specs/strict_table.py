@@ -180,8 +180,9 @@ def read_toml(path: Path) -> Table:
 
 def read_json(path: Path) -> Table:
     """A whole JSON file that holds an object; `UserError` if it cannot be read."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(text)
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
