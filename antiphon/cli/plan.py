@@ -1,4 +1,4 @@
-"""`antiphon plan`: which layout, how many of what, at what cost, does it meet the latency; in seconds, anywhere."""
+"""`antiphon plan`: to serve, which layout, how many of what, at what cost; to train, which layout and how fast."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +13,18 @@ from antiphon.cli.output import JsonOption, check_output_file, emit_json, show
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_list import show_list
 from antiphon.cli.plan_output import EMITTERS, emitted, write_page
+from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
 from antiphon.cost.profile_file import read_profile
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.size import smallest_cluster
 from antiphon.report.gather import gather
+from antiphon.report.page import html_page
 from antiphon.report.terminal import terminal_report
+from antiphon.report.training_page import training_page
+from antiphon.report.training_terminal import training_report
 from antiphon.specs.plan_file import plan_to_json
+from antiphon.specs.training_plan_file import training_plan_to_json
 
 
 def _print_list(wanted: bool) -> None:
@@ -56,14 +61,37 @@ class AnswerOptions:
 
 @takes_groups
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, config.json, or a shipped name.")],
     search: SearchOptions,
     overrides: OverrideOptions,
+    training: TrainingOptions,
     answer: AnswerOptions,
     json: JsonOption = None,
 ) -> None:
-    """Plan how to serve MODEL on a cluster. Nothing is run: all numbers are predicted."""
+    """Plan how to serve or train MODEL on a cluster. Nothing is run: all numbers are predicted."""
+    refuse_other_phase(context, search)
     answer.check(json)
+    if search.trains():
+        _training(model, search, training, answer, json)
+    else:
+        _serving(model, search, overrides, answer, json)
+
+
+def _training(
+    model: str, search: SearchOptions, options: TrainingOptions, answer: AnswerOptions, json: str | None
+) -> None:
+    found = find_training_plan(read_training_inputs(model, search, options))
+    emit_json(json, training_plan_to_json(found))
+    for item in training_report(found, explain=answer.explain):
+        show(item, json=json)
+    if answer.html is not None:
+        write_page(training_page(found), answer.html)
+
+
+def _serving(
+    model: str, search: SearchOptions, overrides: OverrideOptions, answer: AnswerOptions, json: str | None
+) -> None:
     inputs = read_inputs(model, search, overrides)
     result = find_plan(inputs, smallest=answer.size)
     emit_json(json, plan_to_json(result.plan))
@@ -77,7 +105,7 @@ def plan(
         for item in terminal_report(report, explain=answer.explain):
             show(item, json=json)
     if answer.html is not None:
-        write_page(report, answer.html)
+        write_page(html_page(report), answer.html)
 
 
 def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:

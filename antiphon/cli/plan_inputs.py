@@ -30,6 +30,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
     "prefill": ("prefill",),
     "both": ("prefill", "decode"),
 }
+TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "kv", "wire", "dispatch", "combine", "compute")
 Values = list[str] | None
@@ -42,7 +43,7 @@ class SearchOptions:
 
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
-    phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill or both.")] = "decode"
+    phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill, both or train.")] = "decode"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
@@ -53,14 +54,25 @@ class SearchOptions:
     max_micro_batches: Annotated[int, typer.Option(metavar="N", help="Most micro-batches tried.")] = 4
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
 
+    def trains(self) -> bool:
+        """Whether the plan is one to train; `UserError` if the phase is none."""
+        if self.phase not in (*PHASES, TRAIN):
+            raise UserError(f"--phase is {self.phase}: it must be one of {', '.join((*PHASES, TRAIN))}")
+        return self.phase == TRAIN
+
     def phases(self) -> tuple[PhaseName, ...]:
-        if self.phase not in PHASES:
-            raise UserError(f"--phase is {self.phase}: it must be one of {', '.join(PHASES)}")
+        """Of a plan to serve."""
+        assert not self.trains()
         return PHASES[self.phase]
+
+    def cluster_spec(self) -> ClusterSpec:
+        if not self.cluster:
+            raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
+        return load_cluster(self.cluster)
 
     def layouts(self) -> tuple[Layout, ...]:
         """In the order of `LAYOUTS`; all of them for auto."""
-        asked = _split(self.layout) or ["auto"]
+        asked = split_list(self.layout) or ["auto"]
         if unknown := [name for name in asked if name not in (*LAYOUTS, "auto")]:
             raise UserError(f"--layout {unknown[0]} does not exist: use auto or some of {', '.join(LAYOUTS)}")
         return tuple(layout for layout in LAYOUTS if "auto" in asked or layout in asked)
@@ -71,7 +83,7 @@ class SearchOptions:
         return self.objective
 
     def precision_spec(self) -> PrecisionSpec:
-        return parse_precision(_split(self.precision))
+        return parse_precision(split_list(self.precision))
 
     def num_micro_batches(self) -> int:
         if self.max_micro_batches < 1:
@@ -117,7 +129,7 @@ class OverrideOptions:
 
     def apply_to_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
         """`cluster` with the given prices; a device that is not in it is refused."""
-        prices = dict(parse_price(text) for text in _split(self.price))
+        prices = dict(parse_price(text) for text in split_list(self.price))
         known = [group.device.name for group in cluster.groups]
         by_canonical = {canonical(name): name for name in known}
         for name in prices:
@@ -153,15 +165,14 @@ class PlanInputs:
 
 def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -> PlanInputs:
     """Load and check all of it; `UserError` names the option."""
-    if not search.cluster:
-        raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
+    cluster = overrides.apply_to_cluster(search.cluster_spec())
     path = shipped_model_config(model)
     return PlanInputs(
         model=load_model_spec(path),
-        model_name=_model_name(path),
+        model_name=model_name_of(path),
         config=read_json(config_file(path)),
         path=path,
-        cluster=overrides.apply_to_cluster(load_cluster(search.cluster)),
+        cluster=cluster,
         workload=overrides.apply_to_workload(load_workload(search.workload)),
         phases=search.phases(),
         layouts=search.layouts(),
@@ -172,7 +183,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     )
 
 
-def _model_name(path: Path) -> str:
+def model_name_of(path: Path) -> str:
     """A folder's name, or that of the file; of a file called config.json the folder it lies in."""
     resolved = path.resolve()
     return resolved.name if resolved.is_dir() else resolved.parent.name if path.stem == "config" else path.stem
@@ -232,6 +243,6 @@ def _checked_format(text: str, field: str, name: str) -> str:
     return "bfloat16"
 
 
-def _split(values: Sequence[str] | None) -> list[str]:
+def split_list(values: Sequence[str] | None) -> list[str]:
     """An option given several times, or once with commas, as one list."""
     return [part.strip() for value in values or () for part in value.split(",") if part.strip()]

@@ -6,11 +6,9 @@ from pathlib import Path
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import PlanInputs
 from antiphon.report.colocated import Target, nearest_colocated
-from antiphon.report.contents import Report
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.emit_sglang import sglang_command
 from antiphon.report.emit_vllm import vllm_command
-from antiphon.report.page import html_page
 from antiphon.specs.plan import Plan
 
 EMITTERS = ("vllm", "sglang", "k8s")
@@ -39,11 +37,11 @@ def served_path(inputs: PlanInputs) -> str:
     return str(inputs.path) if inputs.path.is_dir() else f"/models/{inputs.model_name}"
 
 
-def write_page(report: Report, path: Path) -> None:
+def write_page(text: str, path: Path) -> None:
     """Write the HTML file; it appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(html_page(report), encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -74,12 +74,12 @@ def balance(
 
 
 def busiest_share(fractions: FloatArray, loads: Sequence[float] | FloatArray) -> float:
-    """Share of all rows that the busiest worker gets; at least 1 / workers."""
+    """Share of all rows that the busiest worker gets; at least 1 / workers, never above 1, rounding included."""
     shares = np.asarray(loads, dtype=np.float64)
     total = float(shares.sum())
     if not total > 0:
         shares, total = np.ones_like(shares), float(shares.size)
-    return float(worker_costs(fractions, shares).max()) / total
+    return min(float(worker_costs(fractions, shares).max()) / total, 1.0)
 
 
 def placement_of(fractions: FloatArray) -> tuple[tuple[tuple[int, float], ...], ...]:

@@ -45,11 +45,11 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         tokens_per_s = capacity * used
     else:
         tokens = workload.requests_per_s * lengths.output
-        needed = np.ceil(tokens * times.step_s / _mean_in_flight(in_flight, lengths.tail_z) * (1 - 1e-12))
-        used = np.maximum(needed, 1).astype(np.int64)
+        each = _mean_in_flight(in_flight, lengths.tail_z) / times.step_s
+        used = np.clip(np.ceil(tokens / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
         too_few = used > instances
         used = np.minimum(used, instances)
-        tokens_per_s = np.where(too_few, capacity * used, tokens)
+        tokens_per_s = np.where(too_few, each * used, tokens)
     nothing = np.full(len(candidates), np.nan)
     return Outcome(
         batch=candidates.batch.copy(),

@@ -8,12 +8,14 @@ Rejected: fixed sentences by layout. They are true of the average case and false
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from antiphon.planner.account import account
 from antiphon.planner.candidates import Candidates
-from antiphon.planner.predict import devices_of, named_parts, predicted_of, step_parts_of
+from antiphon.planner.predict import devices_of, named_parts, outcome_at, predicted_of, step_parts_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import RATE, TPOT, CandidateTable
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, Rejected
@@ -30,18 +32,25 @@ def milliseconds(seconds: float) -> str:
 
 
 def rejected_layouts(
-    setting: Setting, table: CandidateTable, winner: int, layouts: tuple[Layout, ...]
+    setting: Setting,
+    table: CandidateTable,
+    winner: int,
+    layouts: tuple[Layout, ...],
+    pairs: Mapping[Layout, float] | None = None,
 ) -> tuple[Rejected, ...]:
-    """The best candidate of each other layout, and what beat it."""
+    """The best candidate of each other layout, and what beat it. `pairs`: where a pair of pools was chosen, the best
+    pair with each layout as a share of it."""
     won = table.candidates.layout_of(winner)
-    return tuple(_rejected(setting, table, winner, layout) for layout in layouts if layout != won)
+    return tuple(_rejected(setting, table, winner, layout, pairs) for layout in layouts if layout != won)
 
 
-def _rejected(setting: Setting, table: CandidateTable, winner: int, layout: Layout) -> Rejected:
+def _rejected(
+    setting: Setting, table: CandidateTable, winner: int, layout: Layout, pairs: Mapping[Layout, float] | None
+) -> Rejected:
     of_layout = np.asarray(table.candidates.layout == LAYOUTS.index(layout))
     index = table.best(setting.objective, of_layout)
     if index is not None:
-        return _described(setting, table, index, why_slower(setting, table, index, winner))
+        return _described(setting, table, index, why_slower(setting, table, index, winner, pairs))
     if of_layout.any():
         index = nearest(table, of_layout)
         return _described(setting, table, index, why_infeasible(setting, table, index))
@@ -78,7 +87,9 @@ def nearest(table: CandidateTable, among: np.ndarray[tuple[int, ...], np.dtype[n
     return int(index[np.argmin(latency)])
 
 
-def why_slower(setting: Setting, table: CandidateTable, loser: int, winner: int) -> str:
+def why_slower(
+    setting: Setting, table: CandidateTable, loser: int, winner: int, pairs: Mapping[Layout, float] | None = None
+) -> str:
     """The loser's score against the winner's, and the item of the account that differs most."""
     unit, small = RESOURCES[setting.objective]
     scores = table.score(setting.objective)
@@ -88,12 +99,26 @@ def why_slower(setting: Setting, table: CandidateTable, loser: int, winner: int)
     ]
     item = max(accounts[0], key=lambda name: accounts[0][name] - accounts[1][name])
     head = f"{mine:.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:.4g}"
+    if mine >= best * (1 - 1e-6) and pairs is not None:
+        return f"{head} by itself; {_why_not_paired(setting, table.candidates.layout_of(loser), pairs)}"
     if mine >= best * (1 - 1e-6):
         return f"{head}: equal, and chosen against for its longer step or its more devices"
     per_token = f"{accounts[0][item] * 1e3:.3g} {small} a token against {accounts[1][item] * 1e3:.3g}"
     cause = _cause(setting, table, loser, winner, item)
     more = f"{item}: {per_token}{cause}{_made_up(accounts[0], accounts[1], item, mine, best)}"
     return f"{head}; most of the difference is {more}{_unhidden(setting, table, loser, item)}"
+
+
+def _why_not_paired(setting: Setting, layout: Layout, pairs: Mapping[Layout, float]) -> str:
+    """Why another pair of pools was taken, though this layout is not behind in its own phase."""
+    if layout not in pairs:
+        return "but no whole instances of it fit beside the other pool"
+    unit = RESOURCES[setting.objective][0].replace("tokens", "requests")
+    head = f"its best pair with the other pool, in whole instances, gives {pairs[layout]:.1%} of this pair's {unit}"
+    if pairs[layout] < 1:
+        return f"but {head}"
+    fewer = "takes fewer requests/s or " if setting.workload.requests_per_s is None else ""
+    return f"{head}, but {fewer}does not fit into the scale-up domains"
 
 
 def _made_up(loser: dict[str, float], winner: dict[str, float], item: str, mine: float, best: float) -> str:
@@ -118,11 +143,10 @@ def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) ->
 def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, item: str) -> str:
     one = one_of(table, loser)
     times = {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
-    if item == "waiting" and one.layout_of(0) == "disaggregated":
-        return f" ({_why_idle(one, times)})"
     if item == "waiting":
-        layers, stages = setting.model.num_layers, int(one.pp[0])
-        return f" ({layers} layers in {stages} stages: the others wait for the slowest, {-(-layers // stages)} layers)"
+        return f" ({_why_idle(one, times) if one.layout_of(0) == 'disaggregated' else _why_uneven(setting, one)})"
+    if item == "spare capacity":
+        return f" ({_why_spare(setting, table, loser)})"
     names = [_device_name(setting, one_of(table, index), item) for index in (loser, winner)]
     if item in ("attention", "experts") and names[0] != names[1]:
         return f" (on {names[0]} against {names[1]})"
@@ -135,6 +159,28 @@ def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, ite
     if item == "communication":
         return f" ({_slowest_network(setting, one)})"
     return ""
+
+
+def _why_uneven(setting: Setting, one: Candidates) -> str:
+    layers, stages = setting.model.num_layers, int(one.pp[0])
+    return f"{layers} layers in {stages} stages: the others wait for the slowest, {-(-layers // stages)} layers"
+
+
+def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
+    """What leaves capacity unused: instances that are added whole, or the promise to the first token."""
+    one, count, rate = one_of(table, loser), int(table.outcome.num_instances[loser]), setting.workload.requests_per_s
+    if rate is None:
+        share = float(table.tokens_per_s[loser]) / (count * float(table.outcome.capacity[loser]))
+        return f"the promise allows {share:.0%} of what it can compute: requests wait for each other"
+    most = most_requests_per_s(setting, one, count)
+    return f"{count} whole instance{'s' * (count > 1)} of {_devices(one)} devices for {rate:g} of {most:.3g} requests/s"
+
+
+def most_requests_per_s(setting: Setting, one: Candidates, num_instances: int) -> float:
+    """The largest rate at which so many instances keep the promise, at its percentile."""
+    beyond = replace(setting, workload=replace(setting.workload, requests_per_s=1e15))
+    tokens = setting.lengths.output if setting.phase == "decode" else setting.lengths.prompt
+    return float(outcome_at(beyond, one, np.array([num_instances])).tokens_per_s[0]) / tokens
 
 
 def _device_name(setting: Setting, one: Candidates, item: str) -> str:

@@ -1,6 +1,7 @@
 """Prefill and decode pools on one cluster: how many instances of each, so that one keeps the other busy.
 
-1. The best candidates of either phase, by layout and pairing of devices, are paired.
+1. The best candidates of either phase, by layout and pairing of devices, are paired, and beside them the best of each
+   size: a smaller instance that is a little worse may leave the other pool the devices it needs.
 2. With a rate, each has the instances that the rate needs; without, decode instances are counted up and prefill
    instances follow from the two rates of requests per second, rounded both ways.
 3. A pair must fit on the devices of each kind, and, checked for the pair that is taken, into the scale-up domains.
@@ -22,7 +23,7 @@ from antiphon.planner.packing import domains_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import CandidateTable
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.plan import PhaseName
+from antiphon.specs.plan import LAYOUTS, Layout, PhaseName
 
 BEST_OF_EACH = 12
 NEARLY_BEST = 0.98
@@ -31,11 +32,13 @@ _MOST_TRIED = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """By phase: place in its table, instances, and what to say about it."""
+    """By phase: place in its table, instances, what to say about it, and the best pair with each layout in that phase,
+    its score as a share of this one's (layouts without a pair that fits are left out)."""
 
     index: dict[PhaseName, int]
     num_instances: dict[PhaseName, int]
     notes: dict[PhaseName, tuple[str, ...]]
+    share_of_layout: dict[PhaseName, dict[Layout, float]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,11 @@ def rate_match(settings: dict[PhaseName, Setting], tables: dict[PhaseName, Candi
             (tables["decode"].candidates, int(decode.index[pairs.second[place]]), int(pairs.num_second[place])),
         ]
         if pools_fit(setting.cluster, pools):
-            return _match(pools, pairs, int(place), prefill, decode)
+            best: dict[PhaseName, dict[Layout, float]] = {
+                "prefill": _by_layout(tables["prefill"], prefill.index[pairs.first[fitting]], scores[fitting]),
+                "decode": _by_layout(tables["decode"], decode.index[pairs.second[fitting]], scores[fitting]),
+            }
+            return _match(pools, pairs, int(place), prefill, decode, best)
     raise _too_small(setting, prefill, decode)
 
 
@@ -107,7 +114,8 @@ class _Pairs:
 
 
 def _counted(prefill: _Side, decode: _Side, available: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Without a rate: decode instances from 1 up, and prefill instances that match them, rounded down and up."""
+    """Without a rate: decode instances from 1 up, and prefill instances that match them, rounded down and up, or as
+    many as there is room for."""
     most = int(max(available.sum() // max(int(decode.devices.sum(axis=1).min()), 1), 1))
     counts = np.unique(np.geomspace(1, most, 48).astype(np.int64))
     first, second, num_second, up = (
@@ -117,7 +125,10 @@ def _counted(prefill: _Side, decode: _Side, available: IntArray) -> tuple[IntArr
         )
     )
     exact = num_second * decode.requests_per_s[second] / prefill.requests_per_s[first]
-    return first, second, np.floor(exact).astype(np.int64) + up, num_second
+    each = prefill.devices[first]
+    left = np.maximum(available - decode.devices[second] * num_second[:, None], 0)
+    room = np.where(each > 0, left // np.maximum(each, 1), np.iinfo(np.int64).max).min(axis=1)
+    return first, second, np.minimum(np.floor(np.minimum(exact, 2.0**40)).astype(np.int64) + up, room), num_second
 
 
 def _shortlist(setting: Setting, table: CandidateTable) -> _Side:
@@ -128,8 +139,8 @@ def _shortlist(setting: Setting, table: CandidateTable) -> _Side:
     for code in np.unique(kinds[table.feasible]):
         index = np.flatnonzero((kinds == code) & table.feasible)
         found.append(index[np.argsort(-scores[index], kind="stable")[:BEST_OF_EACH]])
-        small = index[np.argsort((chosen.attention_devices + chosen.expert_devices)[index], kind="stable")]
-        found.append(small[: BEST_OF_EACH // 4])
+        sizes = (chosen.attention_devices + chosen.expert_devices)[index]
+        found.append(index[best_by_size(sizes, scores[index], BEST_OF_EACH)])
     index = np.unique(np.concatenate(found))
     one = chosen.take(index)
     devices = np.zeros((index.size, len(setting.groups)), dtype=np.int64)
@@ -142,6 +153,15 @@ def _shortlist(setting: Setting, table: CandidateTable) -> _Side:
     if setting.workload.requests_per_s is not None:
         each = table.outcome.capacity[index]
     return _Side(index, instances, each / tokens, devices)
+
+
+def best_by_size(sizes: IntArray, scores: FloatArray, most: int) -> IntArray:
+    """Places of the candidates that no smaller or equally small one beats, by size; at most `most`, evenly chosen, the
+    smallest and the best among them."""
+    order = np.lexsort((-scores, sizes))
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(scores[order])[:-1]])
+    front = order[scores[order] > before]
+    return np.asarray(front[np.unique(np.linspace(0, front.size - 1, min(most, front.size)).astype(np.int64))])
 
 
 def pools_fit(cluster: ClusterSpec, pools: list[tuple[Candidates, int, int]]) -> bool:
@@ -173,18 +193,35 @@ def _packed(free: list[int], asked: list[tuple[int, int]]) -> bool:
     return True
 
 
-def _match(pools: list[tuple[Candidates, int, int]], pairs: _Pairs, place: int, prefill: _Side, decode: _Side) -> Match:
+def _by_layout(table: CandidateTable, index: IntArray, scores: FloatArray) -> dict[Layout, float]:
+    """The best score of the pairs with each layout; `index`: of each pair the place in `table`."""
+    layouts = table.candidates.layout[index]
+    return {LAYOUTS[int(code)]: float(scores[layouts == code].max()) for code in np.unique(layouts)}
+
+
+def _match(
+    pools: list[tuple[Candidates, int, int]],
+    pairs: _Pairs,
+    place: int,
+    prefill: _Side,
+    decode: _Side,
+    best: dict[PhaseName, dict[Layout, float]],
+) -> Match:
     rates = (
         float(pairs.num_first[place] * prefill.requests_per_s[pairs.first[place]]),
         float(pairs.num_second[place] * decode.requests_per_s[pairs.second[place]]),
     )
     taken = float(pairs.requests_per_s[place])
     head = f"the two pools together take {taken:.3g} requests/s, which is"
+    score = taken / float(pairs.weight[place])
     notes = tuple((f"{head} {min(taken / rate, 1.0):.0%} of what this one can take",) for rate in rates)
     return Match(
         index={"prefill": pools[0][1], "decode": pools[1][1]},
         num_instances={"prefill": pools[0][2], "decode": pools[1][2]},
         notes={"prefill": notes[0], "decode": notes[1]},
+        share_of_layout={
+            name: {layout: value / score for layout, value in by_layout.items()} for name, by_layout in best.items()
+        },
     )
 
 

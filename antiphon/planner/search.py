@@ -178,7 +178,8 @@ def _explained(
 ) -> PhasePlan:
     if isinstance(chosen, Match):
         index, instances, notes = chosen.index[name], chosen.num_instances[name], chosen.notes[name]
+        pairs = chosen.share_of_layout[name]
     else:
-        index, instances, notes = chosen[name], None, ()
+        index, instances, notes, pairs = chosen[name], None, (), None
     plan = phase_plan(setting, table, index, instances)
-    return replace(plan, rejected=rejected_layouts(setting, table, index, layouts), notes=notes)
+    return replace(plan, rejected=rejected_layouts(setting, table, index, layouts, pairs), notes=notes)

@@ -42,11 +42,11 @@ CAPTIONS = {
 def html_page(report: Report) -> str:
     """The whole file's text."""
     figures: dict[str, Figure] = {}
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
-        files("antiphon.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    )
     objective = report.plan.objective
-    return template.render(
+    return render_page(
+        figures,
+        plan=plan_to_json(report.plan),
+        plan_reader="antiphon serve --plan",
         title=f"Plan for {report.plan.model} on {report.plan.cluster}",
         subtitle=subtitle(report),
         given=given(report),
@@ -57,9 +57,19 @@ def html_page(report: Report) -> str:
         more_nodes=[
             (more.phase, more.device, number(more.tokens_per_s), f"{more.gain:.3f} ×") for more in report.more_nodes
         ],
+    )
+
+
+def render_page(figures: dict[str, Figure], *, plan: dict[str, Any], **contents: Any) -> str:
+    """The template with `contents`; `figures` are those that `chart` placed while the contents were made."""
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
+        files("antiphon.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    )
+    return template.render(
+        **contents,
         version=__version__,
         plotly_js=get_plotlyjs(),
-        plan_json=_inside_script(plan_to_json(report.plan)),
+        plan_json=_inside_script(plan),
         figures_json=_inside_script(figures),
     )
 
@@ -78,6 +88,8 @@ def _phase(contents: PhaseContents, report: Report, figures: dict[str, Figure]) 
         "verdict": verdict(contents, objective),
         "cards": _cards(contents, objective),
         "facts": facts(contents),
+        "losers_title": "Other layouts, the best of each",
+        "losers_note": "",
         "losers": [loser_row(loser, contents, objective) for loser in contents.phase.rejected],
         "conditions": contents.conditions,
         "notes": contents.phase.notes,
@@ -111,7 +123,7 @@ def _phase_charts(
         ("parts", "parts", "What bounds each part", parts_figure(contents.parts)),
     )
     return [
-        _chart(f"{contents.name}-{name}", title, CAPTIONS[caption], drawing, figures)
+        chart(f"{contents.name}-{name}", title, CAPTIONS[caption], drawing, figures)
         for name, caption, title, drawing in drawn
         if drawing["data"]
     ]
@@ -121,10 +133,10 @@ def _sensitivity(
     index: int, sensitivity: Sensitivity, objective: Objective, figures: dict[str, Figure]
 ) -> dict[str, Any]:
     drawing = sensitivity_figure(sensitivity, objective)
-    return _chart(f"sensitivity-{index}", sensitivity.title, CAPTIONS["sensitivity"], drawing, figures)
+    return chart(f"sensitivity-{index}", sensitivity.title, CAPTIONS["sensitivity"], drawing, figures)
 
 
-def _chart(name: str, title: str, caption: str, drawing: Figure, figures: dict[str, Figure]) -> dict[str, Any]:
+def chart(name: str, title: str, caption: str, drawing: Figure, figures: dict[str, Figure]) -> dict[str, Any]:
     """Place a figure: its data goes to the page's JSON, its frame into the text."""
     figures[name] = drawing
     return {"id": name, "title": title, "caption": caption, "height": drawing["layout"]["height"]}

@@ -56,20 +56,20 @@ def terminal_report(report: Report, *, explain: bool) -> Iterator[RenderableType
 def _phase(contents: PhaseContents, objective: Objective, *, explain: bool) -> Iterator[RenderableType]:
     title = PHASE_TITLES[contents.name]
     if contents.memory:
-        yield _heading(f"{title}: memory of a device")
+        yield heading(f"{title}: memory of a device")
         yield memory_table(contents.memory)
     if contents.parts:
-        yield _heading(f"{title}: one layer and micro-batch")
+        yield heading(f"{title}: one layer and micro-batch")
         yield parts_table(contents)
     if contents.phase.rejected:
-        yield _heading(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}")
+        yield heading(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}")
         yield losers_table(contents, objective)
         yield from reasons(contents)
     if explain and contents.conditions:
-        yield _heading(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)")
+        yield heading(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)")
         yield conditions_table(contents)
     if explain and (placed := placement_summary(contents.phase)):
-        yield _heading(f"{title}: placement")
+        yield heading(f"{title}: placement")
         yield Text(placed)
     for note in contents.phase.notes:
         yield Text(f"note: {note}")
@@ -81,7 +81,7 @@ def facts_table(report: Report) -> Table:
     names = [name for name in FACTS if any(column.get(name) for column in columns)]
     names += [name for name in dict.fromkeys(name for column in columns for name in column) if name not in FACTS]
     titles = ["", *(PHASE_TITLES[contents.name].lower() for contents in report.phases)]
-    return _table(titles, [[name, *(column.get(name, "") for column in columns)] for name in names])
+    return plain_table(titles, [[name, *(column.get(name, "") for column in columns)] for name in names])
 
 
 def memory_table(memory: Sequence[MemoryUse]) -> Table:
@@ -95,7 +95,7 @@ def memory_table(memory: Sequence[MemoryUse]) -> Table:
         ]
         for use in memory
     ]
-    return _table(["", "█ weights ▓ KV ▒ reserve", "weights", "KV", "of"], rows, right=(2, 3, 4))
+    return plain_table(["", "█ weights ▓ KV ▒ reserve", "weights", "KV", "of"], rows, right=(2, 3, 4))
 
 
 def memory_bar(use: MemoryUse) -> str:
@@ -118,7 +118,7 @@ def parts_table(contents: PhaseContents) -> Table:
         shares = sorted(values.items(), key=lambda item: -item[1])
         words = ", ".join(f"{bound} {value / total_s:.0%}" for bound, value in shares if value >= 0.01 * total_s > 0)
         rows.append([name, milliseconds(total_s), words])
-    return _table(["", "time", "spent on"], rows, right=(1,))
+    return plain_table(["", "time", "spent on"], rows, right=(1,))
 
 
 def losers_table(contents: PhaseContents, objective: Objective) -> Table:
@@ -128,7 +128,7 @@ def losers_table(contents: PhaseContents, objective: Objective) -> Table:
         layout, sizes, devices, latency, rate, against, _ = loser_row(loser, contents, objective)
         rows.append([layout, latency, rate, against, sizes, devices])
     latency_name = "TPOT" if contents.name == "decode" else "TTFT"
-    return _table(["layout", latency_name, "rate", "of plan", "sizes", "devices"], rows, right=(1, 2, 3))
+    return plain_table(["layout", latency_name, "rate", "of plan", "sizes", "devices"], rows, right=(1, 2, 3))
 
 
 def reasons(contents: PhaseContents) -> Iterator[RenderableType]:
@@ -139,23 +139,25 @@ def reasons(contents: PhaseContents) -> Iterator[RenderableType]:
 
 def conditions_table(contents: PhaseContents) -> Table:
     rows = [[row.equation, row.says, row.numbers, "yes" if row.holds else "no"] for row in contents.conditions]
-    return _table(["", "condition", "here", "holds"], rows)
+    return plain_table(["", "condition", "here", "holds"], rows)
 
 
 def _more_nodes(report: Report) -> Iterator[RenderableType]:
     if report.more_nodes:
-        yield _heading("One more node of a kind, all of the cluster used")
+        yield heading("One more node of a kind, all of the cluster used")
         rows = [
             [more.phase, more.device, number(more.tokens_per_s), f"{more.gain:.3f} ×"] for more in report.more_nodes
         ]
-        yield _table(["phase", "node of", "most tokens/s", "of now"], rows, right=(2, 3))
+        yield plain_table(["phase", "node of", "most tokens/s", "of now"], rows, right=(2, 3))
 
 
-def _heading(text: str) -> Text:
+def heading(text: str) -> Text:
+    """Over a table, with an empty line above."""
     return Text(f"\n{text}", style="bold")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Table:
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Table:
+    """Without lines; `right`: columns of numbers."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         result.add_column(column, justify="right" if index in right else "left", overflow="fold")

@@ -1,7 +1,7 @@
 """A training plan: what a trainer needs to obey it and a person to judge it. Written by the planner, read by all."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,8 @@ class RejectedTraining:
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
     """The answer to "how shall this model be trained on these machines". `num_devices`: how many were offered; the
-    layout may use fewer."""
+    layout may use fewer. `weights`, `gradients`, `compute`: formats of the copy that is multiplied, of gradients' sums
+    over micro-batches, of arithmetic. `model_config`: the `config.json` it was made for, empty if none was given."""
 
     version: int = 1
     model: str
@@ -87,9 +88,13 @@ class TrainingPlan:
     sequence_length: int
     global_batch: int
     num_devices: int
+    weights: str = "bfloat16"
+    gradients: str = "float32"
+    compute: str = "bfloat16"
     layout: TrainingLayout
     predicted: TrainingPredicted
     rejected: tuple[RejectedTraining, ...] = ()
     notes: tuple[str, ...] = ()
+    model_config: dict[str, Any] = field(default_factory=dict)
     num_candidates: int = 0
     search_s: float = 0.0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from antiphon.planner.search import SearchLimits, evaluate_phase
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.workload import SloSpec, WorkloadSpec
+from antiphon.specs.plan import Objective
+from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 from tests.planner.serving_specimens import cluster, device, group, setting, workload
 
 PHASES = ("prefill", "decode")
@@ -37,11 +38,14 @@ MACHINES = st.builds(
 )
 
 
-def best_score(machines: ClusterSpec, requests: WorkloadSpec, phase: str = "decode") -> float:
-    where = setting(cluster=machines, workload=requests, phase=phase, limits=SearchLimits(max_micro_batches=2))
+def best_score(
+    machines: ClusterSpec, requests: WorkloadSpec, phase: str = "decode", objective: Objective = "per-gpu"
+) -> float:
+    limits = SearchLimits(max_micro_batches=2)
+    where = setting(cluster=machines, workload=requests, phase=phase, limits=limits, objective=objective)
     table = evaluate_phase(where)
-    index = table.best("per-gpu")
-    return 0.0 if index is None else float(table.per_gpu[index])
+    index = table.best(objective)
+    return 0.0 if index is None else float(table.score(objective)[index])
 
 
 def improved(machines: ClusterSpec, what: str) -> ClusterSpec:
@@ -50,6 +54,12 @@ def improved(machines: ClusterSpec, what: str) -> ClusterSpec:
         nodes = replace(nodes, device=replace(nodes.device, memory_bytes=nodes.device.memory_bytes * 2))
     elif what == "memory bandwidth":
         nodes = replace(nodes, device=replace(nodes.device, memory_bytes_per_s=nodes.device.memory_bytes_per_s * 1.7))
+    elif what == "arithmetic":
+        rates = {dtype: rate * 1.7 for dtype, rate in nodes.device.flops_per_s.items()}
+        nodes = replace(nodes, device=replace(nodes.device, flops_per_s=rates))
+    elif what == "latency":
+        up_s, out_s = machines.scale_up_latency_s / 3, machines.scale_out_latency_s / 3
+        return replace(machines, scale_up_latency_s=up_s, scale_out_latency_s=out_s)
     elif what == "scale-up":
         nodes = replace(nodes, scale_up_bytes_per_s=nodes.scale_up_bytes_per_s * 1.7)
     elif what == "scale-out":
@@ -59,7 +69,9 @@ def improved(machines: ClusterSpec, what: str) -> ClusterSpec:
     return replace(machines, groups=(nodes,))
 
 
-@pytest.mark.parametrize("what", ["memory", "memory bandwidth", "scale-up", "scale-out", "nodes"])
+@pytest.mark.parametrize(
+    "what", ["memory", "memory bandwidth", "arithmetic", "latency", "scale-up", "scale-out", "nodes"]
+)
 @pytest.mark.parametrize("phase", PHASES)
 @settings(max_examples=5, deadline=None)
 @given(MACHINES)
@@ -86,3 +98,29 @@ def test_a_higher_percentile_is_never_better(phase: str) -> None:
         for percentile in (0.5, 0.9, 0.99)
     ]
     assert scores[0] > scores[1] > scores[2] > 0
+
+
+@settings(max_examples=8, deadline=None)
+@given(MACHINES, st.integers(20, 2000), st.integers(1, 2000), st.sampled_from([0.5, 0.99]))
+def test_longer_prompts_are_never_better_for_decode(
+    machines: ClusterSpec, prompt: int, more: int, percentile: float
+) -> None:
+    slo = SloSpec(tpot_s=0.03, percentile=percentile)
+    short, long = (
+        workload(slo=slo, input_tokens=LengthSpec(median=length, sigma=0.5)) for length in (prompt, prompt + more)
+    )
+    assert best_score(machines, long) <= best_score(machines, short) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("objective", "changes"), [("per-cost", {"price": 0.5}), ("per-power", {"power_w": 50.0})])
+@pytest.mark.parametrize("phase", PHASES)
+@settings(max_examples=4, deadline=None)
+@given(MACHINES)
+def test_half_the_price_or_power_is_twice_the_score(
+    objective: Objective, changes: dict[str, float], phase: str, machines: ClusterSpec
+) -> None:
+    (nodes,) = machines.groups
+    cheaper = replace(machines, groups=(replace(nodes, device=replace(nodes.device, **changes)),))
+    requests = workload(slo=SloSpec(tpot_s=0.03, ttft_s=1.0))
+    scores = [best_score(where, requests, phase, objective) for where in (machines, cheaper)]
+    assert scores[1] == pytest.approx(2 * scores[0])

@@ -11,6 +11,9 @@ import pytest
 from antiphon.report.contents import Report
 from antiphon.report.figure_style import BATCH_COLOURS, LAYOUT_COLOURS, MARK, MEMORY_COLOURS, PART_COLOURS
 from antiphon.report.page import html_page
+from antiphon.report.training_page import MEMORY_COLOURS as TRAINING_MEMORY_COLOURS
+from antiphon.report.training_page import STEP_COLOURS, training_page
+from tests.specs.training_specimen import PLAN
 
 
 def _chromium() -> ModuleType:
@@ -64,3 +67,22 @@ def test_every_figure_is_drawn(page: str, tmp_path: Path, dark: bool) -> None:
         for colour in EXPECTED[name]:
             assert num_pixels(region, colour) >= 20, f"{name} shows nothing in {colour}"
         assert len(np.unique(region.reshape(-1, 3), axis=0)) > 20, f"{name} is blank"
+
+
+def test_the_figures_of_a_training_plan_are_drawn(tmp_path: Path) -> None:
+    width, height = 1200, 2600
+    shot = chromium.photograph(training_page(PLAN), tmp_path, width=width, height=height)
+    assert shot.console == []
+    assert shot.size[0] <= width, "the page is wider than its window"
+    assert shot.size[1] <= height, "the picture does not hold the whole page"
+    drawn = {
+        "train-step": list(STEP_COLOURS.values()),
+        "train-memory": [TRAINING_MEMORY_COLOURS[name] for name in ("parameters", "gradients", "workspace")],
+        "train-mfu": [MARK],
+    }
+    assert shot.places.keys() == drawn.keys()
+    for name, colours in drawn.items():
+        left, top, wide, high = shot.places[name]
+        for colour in colours:
+            found = num_pixels(shot.pixels[top : top + high, left : left + wide], colour)
+            assert found >= 20, f"{name} shows nothing in {colour}"

@@ -1,0 +1,205 @@
+"""`antiphon plan --phase train`: its options, their checks, and the search they are handed to.
+
+An option of serving written beside it, or one of its own written beside another phase, is refused by name: what an
+option's default is does not matter, only whether it was written.
+Rejected: a command of its own. Model, cluster, precision and outputs are the same, and so is the question.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, cast
+
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.cli.option_groups import given_options
+from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
+from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision
+from antiphon.models.config import config_file, load_model_spec, read_json
+from antiphon.planner.training import plan_training
+from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.nearest import canonical, did_you_mean
+from antiphon.specs.training_plan import TrainingPlan
+
+SERVING_ONLY = (
+    *("workload", "layout", "objective", "max_micro_batches", "profile"),
+    *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
+)
+PRECISION_FORMATS: dict[str, tuple[str, ...]] = {
+    "weights": ("float32", "bfloat16", "fp8"),
+    "gradients": ("float32", "bfloat16"),
+    "wire": ("float32", "bfloat16", "fp8"),
+    "compute": ("float32", "bfloat16", "fp8"),
+}
+UNNAMED_PARTS = ("weights", "wire", "compute")  # of `--precision fp8`; sums of gradients keep theirs
+ZERO_STAGES = range(4)
+LARGEST = 10**9  # of a length or batch: more is a slip of the finger, and would be divided for minutes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """What `--phase train` is asked, and the choices that are not searched."""
+
+    sequence_length: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="train: tokens of a sequence; required.")
+    ] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="train: sequences of a step; required.")
+    ] = None
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", show_default="all", help="train: at most so many devices.")
+    ] = None
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default="fastest", help="train: on this kind only.")
+    ] = None
+    zero: Annotated[int, typer.Option(metavar="N", help="train: ZeRO stage, 0 to 3.")] = 1
+    overlap: Annotated[str, typer.Option(metavar="NAME", help="train: none, inter or intra.")] = "intra"
+    deduplicate: Annotated[bool, typer.Option("--deduplicate", help="train: a token goes to a rank once.")] = False
+    no_compress: Annotated[bool, typer.Option("--no-compress", help="train: gradients are sent as kept.")] = False
+
+
+TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingInputs:
+    """Everything the search is given. `config`: the model's `config.json`; `device` None: whichever kind is fastest;
+    `num_devices` None: all of them."""
+
+    model: ModelSpec
+    model_name: str
+    config: dict[str, Any]
+    cluster: ClusterSpec
+    device: str | None
+    num_devices: int | None
+    sequence_length: int
+    global_batch: int
+    precision: TrainingPrecision
+    overlap: OverlapLevel
+    zero: int
+    deduplicate: bool
+    compress: bool
+
+
+def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
+    """`UserError` for an option that was written and does not apply to the phase."""
+    trains = search.trains()
+    others = SERVING_ONLY if trains else TRAINING_ONLY
+    given = given_options(context, others)
+    if wrong := [f"--{name.replace('_', '-')}" for name in others if name in given]:
+        where = "plans to serve" if trains else f"--phase {TRAIN}"
+        raise UserError(f"{wrong[0]} is for {where}, not for --phase {search.phase}: leave it out or change --phase")
+
+
+def read_training_inputs(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingInputs:
+    """Load and check all of it; `UserError` names the option."""
+    cluster = search.cluster_spec()
+    sequence_length = _required("--sequence-length", options.sequence_length, 8192)
+    global_batch = _required("--global-batch", options.global_batch, 720)
+    if options.zero not in ZERO_STAGES:
+        raise UserError(f"--zero is {options.zero}: it must be one of {', '.join(map(str, ZERO_STAGES))}")
+    overlaps = [level for level in OVERLAP_LEVELS if level == options.overlap]
+    if not overlaps:
+        raise UserError(f"--overlap is {options.overlap}: it must be one of {', '.join(OVERLAP_LEVELS)}")
+    groups = _groups(cluster, options.device)
+    _check_num_devices(cluster, groups, options.devices)
+    path = shipped_model_config(model)
+    return TrainingInputs(
+        model=load_model_spec(path),
+        model_name=model_name_of(path),
+        config=read_json(config_file(path)),
+        cluster=cluster,
+        device=None if options.device is None else groups[0].device.name,
+        num_devices=options.devices,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        precision=parse_training_precision(search.precision),
+        overlap=overlaps[0],
+        zero=options.zero,
+        deduplicate=options.deduplicate,
+        compress=not options.no_compress,
+    )
+
+
+def find_training_plan(inputs: TrainingInputs) -> TrainingPlan:
+    """Search, with progress where it lasts; the plan knows the `config.json` it was made for."""
+    with progress("planning") as report:
+        found = plan_training(
+            inputs.model,
+            inputs.cluster,
+            sequence_length=inputs.sequence_length,
+            global_batch=inputs.global_batch,
+            num_devices=inputs.num_devices,
+            device=inputs.device,
+            model_name=inputs.model_name,
+            precision=inputs.precision,
+            compress=inputs.compress,
+            deduplicate=inputs.deduplicate,
+            overlap=inputs.overlap,
+            zero=inputs.zero,
+            on_progress=report,
+        )
+    notes = (*found.notes, *_congestion_note(inputs.cluster, found))
+    return replace(found, notes=notes, model_config=inputs.config)
+
+
+def parse_training_precision(values: list[str] | None) -> TrainingPrecision:
+    """``["fp8"]`` is fp8 for weights, rows on the wire and arithmetic; ``["wire=fp8"]`` for that part alone."""
+    chosen: dict[str, str] = {}
+    for text in split_list(values):
+        part, _, name = text.rpartition("=")
+        if part and part not in PRECISION_FORMATS:
+            raise UserError(f"--precision {text!r}: {part!r} is none of {', '.join(PRECISION_FORMATS)}")
+        storage = FORMAT_ALIASES.get(name, name)
+        for each in (part,) if part else UNNAMED_PARTS:
+            if storage not in PRECISION_FORMATS[each]:
+                known = ", ".join(PRECISION_FORMATS[each])
+                raise UserError(f"--precision {text!r}: training knows no {each} in {name!r}: use one of {known}")
+            chosen[each] = storage
+    gradients = chosen.pop("gradients", "float32")
+    chosen["activation_wire"] = chosen.pop("wire", "bfloat16")
+    return TrainingPrecision(**cast(dict[str, Any], {"gradients": gradients, "gradient_wire": gradients, **chosen}))
+
+
+def _required(option: str, value: int | None, example: int) -> int:
+    if value is None:
+        raise UserError(f"{option} is missing: --phase {TRAIN} needs it, for example {option} {example}")
+    if value < 1:
+        raise UserError(f"{option} is {value}: it must be at least 1")
+    if value > LARGEST:
+        raise UserError(f"{option} is {value}: it must be at most {LARGEST}")
+    return value
+
+
+def _groups(cluster: ClusterSpec, device: str | None) -> tuple[NodeGroup, ...]:
+    """The groups a plan may use; it takes one of them."""
+    if device is None:
+        return cluster.groups
+    found = tuple(group for group in cluster.groups if canonical(group.device.name) == canonical(device))
+    if not found:
+        known = [group.device.name for group in cluster.groups]
+        raise UserError(f"--device {device}: cluster {cluster.name} has no such device: {did_you_mean(device, known)}")
+    return found
+
+
+def _check_num_devices(cluster: ClusterSpec, groups: tuple[NodeGroup, ...], wanted: int | None) -> None:
+    """A plan has devices of one kind, so more than the largest group can never be used."""
+    if wanted is None:
+        return
+    if wanted < 1:
+        raise UserError(f"--devices is {wanted}: it must be at least 1")
+    largest = max(groups, key=lambda group: group.num_devices)
+    if wanted > largest.num_devices:
+        have = f"{largest.num_devices} {largest.device.name}"
+        raise UserError(f"--devices is {wanted}: a plan uses one kind and {cluster.name} has {have}: ask for fewer")
+
+
+def _congestion_note(cluster: ClusterSpec, plan: TrainingPlan) -> tuple[str, ...]:
+    """What the model of costs leaves out where a layer's group is wider than the fast links."""
+    domain = max(group.scale_up_domain for group in cluster.groups if group.device.name == plan.device)
+    degree = plan.layout.model_parallel
+    if degree <= domain:
+        return ()
+    return (f"a layer's {degree} devices span nodes: exchanges between nodes are modelled without congestion",)
