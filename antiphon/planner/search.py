@@ -182,4 +182,19 @@ def _explained(
     else:
         index, instances, notes, pairs = chosen[name], None, (), None
     plan = phase_plan(setting, table, index, instances)
-    return replace(plan, rejected=rejected_layouts(setting, table, index, layouts, pairs), notes=notes)
+    rejected = rejected_layouts(setting, table, index, layouts, pairs)
+    return replace(plan, rejected=rejected, notes=(*notes, *_notes_of(setting, plan)))
+
+
+def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
+    """What a reader could take for a finding and is only a missing target, or devices left over."""
+    notes = []
+    if setting.phase == "prefill" and setting.workload.slo.ttft_s is None:
+        notes.append(
+            "no target for the time to the first token: passes are as long as memory allows, and that time is of a "
+            "full one; give a target for shorter passes"
+        )
+    used = {use.device for use in plan.devices}
+    if idle := [group.device.name for group in setting.cluster.groups if group.device.name not in used]:
+        notes.append(f"{', '.join(idle)}: not used in this phase, the plan without is better by the objective")
+    return notes

@@ -112,6 +112,10 @@ def _plan(table: Table) -> Plan:
     version = table.whole("version", at_least=0)
     if version != VERSION:
         raise table.error("version", f"this program reads version {VERSION}: make the plan again with `antiphon plan`")
+    if table.has("phase"):
+        raise table.error(
+            "phase", "this is a plan to train, not to serve: make one with --phase decode, prefill or both"
+        )
     phases = table.table("phases")
     by_name = {name: _phase(phases.table(name)) for name in PHASES if phases.has(name)}
     phases.finish()

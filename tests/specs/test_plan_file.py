@@ -153,6 +153,7 @@ def test_a_wrong_phase_is_refused_with_its_place(changes: dict[str, Any], messag
     [
         ("version", 2, "plan: version is 2: this program reads version 1: make the plan again with `antiphon plan`"),
         ("version", None, "version is missing"),
+        ("phase", "train", "phase is 'train': this is a plan to train, not to serve"),
         ("phases", {}, "phases is {}: give at least one of prefill, decode"),
         ("phases", {"training": {}}, "phases: unknown key training: known keys are prefill, decode"),
         ("precision", {"weights": "fp9"}, "precision: weights is 'fp9': use one of float32, bfloat16, float16, fp8"),
