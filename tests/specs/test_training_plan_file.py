@@ -116,7 +116,7 @@ def test_what_cannot_be_obeyed_is_refused_with_its_place(place: str, key: str, v
 
 
 def test_the_two_kinds_of_plan_are_not_taken_for_each_other() -> None:
-    with pytest.raises(UserError, match="phase is .train.: this is a plan to train, not to serve"):
+    with pytest.raises(UserError, match=r"phase is .train.: this is a plan to train, not to serve"):
         plan_from_json(written())
 
 
