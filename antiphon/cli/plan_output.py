@@ -33,7 +33,8 @@ def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
 
 
 def served_path(inputs: PlanInputs) -> str:
-    """Where an engine finds the weights: the folder, where MODEL is one; else a placeholder of the model's name."""
+    """Where an engine finds the weights: the folder, where MODEL is one; else the usual place of a mount with the
+    model's name, for the reader to change."""
     return str(inputs.path) if inputs.path.is_dir() else f"/models/{inputs.model_name}"
 
 

@@ -94,7 +94,7 @@ class RayPlacement:
             for place in self._places:
                 self._start(place)
             self._keeper.start()
-        except BaseException:
+        except BaseException:  # an interrupt too must leave no worker behind
             self._close(0.0)
             raise
         return self

@@ -9,71 +9,15 @@ from typing import Any
 
 import pytest
 
-from antiphon.cli import main as cli
 from antiphon.specs.plan_file import plan_from_json, read_plan
+from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
 ROOT = Path(__file__).parents[2]
-ODD_CLUSTER = """
-name = "odd"
-[[groups]]
-device = "H20"
-num_nodes = 3
-devices_per_node = 7
-[[groups]]
-device = "L40S"
-num_nodes = 1
-devices_per_node = 5
-"""
-FIVE_EXPERTS = {
-    "model_type": "mixtral",
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 7,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-}
-
-
-class Cli:
-    """Runs the command in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capfd = capfd
-
-    def run(self, *arguments: object) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error) of ``antiphon plan ...``"""
-        self._monkeypatch.setattr(sys, "argv", ["antiphon", "plan", *map(str, arguments)])
-        self._monkeypatch.setenv("COLUMNS", "120")
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        printed = self._capfd.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, printed.out, printed.err
-
-    def plans(self, *arguments: object) -> str:
-        code, out, err = self.run(*arguments)
-        assert code == 0, err
-        return out
-
-    def refuses(self, code: int, message: str, *arguments: object) -> None:
-        """It must fail with `code` and one line that `message`, a pattern, describes whole."""
-        found, out, err = self.run(*arguments)
-        (line,) = [text for text in err.splitlines() if not text.startswith("planning: ")]
-        assert re.fullmatch(f"error: {message}", line), line
-        assert found == code
-        assert out == ""
 
 
 @pytest.fixture
-def antiphon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(monkeypatch, capfd)
+def antiphon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> PlanCommand:
+    return PlanCommand(monkeypatch, capfd)
 
 
 @pytest.fixture
@@ -115,7 +59,7 @@ def check_contract(phase: dict[str, Any], num_experts: int) -> None:
     assert all(loser["reason"] for loser in phase["rejected"])
 
 
-def test_json_keeps_the_contract(antiphon: Cli) -> None:
+def test_json_keeps_the_contract(antiphon: PlanCommand) -> None:
     out = antiphon.plans("mixtral-8x22b", "--cluster", "msi-hetero", "--phase", "both", "--json", "-")
     plan = json.loads(out)
     assert {"version", "model", "cluster", "workload", "objective", "phases"} <= plan.keys()
@@ -129,7 +73,7 @@ def test_json_keeps_the_contract(antiphon: Cli) -> None:
     assert plan_from_json(plan).num_candidates > 1000
 
 
-def test_json_and_page_and_terminal_say_the_same(antiphon: Cli, tmp_path: Path) -> None:
+def test_json_and_page_and_terminal_say_the_same(antiphon: PlanCommand, tmp_path: Path) -> None:
     file, page = tmp_path / "plan.json", tmp_path / "plan.html"
     out = antiphon.plans(
         "dbrx", "--cluster", "msi-hetero", "--objective", "per-cost", "--explain", "--json", file, "--html", page
@@ -171,7 +115,7 @@ def test_planning_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("layout", ["disaggregated", "hybrid", "tp_pp", "dp_ep"])
-def test_a_layout_alone(antiphon: Cli, layout: str, tmp_path: Path) -> None:
+def test_a_layout_alone(antiphon: PlanCommand, layout: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     out = antiphon.plans("mixtral-8x22b", "--cluster", "msi-hetero", "--layout", layout, "--json", file)
     phase = read_plan(file).phases["decode"]
@@ -180,7 +124,9 @@ def test_a_layout_alone(antiphon: Cli, layout: str, tmp_path: Path) -> None:
     assert "other layouts" not in out
 
 
-def test_odd_counts_give_a_right_answer(antiphon: Cli, odd_cluster: Path, five_experts: Path, tmp_path: Path) -> None:
+def test_odd_counts_give_a_right_answer(
+    antiphon: PlanCommand, odd_cluster: Path, five_experts: Path, tmp_path: Path
+) -> None:
     """Three nodes of seven, one of five, five experts, seven layers."""
     file = tmp_path / "plan.json"
     antiphon.plans(
@@ -197,7 +143,7 @@ def test_odd_counts_give_a_right_answer(antiphon: Cli, odd_cluster: Path, five_e
     assert used.get("L40S", 0) <= 5
 
 
-def test_the_smallest_cluster_says_its_nodes(antiphon: Cli, odd_cluster: Path, tmp_path: Path) -> None:
+def test_the_smallest_cluster_says_its_nodes(antiphon: PlanCommand, odd_cluster: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     out = antiphon.plans(
         "mixtral-8x7b", "--cluster", odd_cluster, "--workload", "chat", "--rate", 5, "--size", "--json", file
@@ -210,7 +156,7 @@ def test_the_smallest_cluster_says_its_nodes(antiphon: Cli, odd_cluster: Path, t
         assert use.num_devices <= counts[use.device] * per_node[use.device]
 
 
-def test_overrides_reach_the_search(antiphon: Cli) -> None:
+def test_overrides_reach_the_search(antiphon: PlanCommand) -> None:
     def decode(*more: object) -> dict[str, Any]:
         arguments = ("mixtral-8x22b", "--cluster", "msi-hetero", "--objective", "per-cost", "--json", "-", *more)
         found = json.loads(antiphon.plans(*arguments))["phases"]["decode"]
@@ -228,26 +174,26 @@ def test_overrides_reach_the_search(antiphon: Cli) -> None:
 
 
 @pytest.mark.parametrize(("name", "starts"), [("vllm", "vllm serve "), ("sglang", "python -m sglang.launch_server")])
-def test_emit_prints_a_command_and_nothing_else(antiphon: Cli, name: str, starts: str) -> None:
+def test_emit_prints_a_command_and_nothing_else(antiphon: PlanCommand, name: str, starts: str) -> None:
     out = antiphon.plans("mixtral-8x22b", "--cluster", "msi-hetero", "--emit", name)
     lines = [line for line in out.splitlines() if line and not line.startswith("#")]
     assert lines[0].startswith(starts)
     assert all(line.startswith(("  --", starts)) for line in lines)
 
 
-def test_emit_k8s(antiphon: Cli) -> None:
+def test_emit_k8s(antiphon: PlanCommand) -> None:
     out = antiphon.plans("mixtral-8x22b", "--cluster", "msi-hetero", "--layout", "disaggregated", "--emit", "k8s")
     assert "kind: LeaderWorkerSet" in out
     assert "exec antiphon serve /models/mixtral-8x22b" in out
 
 
-def test_the_list_names_what_is_shipped(antiphon: Cli) -> None:
+def test_the_list_names_what_is_shipped(antiphon: PlanCommand) -> None:
     out = antiphon.plans("--list")
     for name in ("H20", "msi-hetero", "msi-production", "mixtral-8x22b"):
         assert f"\n{name} " in out
 
 
-def test_a_checkpoint_folder_is_a_model(antiphon: Cli, checkpoint: Path) -> None:
+def test_a_checkpoint_folder_is_a_model(antiphon: PlanCommand, checkpoint: Path) -> None:
     plan = json.loads(antiphon.plans(checkpoint, "--cluster", "laptop", "--workload", "offline", "--json", "-"))
     assert plan["model"] == checkpoint.name
 
@@ -295,7 +241,7 @@ WRONG: list[tuple[int, str, str]] = [
 
 
 @pytest.mark.parametrize(("code", "message", "arguments"), WRONG)
-def test_wrong_questions(antiphon: Cli, code: int, message: str, arguments: str) -> None:
+def test_wrong_questions(antiphon: PlanCommand, code: int, message: str, arguments: str) -> None:
     antiphon.refuses(code, message, *arguments.split())
 
 
@@ -308,19 +254,19 @@ def test_wrong_questions(antiphon: Cli, code: int, message: str, arguments: str)
     ],
 )
 @pytest.mark.parametrize("value", ["0", "-2", "2.5", '"many"'])
-def test_sizes_that_are_none(antiphon: Cli, tmp_path: Path, line: str, message: str, value: str) -> None:
+def test_sizes_that_are_none(antiphon: PlanCommand, tmp_path: Path, line: str, message: str, value: str) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(ODD_CLUSTER.replace(line, f"{line.partition('=')[0]}= {value}"))
     antiphon.refuses(2, f".*{message}.*", "dbrx", "--cluster", path)
 
 
-def test_an_unknown_device_offers_the_nearest(antiphon: Cli, tmp_path: Path) -> None:
+def test_an_unknown_device_offers_the_nearest(antiphon: PlanCommand, tmp_path: Path) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(ODD_CLUSTER.replace('"H20"', '"H2O"'))
     antiphon.refuses(2, r".*device 'H2O' is unknown: did you mean .*H20.*", "dbrx", "--cluster", path)
 
 
-def test_an_impossible_promise_names_the_nearest_which_is_feasible(antiphon: Cli) -> None:
+def test_an_impossible_promise_names_the_nearest_which_is_feasible(antiphon: PlanCommand) -> None:
     question = ("mixtral-8x22b", "--cluster", "msi-hetero")
     code, out, err = antiphon.run(*question, "--slo-tpot", "1ms")
     assert (code, out) == (1, "")
@@ -331,13 +277,13 @@ def test_an_impossible_promise_names_the_nearest_which_is_feasible(antiphon: Cli
     assert code == 1
 
 
-def test_too_many_requests_name_how_many_there_may_be(antiphon: Cli) -> None:
+def test_too_many_requests_name_how_many_there_may_be(antiphon: PlanCommand) -> None:
     code, out, err = antiphon.run("mixtral-8x22b", "--cluster", "msi-hetero", "--rate", "1e6")
     assert (code, out) == (1, "")
     assert "are too many for msi-hetero: it takes" in err
 
 
-def test_a_cluster_too_small_for_the_weights_says_what_is_missing(antiphon: Cli, tmp_path: Path) -> None:
+def test_a_cluster_too_small_for_the_weights_says_what_is_missing(antiphon: PlanCommand, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     message = r"one-h100-server is too small for the weights: .*13\d\d GB.*576 GB.* 7\d\d(\.\d)? GB .*missing.*"
     antiphon.refuses(1, message, "deepseek-r1", "--cluster", "one-h100-server", "--json", file)

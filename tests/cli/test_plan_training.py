@@ -10,74 +10,19 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cli import main as cli
 from antiphon.cli.plan_training import SERVING_ONLY, TRAINING_ONLY, parse_training_precision
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.specs.training_plan_file import read_training_plan, training_plan_from_json
+from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
 ROOT = Path(__file__).parents[2]
 MEGASCALE = ("msm-internal-352b", "--cluster", "msm-h800", "--phase", "train")
 QUESTION = (*MEGASCALE, "--sequence-length", "8192", "--global-batch", "720", "--devices", "240")
-ODD_CLUSTER = """
-name = "odd"
-[[groups]]
-device = "H20"
-num_nodes = 3
-devices_per_node = 7
-[[groups]]
-device = "L40S"
-num_nodes = 1
-devices_per_node = 5
-"""
-FIVE_EXPERTS = {
-    "model_type": "mixtral",
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 7,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-}
-
-
-class Cli:
-    """Runs the command in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capfd = capfd
-
-    def run(self, *arguments: object) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error) of ``antiphon plan ...``"""
-        self._monkeypatch.setattr(sys, "argv", ["antiphon", "plan", *map(str, arguments)])
-        self._monkeypatch.setenv("COLUMNS", "120")
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        printed = self._capfd.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, printed.out, printed.err
-
-    def plans(self, *arguments: object) -> str:
-        code, out, err = self.run(*arguments)
-        assert code == 0, err
-        return out
-
-    def refuses(self, code: int, message: str, *arguments: object) -> None:
-        """It must fail with `code` and one line that `message`, a pattern, describes whole."""
-        found, out, err = self.run(*arguments)
-        (line,) = [text for text in err.splitlines() if not text.startswith("planning: ")]
-        assert re.fullmatch(f"error: {message}", line), line
-        assert (found, out) == (code, "")
 
 
 @pytest.fixture
-def antiphon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(monkeypatch, capfd)
+def antiphon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> PlanCommand:
+    return PlanCommand(monkeypatch, capfd)
 
 
 @pytest.fixture
@@ -90,7 +35,7 @@ def odd(tmp_path: Path) -> tuple[Path, ...]:
     return model, cluster
 
 
-def test_json_page_and_terminal_say_the_same(antiphon: Cli, tmp_path: Path) -> None:
+def test_json_page_and_terminal_say_the_same(antiphon: PlanCommand, tmp_path: Path) -> None:
     """The paper: 15 stages, 2 copies, 272.9k tokens/s, MFU 32.48% (MegaScale-MoE, Table 3)."""
     file, page = tmp_path / "plan.json", tmp_path / "plan.html"
     out = antiphon.plans(*QUESTION, "--explain", "--json", file, "--html", page)
@@ -113,14 +58,14 @@ def test_json_page_and_terminal_say_the_same(antiphon: Cli, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_json_alone_on_standard_output(antiphon: Cli) -> None:
+def test_json_alone_on_standard_output(antiphon: PlanCommand) -> None:
     mapping = json.loads(antiphon.plans(*QUESTION, "--json", "-"))
     assert {"version", "phase", "model", "cluster", "layout", "predicted", "rejected"} <= mapping.keys()
     assert (mapping["version"], mapping["phase"]) == (1, "train")
     assert all(rejected["reason"] for rejected in mapping["rejected"])
 
 
-def test_the_dials_reach_the_search(antiphon: Cli) -> None:
+def test_the_dials_reach_the_search(antiphon: PlanCommand) -> None:
     def asked(*more: object) -> dict[str, Any]:
         found = json.loads(antiphon.plans(*QUESTION, "--json", "-", *more))
         assert isinstance(found, dict)
@@ -157,7 +102,7 @@ def test_the_dials_reach_the_search(antiphon: Cli) -> None:
     assert any(item.get("layout", {}).get("deduplicate") for item in [once, *once["rejected"]])
 
 
-def test_odd_counts_give_a_right_answer(antiphon: Cli, odd: tuple[Path, ...], tmp_path: Path) -> None:
+def test_odd_counts_give_a_right_answer(antiphon: PlanCommand, odd: tuple[Path, ...], tmp_path: Path) -> None:
     """Three nodes of seven, one of five, five experts, seven layers, a batch of eleven."""
     model, cluster = odd
     file = tmp_path / "plan.json"
@@ -174,7 +119,7 @@ def test_odd_counts_give_a_right_answer(antiphon: Cli, odd: tuple[Path, ...], tm
     antiphon.refuses(2, "--devices is 22: a plan uses one kind and odd has 21 H20: .*", *question, "--devices", 22)
 
 
-def test_a_group_across_nodes_says_what_is_not_modelled(antiphon: Cli) -> None:
+def test_a_group_across_nodes_says_what_is_not_modelled(antiphon: PlanCommand) -> None:
     """In FP8 computation shrinks so much that this layout shares a layer among two nodes."""
     plan = json.loads(antiphon.plans(*QUESTION, "--precision", "fp8", "--json", "-"))
     note = "devices span nodes: exchanges between nodes are modelled without congestion"
@@ -185,7 +130,7 @@ def test_a_group_across_nodes_says_what_is_not_modelled(antiphon: Cli) -> None:
     assert not any(note in words for words in narrow["notes"])
 
 
-def test_what_does_not_fit_names_how_many_would(antiphon: Cli, tmp_path: Path) -> None:
+def test_what_does_not_fit_names_how_many_would(antiphon: PlanCommand, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     message = (
         r"training does not fit on 32 H800: .* per device, .* more than the 67.1 GiB it has: use at least \d+ H800"
@@ -221,7 +166,7 @@ WRONG: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("message", "arguments"), WRONG)
-def test_wrong_questions(antiphon: Cli, message: str, arguments: str) -> None:
+def test_wrong_questions(antiphon: PlanCommand, message: str, arguments: str) -> None:
     before = "dbrx --phase train --cluster msm-h800 " if arguments.startswith("--") else ""
     antiphon.refuses(2, message, *f"{before}{arguments}".split())
 
@@ -240,7 +185,7 @@ def as_written(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SERVING_ONLY)
-def test_options_of_serving_are_refused_in_training(antiphon: Cli, name: str) -> None:
+def test_options_of_serving_are_refused_in_training(antiphon: PlanCommand, name: str) -> None:
     option = as_written(name)
     message = f"{option[0]} is for plans to serve, not for --phase train: leave it out or change --phase"
     antiphon.refuses(2, message, *QUESTION, *option)
@@ -248,7 +193,7 @@ def test_options_of_serving_are_refused_in_training(antiphon: Cli, name: str) ->
 
 @pytest.mark.parametrize("phase", ["decode", "prefill", "both"])
 @pytest.mark.parametrize("name", TRAINING_ONLY)
-def test_options_of_training_are_refused_in_serving(antiphon: Cli, name: str, phase: str) -> None:
+def test_options_of_training_are_refused_in_serving(antiphon: PlanCommand, name: str, phase: str) -> None:
     option = as_written(name)
     message = f"{option[0]} is for --phase train, not for --phase {phase}: leave it out or change --phase"
     antiphon.refuses(2, message, "dbrx", "--cluster", "msi-hetero", "--phase", phase, *option)
