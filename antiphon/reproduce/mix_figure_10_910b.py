@@ -9,18 +9,20 @@ from functools import partial
 from antiphon.reproduce.claim import Claim, ClaimMaker
 from antiphon.reproduce.mix_cases import (
     ASCEND,
+    CHOSE,
+    LEVEL,
     MIXSERVE,
+    NEAR_ONE,
     QWEN,
     R1,
+    RATIO,
+    SHORT,
+    TITLES,
     itl_s,
     tokens_per_s,
     ttft_s,
 )
 
-LEVEL, RATIO, NEAR_ONE = 0.25, 0.25, 0.1
-TITLES = {R1: "DeepSeek-R1", QWEN: "Qwen3-235B"}
-SHORT = {R1: "r1", QWEN: "qwen3"}
-CHOSE = "chose the calibration"
 PER_LAYER = (
     "Per layer the paper has 3.7 ms (TP+PP) and 2.6 ms (MixServe) for DeepSeek-R1, 1.4 and 0.9 ms for Qwen3: factors "
     "of 2.6 and 3.0. Fixed costs of kernels, the largest part of ours, differ by 1.5 in our count of kernels (19 and "

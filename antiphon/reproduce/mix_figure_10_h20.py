@@ -10,19 +10,21 @@ from antiphon.reproduce.claim import Claim, ClaimMaker
 from antiphon.reproduce.mix_cases import (
     ASCEND,
     CASES,
+    CHOSE,
     H20,
+    LEVEL,
     MIXSERVE,
+    NEAR_ONE,
     QWEN,
     R1,
+    RATIO,
+    SHORT,
+    TITLES,
     itl_s,
     tokens_per_s,
     ttft_s,
 )
 
-LEVEL, RATIO, NEAR_ONE = 0.25, 0.25, 0.1
-TITLES = {R1: "DeepSeek-R1", QWEN: "Qwen3-235B"}
-SHORT = {R1: "r1", QWEN: "qwen3"}
-CHOSE = "chose the calibration"
 _claim = ClaimMaker(paper="MIX", kind="modelled", cluster=H20)
 BASELINES = ("TP+PP", "DP+EP TP8", "DP+EP TP4", "Tutel TP8", "Tutel TP4")
 

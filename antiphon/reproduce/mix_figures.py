@@ -15,6 +15,8 @@ from antiphon.reproduce.mix_cases import (
     MIXSERVE,
     QWEN,
     R1,
+    SHORT,
+    TITLES,
     WORKLOAD,
     itl_s,
     pass_times,
@@ -22,8 +24,6 @@ from antiphon.reproduce.mix_cases import (
     ttft_s,
 )
 
-TITLES = {R1: "DeepSeek-R1", QWEN: "Qwen3-235B"}
-SHORT = {R1: "r1", QWEN: "qwen3"}
 ORDER_ASCEND = (
     "Our TTFT falls with the degree of DP or EP: TP over fewer NPUs gathers less (HCCS at 60 GB/s is the slow wire "
     "here), and attention computes as much. The paper measures the opposite and eq. 5 does not explain it either "

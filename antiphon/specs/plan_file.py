@@ -9,7 +9,6 @@ candidate of every other layout. A plan without `precision` is in bfloat16. Unkn
 by name. Rejected: a schema library, whose errors do not say the mend.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -30,7 +29,7 @@ from antiphon.specs.plan import (
     Rejected,
 )
 from antiphon.specs.precision import BYTES_OF, PrecisionSpec
-from antiphon.specs.strict_table import Table, read_json
+from antiphon.specs.strict_table import Table, read_json, write_json
 
 VERSION = 1
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
@@ -66,11 +65,7 @@ def read_plan(path: str | Path) -> Plan:
 
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Replaces the file at `path`."""
-    text = json.dumps(plan_to_json(plan), indent=1, allow_nan=False)
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
+    write_json(plan_to_json(plan), Path(path))
 
 
 def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:

@@ -9,7 +9,6 @@
 Rejected: one file format for serving and training. They share no size but a device's name.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal, get_args
 from antiphon.base.errors import UserError
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.precision import StorageDtype
-from antiphon.specs.strict_table import Table, read_json
+from antiphon.specs.strict_table import Table, read_json, write_json
 from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPlan, TrainingPredicted
 
 VERSION = 1
@@ -54,11 +53,7 @@ def read_training_plan(path: str | Path) -> TrainingPlan:
 
 def write_training_plan(plan: TrainingPlan, path: str | Path) -> None:
     """Replaces the file at `path`."""
-    text = json.dumps(training_plan_to_json(plan), indent=1, allow_nan=False)
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
+    write_json(training_plan_to_json(plan), Path(path))
 
 
 def _layout_to_json(layout: TrainingLayout) -> dict[str, Any]:
