@@ -46,7 +46,7 @@ class Endpoint:
         secret: bytes = b"",
         waiting: str = "auto",
         local_processes: int = 0,
-        spin_s: float = 30e-6,
+        spin_s: float = 100e-6,
         heartbeat_s: float = 0.2,
         dead_after_s: float = 0.8,
         options: TransportOptions | None = None,

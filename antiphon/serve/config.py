@@ -139,7 +139,7 @@ class ServeConfig:
 
     @property
     def waiting(self) -> str:
-        """Workers never poll without end, because an idle server would burn their cores."""
+        """Workers never poll without end, because an idle server would burn their cores. They spin where each has one."""
         return "spin" if self.num_workers <= len(os.sched_getaffinity(0)) else "block"
 
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:

@@ -82,7 +82,7 @@ void bind_m2n_endpoint(nb::module_& module) {
     nb::class_<Endpoint>(module, "Endpoint")
         .def("__init__", &construct, nb::arg("name"), nb::arg("transport") = "shm", nb::kw_only(),
              nb::arg("host") = "127.0.0.1", nb::arg("port") = 0, nb::arg("secret") = nb::bytes("", 0),
-             nb::arg("waiting") = "auto", nb::arg("local_processes") = 0, nb::arg("spin_s") = 30e-6,
+             nb::arg("waiting") = "auto", nb::arg("local_processes") = 0, nb::arg("spin_s") = 100e-6,
              nb::arg("heartbeat_s") = 0.2, nb::arg("dead_after_s") = 0.8, nb::arg("options") = nb::none())
         .def_prop_ro("name", &Endpoint::name)
         .def_prop_ro("transport", &Endpoint::transport_name)

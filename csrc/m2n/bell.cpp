@@ -8,11 +8,14 @@
 #include <climits>
 #include <ctime>
 
+#include "m2n/spin.h"
+
 namespace antiphon::m2n {
 
 namespace {
 
 constexpr int64_t longest_sleep_ns = 1'000'000'000;  // then look again, whatever happened
+constexpr int looks_in_a_row = 16;
 
 void wake(Bell& bell) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.count), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -42,13 +45,11 @@ void wait(Bell& bell, uint32_t prepared, uint32_t needed, const std::atomic<bool
     const uint32_t target = prepared + needed;
     const auto done = [&] { return reached(bell.count.load(), target) || cancelled.load(); };
     if (done()) return;
-    if (spin_ns > 0) {
-        const int64_t start = monotonic_ns();
-        for (int64_t now = start; now - start < spin_ns && !deadline.passed(); now = monotonic_ns()) {
-            for (int i = 0; i < 32; ++i) {
-                if (done()) return;
-                cpu_relax();
-            }
+    Spin spin(spin_ns, deadline);
+    while (spin.again()) {
+        for (int look = 0; look < looks_in_a_row; ++look) {
+            if (done()) return;
+            cpu_relax();
         }
     }
     bell.wake_at.store(target);

@@ -28,7 +28,7 @@ struct EndpointOptions {
     std::string secret;
     std::string waiting = "auto";
     uint32_t local_processes = 0;
-    int64_t spin_ns = 30'000;
+    int64_t spin_ns = 100'000;
     void (*between_sleeps)() = nullptr;  // see WaitPolicy
     int64_t heartbeat_ns = 200'000'000;
     int64_t dead_after_ns = 800'000'000;

@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <limits>
 #include <utility>
 
 #include "m2n/error.h"
+#include "m2n/spin.h"
 
 namespace antiphon::m2n {
 
@@ -462,16 +462,14 @@ void LibfabricFabric::keep_going() {
 }
 
 void LibfabricFabric::block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) {
-    const int64_t started_ns = monotonic_ns();
-    const int64_t forever_ns = std::numeric_limits<int64_t>::max() - started_ns;
-    const int64_t spin_end = started_ns + std::min({spin_ns, deadline.left_ns(), forever_ns});
     const bool has_descriptor = domain_.wait_descriptor() >= 0;
     int64_t pause_ns = first_pause_ns;
     const OwnerBlocks owner_blocks(owner_blocks_);
+    Spin spin(spin_ns, deadline);
+    bool spinning = spin_ns > 0;
     for (;;) {
         int64_t sleep_ns = 0;
         bool may_sleep = true;
-        const bool spinning = monotonic_ns() < spin_end;
         {
             const std::lock_guard lock(mutex_);
             look();
@@ -484,7 +482,7 @@ void LibfabricFabric::block(Event event, uint32_t prepared, uint32_t needed, Dea
         if (left_ns == 0) return;
         while (visitors_.load() > 0) ::sched_yield();
         if (spinning) {
-            cpu_relax();
+            spinning = spin.again();
         } else if (has_descriptor) {
             if (may_sleep) sleep(std::min(left_ns, sleep_ns), true);
         } else {

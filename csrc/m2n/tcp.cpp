@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -17,6 +16,7 @@
 
 #include "m2n/control.h"
 #include "m2n/error.h"
+#include "m2n/spin.h"
 #include "m2n/tcp_hub.h"
 #include "m2n/tcp_pair.h"
 
@@ -97,15 +97,11 @@ class Tcp final : public TcpTransport {
 
     void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) override {
         const uint32_t target = prepared + needed;
-        const int64_t start = monotonic_ns();
-        const int64_t spin_end = start + std::min(spin_ns, std::numeric_limits<int64_t>::max() - start);
-        bool spin = spin_ns > 0;
+        Spin spin(spin_ns, deadline);
         while (!hub_->reached(event, target) && !hub_->take_rouse(event) && !deadline.passed()) {
             start_thread_if_wanted();
-            spin = spin && monotonic_ns() < spin_end;
-            if (spin) {
+            if (spin.again()) {
                 visit_for(event, 0);
-                cpu_relax();
             } else if (thread_.joinable()) {
                 hub_->wait_on_bell(event, prepared, needed, deadline);
             } else {

@@ -22,7 +22,7 @@ namespace {
 Waiting automatic(uint32_t local_processes, uint32_t cores) {
     if (local_processes == 0) return cores >= 4 ? Waiting::spin : Waiting::block;
     if (cores >= 2 * local_processes) return Waiting::poll;
-    return cores >= local_processes ? Waiting::spin : Waiting::block;
+    return 2 * cores >= local_processes ? Waiting::spin : Waiting::block;
 }
 
 }  // namespace

@@ -1,13 +1,16 @@
 // How to wait: the choice that decides more than any other on a shared machine.
 //
 // poll:  spin until the deadline. Lowest latency, one core for each waiter: only where cores are to spare.
-// spin:  spin for some tens of microseconds, then sleep. An answer that is already under way costs no system call.
-// block: sleep at once, woken by the last expected event. When processes outnumber cores a spinning waiter keeps the
-//        core from the peer it waits for and loses a scheduler's slice each time (measured: 14 to 170 times slower).
+// spin:  look again for a while, offering the core between the looks (m2n/spin.h), then sleep. An answer that is already
+//        under way costs no wake-up, and a peer on the same core is not kept waiting.
+// block: sleep at once, woken by the last expected event. When processes outnumber cores by more than two, the switches
+//        that spinning costs are more than it saves. Polling there loses a scheduler's slice each time (measured: 14
+//        to 170 times slower).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "m2n/types.h"
@@ -29,7 +32,10 @@ class Patience {
         : policy_(policy), started_ns_(monotonic_ns()), next_look_ns_(started_ns_ + longest_ns) {}
 
     int64_t waited_ns() const { return monotonic_ns() - started_ns_; }
-    int64_t spin_ns() const { return policy_.spin_ns; }
+    int64_t spin_ns() const {  // what is left of it: a wait of many sleeps spins once
+        const bool endless = policy_.spin_ns == std::numeric_limits<int64_t>::max();
+        return endless ? policy_.spin_ns : std::max(policy_.spin_ns - waited_ns(), int64_t{0});
+    }
     Deadline sleep_until(Deadline deadline) const {
         return Deadline::after_ns(std::min(deadline.left_ns(), longest_ns));
     }
@@ -49,7 +55,7 @@ class Patience {
 const char* name_of(Waiting waiting);
 
 // `wish`: auto, poll, spin or block. auto: poll with two cores or more for each of `local_processes`, spin with at
-// least one, else block; with an unknown number (0) of processes, spin from 4 cores on. Error(invalid) for other words.
+// least half a one, else block; with an unknown number (0) of processes, spin from 4 cores on. Error(invalid) for other words.
 WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, uint32_t cores, int64_t spin_ns);
 
 uint32_t usable_cores();  // of this process's affinity

@@ -20,7 +20,7 @@ import torch
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout
 from antiphon.bench.profile.orders import OpenExchange, Rounds, Served
-from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
+from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.build import exchange_shape
@@ -77,7 +77,13 @@ def exchange_medians(rounds: Rounds, served: Served, first: int) -> ExchangeMedi
 
 def _endpoint(order: OpenExchange) -> _m2n.Endpoint:
     return _m2n.Endpoint(
-        f"{order.role}[0]", "shm", host="127.0.0.1", secret=order.secret, waiting=order.waiting, local_processes=2
+        f"{order.role}[0]",
+        "shm",
+        host="127.0.0.1",
+        secret=order.secret,
+        waiting=order.waiting,
+        local_processes=2,
+        spin_s=SPIN_S,
     )
 
 

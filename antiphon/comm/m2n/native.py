@@ -25,6 +25,9 @@ from antiphon.comm.m2n.traffic import Traffic, read_traffic
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("m2n")
+# A worker of the engine waits for as long as the other side computes: some milliseconds when decoding. While it looks,
+# its core is offered to others, and it sleeps at once when looking was in vain (csrc/m2n/spin.h).
+SPIN_S = 0.02
 _CONNECT_S = 10.0  # for peers that are known to be there
 _Result = TypeVar("_Result")
 

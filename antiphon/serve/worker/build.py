@@ -10,7 +10,7 @@ import torch
 from antiphon import _m2n, _native
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
-from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
+from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
@@ -144,6 +144,7 @@ def _endpoint(configure: Configure) -> _m2n.Endpoint:
         secret=exchange.secret,
         waiting=exchange.waiting,
         local_processes=exchange.local_processes,
+        spin_s=SPIN_S,
     )
     _log.info("%s: transport %s, waits by %s", endpoint.name, endpoint.transport, endpoint.waiting)
     return endpoint

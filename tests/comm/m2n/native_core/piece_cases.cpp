@@ -2,11 +2,13 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <map>
 
 #include "harness.h"
 #include "m2n/bell.h"
 #include "m2n/row_scatter.h"
+#include "m2n/spin.h"
 #include "m2n/step_table.h"
 
 namespace antiphon::m2n::test {
@@ -136,11 +138,67 @@ void bell_wakes(const Backend&) {
     CHECK(monotonic_ns() - start_ns >= 20 * millisecond_ns);
 }
 
+// How many waits sleep at once, if every wait that may spin does so in vain.
+uint32_t skipped_after_vain_spin(SpinExperience& experience) {
+    {
+        Spin spin(1, Deadline::never(), experience);
+        while (spin.again()) {
+        }
+    }
+    return experience.num_to_skip;
+}
+
+void spinning_is_learnt(const Backend&) {
+    constexpr int64_t long_ns = 3'600'000'000'000;
+    SpinExperience experience;
+    std::vector<uint32_t> skipped;
+    for (int i = 0; i < 9; ++i) {
+        experience.num_to_skip = 0;
+        skipped.push_back(skipped_after_vain_spin(experience));
+    }
+    CHECK((skipped == std::vector<uint32_t>{1, 2, 4, 8, 16, 32, 64, 64, 64}));
+    {
+        Spin spin(1, Deadline::never(), experience);
+        CHECK(!spin.again());  // skipped
+    }
+    CHECK(experience.num_to_skip == 63);
+    {
+        const Spin spin(long_ns, Deadline::after_ns(0), experience);  // nothing came before the deadline
+    }
+    CHECK(experience.num_to_skip == 62);
+    {
+        Spin spin(long_ns, Deadline::never(), experience);  // so short that spinning would have caught it
+        CHECK(!spin.again());
+    }
+    CHECK(experience.num_to_skip == 0 && experience.in_vain == 0);
+
+    experience = {.num_to_skip = 2, .in_vain = 0, .core_is_wanted = true};
+    for (const uint32_t left : {1u, 0u}) {
+        {
+            Spin spin(long_ns, Deadline::never(), experience);
+            CHECK(!spin.again());
+        }
+        CHECK(experience.num_to_skip == left);  // a short wait is no reason to take the core again
+    }
+    {
+        Spin spin(long_ns, Deadline::never(), experience);
+        spin.again();
+    }
+    CHECK(experience.num_to_skip == 0 || experience.core_is_wanted);  // unless somebody took a time slice just then
+
+    experience = {.num_to_skip = 5};
+    Spin none(0, Deadline::never(), experience);
+    Spin endless(std::numeric_limits<int64_t>::max(), Deadline::after_ns(long_ns), experience);
+    CHECK(!none.again() && endless.again() && endless.again());
+    CHECK(experience.num_to_skip == 5);
+}
+
 void waiting_suits_the_machine(const Backend&) {
     CHECK(choose_waiting("auto", 2, 4, 7).waiting == Waiting::poll);
     CHECK(choose_waiting("auto", 3, 4, 7).waiting == Waiting::spin);
     CHECK(choose_waiting("auto", 3, 4, 7).spin_ns == 7);
-    CHECK(choose_waiting("auto", 5, 4, 7).waiting == Waiting::block);
+    CHECK(choose_waiting("auto", 8, 4, 7).waiting == Waiting::spin);
+    CHECK(choose_waiting("auto", 9, 4, 7).waiting == Waiting::block);
     CHECK(choose_waiting("auto", 0, 2, 7).waiting == Waiting::block);
     CHECK(choose_waiting("auto", 0, 4, 7).waiting == Waiting::spin);
     CHECK(choose_waiting("block", 1, 64, 7).spin_ns == 0);
@@ -154,6 +212,7 @@ std::vector<Case> piece_cases() {
     return {{"table_is_a_map", table_is_a_map},
             {"scatter_is_a_loop", scatter_is_a_loop},
             {"bell_wakes", bell_wakes},
+            {"spinning_is_learnt", spinning_is_learnt},
             {"waiting_suits_the_machine", waiting_suits_the_machine}};
 }
 
