@@ -230,36 +230,21 @@ class AttentionSide:
         """Write each row once to every worker that owns one of its experts. The tensors may change on return."""
     def combine(
         self, epoch: int, step: int, layer: int, micro_batch: int, out: int, timeout_s: float
-    ) -> list[tuple[int, int]]:
-        """Wait for all partial sums, add them into `out` [num_pending, hidden]; when each worker computed, in ns."""
+    ) -> tuple[int, int]:
+        """Wait for all partial sums, add them into `out` [num_pending, hidden].
+
+        Nanoseconds: of the call, and the part of them in which the slowest expert worker did not compute."""
     def num_pending(self, micro_batch: int) -> int: ...
     def forget(self) -> None: ...
     @property
     def bytes_sent(self) -> int: ...
 
 class ReceivedBatch:
-    """Rows of one (layer, micro-batch); the addresses are valid until `reply`."""
+    """Rows of one (layer, micro-batch)."""
 
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def layer(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def sources(self) -> list[int]: ...
-    @property
-    def rows_per_source(self) -> list[int]: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def rows_address(self) -> int: ...
-    @property
-    def ids_address(self) -> int: ...
-    @property
-    def weights_address(self) -> int: ...
+    def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int]:
+        """Step, layer, micro-batch, sources, rows per source, number of rows; addresses of rows, ids and weights,
+        valid until `reply`. One call, because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""

@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
 #include "m2n/token_exchange.h"
@@ -31,6 +33,24 @@ m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, cons
 }
 
 const std::byte* at(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
+uintptr_t address_of(const void* data) { return reinterpret_cast<uintptr_t>(data); }
+
+// While the slowest expert worker computed it was work, the rest of the wait was communication that nothing hid.
+int64_t exposed_ns(int64_t started_ns, int64_t ended_ns, const std::vector<m2n::ComputeTimes>& times) {
+    int64_t computing_ns = 0;
+    for (const m2n::ComputeTimes& each : times) {
+        const int64_t overlap_ns = std::min(ended_ns, each.end_ns) - std::max(started_ns, each.start_ns);
+        computing_ns = std::max(computing_ns, overlap_ns);
+    }
+    return ended_ns - started_ns - computing_ns;
+}
+
+template <class Numbers>
+nb::tuple tuple_of(const Numbers& numbers) {
+    nb::list list;
+    for (const auto number : numbers) list.append(number);
+    return nb::tuple(list);
+}
 
 void bind_attention(nb::module_& module) {
     nb::class_<AttentionSide>(module, "AttentionSide")
@@ -64,14 +84,14 @@ void bind_attention(nb::module_& module) {
         .def("combine",
              [](AttentionSide& side, uint32_t epoch, uint64_t step, uint32_t layer, uint32_t micro_batch,
                 uintptr_t out, double timeout_s) {
+                 const int64_t started_ns = monotonic_ns();
                  std::vector<m2n::ComputeTimes> times;
                  within(timeout_s, [&](m2n::Deadline deadline) {
                      side.combine({epoch, step, layer, micro_batch}, reinterpret_cast<std::byte*>(out), times,
                                   deadline);
                  });
-                 nb::list pairs;
-                 for (const m2n::ComputeTimes& each : times) pairs.append(nb::make_tuple(each.start_ns, each.end_ns));
-                 return pairs;
+                 const int64_t ended_ns = monotonic_ns();
+                 return nb::make_tuple(ended_ns - started_ns, exposed_ns(started_ns, ended_ns, times));
              },
              nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("out"),
              nb::arg("timeout_s"))
@@ -83,18 +103,11 @@ void bind_attention(nb::module_& module) {
 void bind_experts(nb::module_& module) {
     using m2n::ReceivedBatch;
     nb::class_<ReceivedBatch>(module, "ReceivedBatch")
-        .def_prop_ro("epoch", [](const ReceivedBatch& batch) { return batch.key.epoch; })
-        .def_prop_ro("step", [](const ReceivedBatch& batch) { return batch.key.step; })
-        .def_prop_ro("layer", [](const ReceivedBatch& batch) { return batch.key.layer; })
-        .def_prop_ro("micro_batch", [](const ReceivedBatch& batch) { return batch.key.micro_batch; })
-        .def_ro("sources", &ReceivedBatch::sources)
-        .def_ro("rows_per_source", &ReceivedBatch::rows_per_source)
-        .def_ro("num_rows", &ReceivedBatch::num_rows)
-        .def_prop_ro("rows_address",
-                     [](const ReceivedBatch& batch) { return reinterpret_cast<uintptr_t>(batch.rows); })
-        .def_prop_ro("ids_address", [](const ReceivedBatch& batch) { return reinterpret_cast<uintptr_t>(batch.ids); })
-        .def_prop_ro("weights_address",
-                     [](const ReceivedBatch& batch) { return reinterpret_cast<uintptr_t>(batch.weights); });
+        .def("fields", [](const ReceivedBatch& batch) {
+            return nb::make_tuple(batch.key.step, batch.key.layer, batch.key.micro_batch, tuple_of(batch.sources),
+                                  tuple_of(batch.rows_per_source), batch.num_rows, address_of(batch.rows),
+                                  address_of(batch.ids), address_of(batch.weights));
+        });
 
     nb::class_<ExpertSide>(module, "ExpertSide")
         .def("__init__",

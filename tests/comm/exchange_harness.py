@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class Served:
     batches: dict[int, list[ExpertBatch]] = field(default_factory=dict)
 
     def add(self, worker: int, batch: ExpertBatch) -> None:
-        copy = ExpertBatch(**{**batch.__dict__, "ids_RK": batch.ids_RK.clone(), "rows_RH": batch.rows_RH.clone()})
+        copy = msgspec.structs.replace(batch, ids_RK=batch.ids_RK.clone(), rows_RH=batch.rows_RH.clone())
         self.batches.setdefault(worker, []).append(copy)
 
 

@@ -13,6 +13,7 @@ Shapes: T rows sent by one attention worker, H hidden, K experts per token, R ro
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,8 +33,7 @@ class ExchangeShape:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertBatch:
+class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`.
 
     `ids_RK` are global expert ids, -1 where the expert lives on another worker. The tensors may be views of receive

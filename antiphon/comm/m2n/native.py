@@ -29,6 +29,7 @@ _log = get_logger("m2n")
 # its core is offered to others, and it sleeps at once when looking was in vain (csrc/m2n/spin.h).
 SPIN_S = 0.02
 _CONNECT_S = 10.0  # for peers that are known to be there
+_MAX_VIEWS = 1024  # far more than slots times usual batch sizes
 _Result = TypeVar("_Result")
 
 
@@ -46,6 +47,14 @@ def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     memory = (ctypes.c_char * num_bytes).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in host memory, of this type, without gaps; itself if it is all that. Asking first saves two passes
+    through PyTorch's dispatcher, which is cold whenever weights have just passed through the caches."""
+    if tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(device="cpu", dtype=dtype).contiguous()
 
 
 class _End:
@@ -78,12 +87,12 @@ class _End:
         if self._aborted_epoch > self._epoch:
             raise StepAborted
 
-    def _waiting(self, call: Callable[[], _Result]) -> _Result:
+    def _waiting(self, call: Callable[..., _Result], *arguments: object) -> _Result:
         """Run a call that waits; an interrupt left over from an epoch that has passed is ignored."""
         while True:
             self._check_epoch()
             try:
-                return call()
+                return call(*arguments)
             except Interrupted:
                 continue
 
@@ -129,7 +138,7 @@ class NativeAttentionExchange(_End):
             if outbox is None or outbox.lost or ticket != self._tickets[worker] or worker not in connected_back:
                 self._inbox.drop(worker)  # only a new connection counts from here on
                 self._connect(worker, ticket)
-        self._waiting(lambda: self._inbox.wait_connected(list(range(len(tickets))), self._timeout_s))
+        self._waiting(self._inbox.wait_connected, list(range(len(tickets))), self._timeout_s)
         self._inbox.discard_below(_m2n.first_step_of(epoch))
 
     def _connect(self, worker: int, ticket: bytes) -> None:
@@ -137,7 +146,7 @@ class NativeAttentionExchange(_End):
         own_ticket = self._endpoint.ticket(self._inbox)
         introduction = _m2n.INTRODUCTION + self._index
         self._waiting(lambda: outbox.send(introduction, own_ticket, participants=1, timeout_s=_CONNECT_S))
-        self._waiting(lambda: outbox.wait_reusable(_CONNECT_S))
+        self._waiting(outbox.wait_reusable, _CONNECT_S)
         self._outboxes[worker] = outbox
         self._tickets[worker] = ticket
         self._side.set_expert(worker, outbox)
@@ -147,46 +156,37 @@ class NativeAttentionExchange(_End):
         self._participants = [sum(1 << index for index in indices) for indices in participants]
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._check_epoch()
-        rows_TH = rows_TH.cpu()
-        ids_TK = ids_TK.to(device="cpu", dtype=torch.int32).contiguous()
-        weights_TK = weights_TK.to(device="cpu", dtype=torch.float32).contiguous()
-        assert rows_TH.stride(1) == 1
-        assert rows_TH.dtype == self._shape.dtype
+        rows_TH = rows_TH if rows_TH.is_cpu else rows_TH.cpu()
+        ids_TK = _on_host(ids_TK, torch.int32)
+        weights_TK = _on_host(weights_TK, torch.float32)
+        num_rows = len(rows_TH)
+        stride, step = rows_TH.stride()
+        assert step == 1
+        assert rows_TH.dtype is self._shape.dtype
         self._waiting(
-            lambda: self._side.dispatch(
-                self._epoch,
-                self._step,
-                layer,
-                micro_batch,
-                self._participants[micro_batch],
-                rows_TH.data_ptr(),
-                rows_TH.stride(0) * rows_TH.element_size(),
-                ids_TK.data_ptr(),
-                weights_TK.data_ptr(),
-                rows_TH.shape[0],
-                self._timeout_s,
-            )
+            self._side.dispatch,
+            self._epoch,
+            self._step,
+            layer,
+            micro_batch,
+            self._participants[micro_batch],
+            rows_TH.data_ptr(),
+            stride * self._shape.dtype.itemsize,
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            num_rows,
+            self._timeout_s,
         )
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
-        started_ns = time.monotonic_ns()
-        sum_TH = torch.empty(
-            self._side.num_pending(micro_batch), self._shape.hidden_size, dtype=self._shape.dtype, device="cpu"
+        num_rows = self._side.num_pending(micro_batch)
+        sum_TH = torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype, device="cpu")
+        wait_ns, exposed_ns = self._waiting(
+            self._side.combine, self._epoch, self._step, layer, micro_batch, sum_TH.data_ptr(), timeout_s
         )
-        times = self._waiting(
-            lambda: self._side.combine(self._epoch, self._step, layer, micro_batch, sum_TH.data_ptr(), timeout_s)
-        )
-        self._account_wait(started_ns, times)
+        self.wait_s += wait_ns * 1e-9
+        self.exposed_s += exposed_ns * 1e-9
         return sum_TH
-
-    def _account_wait(self, started_ns: int, times: list[tuple[int, int]]) -> None:
-        """Split the wait that just ended: while the slowest expert worker computed these rows it was work, the rest
-        was communication that nothing hid."""
-        ended_ns = time.monotonic_ns()
-        computing_ns = max(min(ended_ns, end) - max(started_ns, start) for start, end in times)
-        self.wait_s += (ended_ns - started_ns) * 1e-9
-        self.exposed_s += (ended_ns - started_ns - max(0, computing_ns)) * 1e-9
 
 
 class NativeExpertExchange(_End):
@@ -203,6 +203,7 @@ class NativeExpertExchange(_End):
             shape.hidden_size, shape.top_k, shape.max_rows, dtype_name(shape.dtype), self._inbox
         )
         self._batch: _m2n.ReceivedBatch | None = None
+        self._views: dict[tuple[int, int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def ticket(self) -> bytes:
@@ -231,7 +232,7 @@ class NativeExpertExchange(_End):
         while True:
             left_s = max(0.0, idle_until - time.monotonic())
             patience_s = min(left_s, timeout_s)  # a batch may become overdue before nothing at all is no error
-            received = self._waiting(lambda: self._side.receive(patience_s))  # noqa: B023 - called at once
+            received = self._waiting(self._side.receive, patience_s)
             if isinstance(received, tuple):
                 self._welcome(*received)
             elif received is not None:
@@ -252,22 +253,38 @@ class NativeExpertExchange(_End):
 
     def _to_batch(self, received: _m2n.ReceivedBatch) -> ExpertBatch:
         self._batch = received
-        num_rows, shape = received.num_rows, self._shape
-        table = (num_rows, shape.top_k)
+        step, layer, micro_batch, sources, rows_per_source, num_rows, *addresses = received.fields()
+        rows_RH, ids_RK, weights_RK = self._views_of(num_rows, *addresses)
         return ExpertBatch(
-            step=received.step,
-            layer=received.layer,
-            micro_batch=received.micro_batch,
-            sources=tuple(received.sources),
-            rows_per_source=tuple(received.rows_per_source),
-            rows_RH=_view(received.rows_address, (num_rows, shape.hidden_size), shape.dtype),
-            ids_RK=_view(received.ids_address, table, torch.int32),
-            weights_RK=_view(received.weights_address, table, torch.float32),
+            step=step,
+            layer=layer,
+            micro_batch=micro_batch,
+            sources=sources,
+            rows_per_source=rows_per_source,
+            rows_RH=rows_RH,
+            ids_RK=ids_RK,
+            weights_RK=weights_RK,
         )
+
+    def _views_of(self, num_rows: int, rows: int, ids: int, weights: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors on a batch's memory. They are kept: there are few slots, and making them anew takes 50 us when the
+        experts' weights have just passed through the caches."""
+        key = (num_rows, rows, ids, weights)
+        views = self._views.get(key)
+        if views is None:
+            shape, table = self._shape, (num_rows, self._shape.top_k)
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = views = (
+                _view(rows, (num_rows, shape.hidden_size), shape.dtype),
+                _view(ids, table, torch.int32),
+                _view(weights, table, torch.float32),
+            )
+        return views
 
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
         received = self._batch
         assert received is not None, "one reply to one batch"
-        partial_RH = partial_RH.to(device="cpu", dtype=self._shape.dtype).contiguous()
-        self._waiting(lambda: self._side.reply(received, partial_RH.data_ptr(), *computed_ns, timeout_s=_CONNECT_S))
+        partial_RH = _on_host(partial_RH, self._shape.dtype)
+        self._waiting(self._side.reply, received, partial_RH.data_ptr(), *computed_ns, _CONNECT_S)
         self._batch = None

@@ -5,9 +5,9 @@ over the experts held here, weighted partial sums back. No request, no sequence,
 import time
 from collections import Counter
 
-import torch
+from torch import Tensor
 
-from antiphon.comm.m2n.api import ExpertExchange
+from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
@@ -19,6 +19,7 @@ class ExpertRunner:
     def __init__(self, index: int, half: ExpertHalf, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
         self._index = index
         self._half = half
+        self._on_host = half.backend.device.type == "cpu"
         self._exchange = exchange
         self._recorder = recorder
         self._rows_per_layer: Counter[int] = Counter()
@@ -26,7 +27,6 @@ class ExpertRunner:
         self._reported_wait_s = 0.0
         self._reported_bytes = 0
 
-    @torch.inference_mode()
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Answer one batch; False if none came within `idle_s`. Raises `StepAborted`, or `PeerTimeout` when some
         attention workers of a batch stayed away for `timeout_s`."""
@@ -38,19 +38,23 @@ class ExpertRunner:
         rows = batch.rows_RH.shape[0]
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
-        device = self._half.backend.device
-        rows_RH, weights_RK = batch.rows_RH.to(device), batch.weights_RK.to(device)
-        local_RK = self._half.to_local(batch.layer, batch.ids_RK.to(device))
-        partial_RH = self._half.forward(batch.layer, rows_RH, local_RK, weights_RK)
+        partial_RH = self._compute(batch)
         self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
-        if device.type != "cpu":
-            partial_RH = partial_RH.cpu()
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
         self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
+
+    def _compute(self, batch: ExpertBatch) -> Tensor:
+        """The rows' weighted partial sums, in host memory."""
+        half = self._half
+        if self._on_host:
+            return half.forward(batch.layer, batch.rows_RH, half.to_local(batch.layer, batch.ids_RK), batch.weights_RK)
+        device = half.backend.device
+        local_RK = half.to_local(batch.layer, batch.ids_RK.to(device))
+        return half.forward(batch.layer, batch.rows_RH.to(device), local_RK, batch.weights_RK.to(device)).cpu()
 
     def report(self) -> ExpertReport | None:
         """Counters since the last report, None if nothing happened."""

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 
 import psutil
+import torch
 
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
@@ -91,6 +92,7 @@ def _reset(worker: AttentionWorker | ExpertWorker, channel: Channel, order: Rese
         channel.send(ResetDone(order.epoch))
 
 
+@torch.inference_mode()
 def serve_experts(worker: ExpertWorker, channel: Channel, orders: Orders) -> None:
     """Answer batches; between them, and while idle, look for orders."""
     last_look = time.monotonic()
