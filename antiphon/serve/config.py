@@ -139,7 +139,7 @@ class ServeConfig:
 
     @property
     def waiting(self) -> str:
-        """Workers never poll without end, because an idle server would burn their cores. They spin where each has one."""
+        """Workers spin where each has a core. They never poll without end: an idle server would burn its cores."""
         return "spin" if self.num_workers <= len(os.sched_getaffinity(0)) else "block"
 
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
