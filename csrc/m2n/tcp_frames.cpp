@@ -163,6 +163,14 @@ int FrameWriter::pieces(iovec* pieces, int capacity) const {
     return count;
 }
 
+std::span<const std::byte> FrameWriter::rest_in_slot() const {
+    if (queue_.empty()) return {};
+    const Frame& front = queue_[0];
+    const std::byte* header = slot(front.slot);
+    if (front.payload != header + header_bytes) return {};
+    return std::span(header, header_bytes + front.length).subspan(taken_);
+}
+
 void FrameWriter::advance(size_t num_bytes) {
     taken_ += num_bytes;
     while (!queue_.empty() && taken_ >= header_bytes + queue_[0].length) {

@@ -17,6 +17,7 @@
 #include "base/huge_buffer.h"
 #include "m2n/error.h"
 #include "m2n/tcp_frames.h"
+#include "m2n/tcp_splice.h"
 
 namespace antiphon::m2n {
 
@@ -268,11 +269,7 @@ class LinkChannel final : public PairChannel {
 
     void write() override {
         while (!writer_.empty()) {
-            std::array<iovec, max_pieces> pieces;
-            msghdr message{};
-            message.msg_iov = pieces.data();
-            message.msg_iovlen = static_cast<size_t>(writer_.pieces(pieces.data(), max_pieces));
-            const ssize_t sent = ::sendmsg(connection_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+            const ssize_t sent = send_some();
             if (sent < 0) {
                 if (try_again("sending")) continue;
                 if (!connection_) return;
@@ -285,6 +282,16 @@ class LinkChannel final : public PairChannel {
         if (!writer_.empty()) return;
         all_taken_.store(true, std::memory_order_release);
         if (drained_late) hub_->rouse(Event::credit);  // somebody may wait for `source_reusable`
+    }
+
+    ssize_t send_some() {
+        const std::span<const std::byte> rest = writer_.rest_in_slot();
+        if (pipe_.takes(rest)) return pipe_.send(connection_.get(), rest);
+        std::array<iovec, max_pieces> pieces;
+        msghdr message{};
+        message.msg_iov = pieces.data();
+        message.msg_iovlen = static_cast<size_t>(writer_.pieces(pieces.data(), max_pieces));
+        return ::sendmsg(connection_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     }
 
     void read() override {
@@ -327,10 +334,12 @@ class LinkChannel final : public PairChannel {
 
     void forget_queued() override {
         writer_.abandon();
+        pipe_.close();
         all_taken_.store(true, std::memory_order_release);
     }
 
     FrameWriter writer_;
+    SplicePipe pipe_;
     FixedQueue<Immediate> credits_;  // came back, not yet handed out
     std::array<std::byte, sizeof(uint32_t)> partial_{};  // of a credit
     size_t num_partial_ = 0;

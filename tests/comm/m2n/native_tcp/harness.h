@@ -41,6 +41,7 @@ std::vector<Case> frame_cases();
 std::vector<Case> pair_cases();
 std::vector<Case> wait_cases();
 std::vector<Case> fault_cases();
+std::vector<Case> splice_cases();
 
 constexpr int64_t second_ns = 1'000'000'000;
 inline Deadline soon() { return Deadline::after_ns(20 * second_ns); }  // what a test never waits for in vain

@@ -1,5 +1,6 @@
 // Tests of the tcp back-end, without Python and without the rest of the library. Prints each case; exit code 1 at the
 // first that fails. Usage: native_tcp [WORDS], to run the cases whose name contains WORDS.
+#include <csignal>
 #include <cstring>
 
 #include "harness.h"
@@ -7,8 +8,9 @@
 int main(int num_arguments, char** arguments) {
     using namespace antiphon;
     using namespace antiphon::m2n::test;
+    std::signal(SIGPIPE, SIG_IGN);  // as in Python
     const char* wanted = num_arguments > 1 ? arguments[1] : "";
-    for (const auto& cases : {frame_cases(), pair_cases(), wait_cases(), fault_cases()}) {
+    for (const auto& cases : {frame_cases(), pair_cases(), wait_cases(), fault_cases(), splice_cases()}) {
         for (const Case& each : cases) {
             if (std::strstr(each.name, wanted) == nullptr) continue;
             std::printf("%s ... ", each.name);
