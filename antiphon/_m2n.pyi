@@ -156,7 +156,7 @@ class Outbox:
     def slot(self, timeout_s: float = 0.0) -> NDArray[np.uint8]:
         """The next free slot's payload, to be written in place and sent by `commit`."""
     def commit(self, step: int, length: int, user: Sequence[int] = (), participants: int = 0) -> None:
-        """Send what was written into `slot()`, which belongs to the library again: a change after this may be sent too."""
+        """Send what was written into `slot()`, which then belongs to the library: a later change might be sent too."""
     def wait_reusable(self, timeout_s: float) -> None:
         """Until the payloads of all earlier `send`s may change."""
     def wait_credits(self, num_credits: int, timeout_s: float) -> None:
