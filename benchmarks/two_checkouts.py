@@ -108,6 +108,7 @@ class Side:
         command = [python, str(Path(__file__).resolve()), *arguments, "--turns"]
         self._process = subprocess.Popen(
             command,
+            cwd=checkout,  # where `python -m`, which starts workers, looks first
             env={**os.environ, "PYTHONPATH": str(checkout)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
