@@ -160,8 +160,8 @@ class NativeAttentionExchange(_End):
         ids_TK = _on_host(ids_TK, torch.int32)
         weights_TK = _on_host(weights_TK, torch.float32)
         num_rows = len(rows_TH)
-        stride, step = rows_TH.stride()
-        assert step == 1
+        row_stride, column_stride = rows_TH.stride()
+        assert column_stride == 1
         assert rows_TH.dtype is self._shape.dtype
         self._waiting(
             self._side.dispatch,
@@ -171,7 +171,7 @@ class NativeAttentionExchange(_End):
             micro_batch,
             self._participants[micro_batch],
             rows_TH.data_ptr(),
-            stride * self._shape.dtype.itemsize,
+            row_stride * self._shape.dtype.itemsize,
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),
             num_rows,
