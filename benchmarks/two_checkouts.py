@@ -5,7 +5,7 @@
 DIR is another checkout (`git worktree add DIR COMMIT`, native modules built or copied into DIR/antiphon), PYTHON an
 interpreter that finds the packages but not this checkout: an environment into which nothing of this project is
 installed, because an editable installation wins over PYTHONPATH. The script says which folder the other side was loaded
-from, and stops if both are the same.
+from, and stops if both are the same. It imports nothing else from this folder: the other side runs this script too.
 
 Both engines (one attention, one expert worker) stay loaded; they decode in turns of a few seconds, so that a machine
 that drifts drifts for both. From the spans of each turn, medians over (step, layer, micro-batch), in microseconds:
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.bench.antiphon_engine import AntiphonEngine
+from antiphon.bench.peers.api import Workload
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.messages import Spans
@@ -37,13 +38,14 @@ Key = tuple[int, int, int]  # step, layer, micro-batch
 Interval = tuple[int, int]  # ns
 
 
-def measure(engine: AntiphonEngine, workload: Any, rows: int) -> dict[str, float]:
+def measure(engine: AntiphonEngine, workload: Workload, rows: int) -> dict[str, float]:
     """One turn: tokens per second while all requests decode, and the medians."""
     rate = engine.steady_decode_tokens_per_s(workload)
     spans = engine.take_spans()
     attention = next(each for name, each in spans.items() if name.role == "attention")
     experts = next(each for name, each in spans.items() if name.role == "experts")
-    steps = {attention.steps[i] for i, kind in enumerate(attention.name_index) if _decodes(attention, i, kind, rows)}
+    kinds = enumerate(attention.name_index)
+    steps = {attention.steps[i] for i, kind in kinds if kind == STEP and attention.rows[i] == rows}  # all decode
     dispatch, combine = _intervals(attention, DISPATCH, steps), _intervals(attention, COMBINE, steps)
     computing = {key: at for key, at in _intervals(experts, EXPERTS, steps).items() if key in combine}
     in_order = sorted((begin, end, key[0]) for key, (begin, end) in computing.items())
@@ -55,10 +57,6 @@ def measure(engine: AntiphonEngine, workload: Any, rows: int) -> dict[str, float
         "pause": _median_us(pauses),
         "experts": _median_us([_length(at) for at in computing.values()]),
     }
-
-
-def _decodes(spans: Spans, index: int, kind: int, rows: int) -> bool:
-    return kind == STEP and spans.rows[index] == rows
 
 
 def _intervals(spans: Spans, kind: int, steps: set[int]) -> dict[Key, Interval]:

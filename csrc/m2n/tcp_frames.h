@@ -113,8 +113,8 @@ class FrameWriter {
     bool queued(SlotId slot) const { return book_[slot].state == State::queued; }
     // The next bytes to send, at most `capacity` pieces; returns how many.
     int pieces(iovec* pieces, int capacity) const;
-    // What the kernel has not taken of the first frame, if it was composed in its slot, where it stays until its credit is
-    // back; else nothing.
+    // What the kernel has not taken of the first frame, if it was composed in its slot, where it stays until its credit
+    // is back; else nothing.
     std::span<const std::byte> rest_in_slot() const;
     void advance(size_t num_bytes);  // the kernel took so many of them
     void abandon();                  // nothing will be sent any more; no memory of the caller's is referred to

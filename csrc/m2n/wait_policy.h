@@ -55,7 +55,8 @@ class Patience {
 const char* name_of(Waiting waiting);
 
 // `wish`: auto, poll, spin or block. auto: poll with two cores or more for each of `local_processes`, spin with at
-// least half a one, else block; with an unknown number (0) of processes, spin from 4 cores on. Error(invalid) for other words.
+// least half a one, else block; with an unknown number (0) of processes, spin from 4 cores on. Error(invalid) for other
+// words.
 WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, uint32_t cores, int64_t spin_ns);
 
 uint32_t usable_cores();  // of this process's affinity

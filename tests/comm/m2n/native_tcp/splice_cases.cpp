@@ -36,7 +36,8 @@ size_t send_all(SplicePipe& pipe, const Connection& connection, std::span<const 
             continue;
         }
         num_refusals += took < 0 ? 1 : 0;
-        const ssize_t got = ::recv(connection.receiver.get(), sink.data() + received, sink.size() - received, MSG_DONTWAIT);
+        const std::span<std::byte> room = sink.subspan(received);
+        const ssize_t got = ::recv(connection.receiver.get(), room.data(), room.size(), MSG_DONTWAIT);
         if (got > 0) received += static_cast<size_t>(got);
     }
     return num_refusals;
