@@ -59,8 +59,8 @@ Inbox::Inbox(std::string name, const InboxSpec& spec, std::shared_ptr<Transport>
 
 // --- taking in what happened ---
 
-// Joins after arrivals: what a replaced incarnation wrote after its successor was welcomed is seen, if at all, before the
-// join that drops it. And both again after any news: a newcomer's messages may have rung the bell already.
+// Joins after arrivals: what a replaced incarnation wrote after its successor was welcomed is seen, if at all, before
+// the join that drops it. And both again after any news: a newcomer's messages may have rung the bell already.
 void Inbox::look() {
     transport_->progress();
     do {
@@ -281,7 +281,8 @@ uint32_t Inbox::missing(Step step, const Expected& expected) {
 std::string Inbox::name_of(SourceId source) const {
     const std::string& name = sources_[source].counters.name;
     if (!name.empty()) return name;
-    return source < spec_.names.size() ? spec_.names[source] : "source " + std::to_string(source) + " (never connected)";
+    if (source < spec_.names.size()) return spec_.names[source];
+    return "source " + std::to_string(source) + " (never connected)";
 }
 
 std::vector<std::string> Inbox::names_of_missing(const StepEntry* entry, const Expected& expected) const {
@@ -306,15 +307,17 @@ void Inbox::throw_if_over() {
     if (interrupted_->exchange(false)) throw Error(Code::interrupted, name_ + ": the wait was interrupted");
 }
 
-void Inbox::throw_if_lost(const StepEntry* entry, const Expected& expected, uint32_t missing) {
+EndId Inbox::look_for_needed(const StepEntry* entry, const Expected& expected, uint32_t missing) {
     uint32_t can_come = 0;
     const Source* lost = nullptr;
+    EndId live = any_end;
     const auto weigh = [&](SourceId index) {
         if (here(entry, index)) return;
         if (sources_[index].counters.state == SourceState::lost) {
             lost = &sources_[index];
         } else {
             ++can_come;
+            if (sources_[index].counters.state == SourceState::live) live = sources_[index].landing->id();
         }
     };
     if (expected.sources.empty()) {
@@ -322,7 +325,8 @@ void Inbox::throw_if_lost(const StepEntry* entry, const Expected& expected, uint
     } else {
         for (const SourceId source : expected.sources) weigh(source);
     }
-    if (lost == nullptr || can_come >= missing) return;
+    if (can_come == missing) return live;
+    if (lost == nullptr || can_come > missing) return any_end;
     const SourceCounters& who = lost->counters;
     throw Error(Code::peer_lost, "lost " + who.name + ": " + who.reason, {who.name}, who.reason);
 }
@@ -338,10 +342,11 @@ void Inbox::wait(Step step, const Expected& expected, Deadline deadline) {
             return;
         }
         const StepEntry* entry = table_.find(step);
-        throw_if_lost(entry, expected, lacking);
+        const EndId awaited = look_for_needed(entry, expected, lacking);
         throw_if_over();
         if (deadline.passed()) time_out("wait for step " + std::to_string(step), names_of_missing(entry, expected));
-        transport_->block(Event::arrival, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns());
+        transport_->block(Event::arrival, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns(),
+                          patience.woken_by(awaited));
         patience.slept();
     }
 }

@@ -185,7 +185,9 @@ class Inbox {
     uint32_t missing(Step step, const Expected& expected);
     bool here(const StepEntry* entry, SourceId source) const;
     [[noreturn]] void time_out(const std::string& what, const std::vector<std::string>& names);
-    void throw_if_lost(const StepEntry* entry, const Expected& expected, uint32_t missing);
+    // A source that the wait cannot do without, if all that can still send are needed; else any. Error(peer_lost): too
+    // few can.
+    EndId look_for_needed(const StepEntry* entry, const Expected& expected, uint32_t missing);
     void throw_if_over();
     std::vector<std::string> names_of_missing(const StepEntry* entry, const Expected& expected) const;
 

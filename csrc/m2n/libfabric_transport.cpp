@@ -92,7 +92,7 @@ class LibfabricTransport final : public Transport {
     bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
     void progress() override { fabric_->progress(); }
     uint32_t prepare(Event event) override { return fabric_->prepare(event); }
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) override {
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns, EndId) override {
         fabric_->block(event, prepared, needed, deadline, spin_ns);
     }
     void interrupt() override { fabric_->interrupt(); }

@@ -180,7 +180,7 @@ class Loopback final : public Transport {
 
     uint32_t prepare(Event event) override { return bells_->of(event).count.load(); }
 
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) override {
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns, EndId) override {
         if (seed_ != 0) {
             std::this_thread::yield();  // something may be held back: only asking again brings it forward
             return;

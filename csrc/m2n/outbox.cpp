@@ -169,7 +169,8 @@ void Outbox::wait_credits(uint32_t num_credits, Deadline deadline) {
         throw_if_unusable();
         if (deadline.passed()) time_out(Code::timeout, "wait for credits");
         const auto lacking = static_cast<uint32_t>(num_credits - free_.size());
-        transport_->block(Event::credit, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns());
+        transport_->block(Event::credit, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns(),
+                          patience.woken_by(link_->id()));
         patience.slept();
     }
 }
@@ -193,7 +194,8 @@ void Outbox::wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadli
         }
         if (lacking == 0) return;
         if (deadline.passed()) late->time_out(Code::timeout, "wait for all credits");
-        transport.block(Event::credit, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns());
+        transport.block(Event::credit, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns(),
+                        patience.woken_by(late->link_->id()));
         patience.slept();
     }
 }

@@ -123,7 +123,7 @@ class SharedMemory final : public Transport {
 
     uint32_t prepare(Event event) override { return own().of(event).count.load(); }
 
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) override {
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns, EndId) override {
         wait(own().of(event), prepared, needed, interrupted_, deadline, spin_ns);
         interrupted_.store(false);
     }

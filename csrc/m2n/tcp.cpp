@@ -95,7 +95,8 @@ class Tcp final : public TcpTransport {
 
     uint32_t prepare(Event event) override { return hub_->prepare(event); }
 
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) override {
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns,
+               EndId awaited) override {
         const uint32_t target = prepared + needed;
         Spin spin(spin_ns, deadline);
         while (!hub_->reached(event, target) && !hub_->take_rouse(event) && !deadline.passed()) {
@@ -104,8 +105,10 @@ class Tcp final : public TcpTransport {
                 visit_for(event, 0);
             } else if (thread_.joinable()) {
                 hub_->wait_on_bell(event, prepared, needed, deadline);
+            } else if (hub_->has_news(awaited)) {
+                return;  // the caller knows whom it misses next
             } else {
-                visit_for(event, sleep_ms(deadline));
+                visit_for(event, hub_->sleep_on(awaited, deadline) ? 0 : sleep_ms(deadline));
             }
         }
     }

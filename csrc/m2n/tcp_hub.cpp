@@ -1,11 +1,15 @@
 #include "m2n/tcp_hub.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <ctime>
+#include <iterator>
+#include <optional>
 #include <utility>
 
 #include "m2n/error.h"
@@ -17,8 +21,10 @@ namespace {
 constexpr int max_events = 64;  // per call; the rest is reported by the next one
 // In place of channels' numbers.
 constexpr uint64_t knock_id = 0;
-constexpr uint64_t arrivals_id = 1;
-constexpr uint64_t first_channel_id = 2;
+constexpr uint64_t urgent_id = 1;
+constexpr uint64_t arrivals_id = 2;
+constexpr uint64_t first_channel_id = 3;
+static_assert(first_channel_id > any_end);
 
 void control(int epoll, int operation, int fd, uint32_t events, uint64_t id) {
     epoll_event event{};
@@ -36,12 +42,14 @@ FileDescriptor make_epoll() {
 }  // namespace
 
 TcpHub::TcpHub()
-    : arrivals_(make_epoll()),
+    : urgent_(make_epoll()),
+      arrivals_(make_epoll()),
       everything_(make_epoll()),
       knock_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       next_id_(first_channel_id) {
     if (!knock_) throw_errno("eventfd");
-    control(arrivals_.get(), EPOLL_CTL_ADD, knock_.get(), EPOLLIN, knock_id);
+    control(urgent_.get(), EPOLL_CTL_ADD, knock_.get(), EPOLLIN, knock_id);
+    control(arrivals_.get(), EPOLL_CTL_ADD, urgent_.get(), EPOLLIN, urgent_id);
     control(everything_.get(), EPOLL_CTL_ADD, arrivals_.get(), EPOLLIN, arrivals_id);
 }
 
@@ -93,9 +101,8 @@ void TcpHub::watch_link(ChannelId id, int fd) {
     control(everything_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, id);
 }
 
-void TcpHub::want_output(ChannelId id, int fd, bool is_link, bool wanted) {
-    const uint32_t input = is_link ? EPOLLRDHUP : EPOLLIN;
-    control(arrivals_.get(), EPOLL_CTL_MOD, fd, input | (wanted ? EPOLLOUT : 0u), id);
+void TcpHub::want_output(ChannelId id, int fd, bool wanted) {
+    control(urgent_.get(), wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, fd, EPOLLOUT, id);
 }
 
 void TcpHub::rouse(Event event) {
@@ -143,6 +150,24 @@ void TcpHub::wait_on_bell(Event event, uint32_t prepared, uint32_t needed, Deadl
     wait(bell(event), prepared, needed, roused(event), deadline, 0);
 }
 
+bool TcpHub::has_news(ChannelId id) {
+    if (id == any_end) return false;
+    const std::shared_ptr<TcpChannel> channel = find(id);
+    return channel != nullptr && channel->has_news();
+}
+
+bool TcpHub::sleep_on(ChannelId id, Deadline deadline) {
+    if (id == any_end) return false;
+    const std::shared_ptr<TcpChannel> channel = find(id);
+    const int fd = channel == nullptr ? -1 : channel->connection();
+    if (fd < 0) return false;
+    pollfd entries[] = {{fd, POLLIN | POLLRDHUP, 0}, {urgent_.get(), POLLIN, 0}};
+    const int64_t left_ns = deadline.left_ns();
+    const timespec limit{left_ns / 1'000'000'000, left_ns % 1'000'000'000};
+    if (::ppoll(entries, std::size(entries), &limit, nullptr) < 0 && errno != EINTR) throw_errno("ppoll");
+    return true;
+}
+
 std::shared_ptr<TcpChannel> TcpHub::find(ChannelId id) {
     const std::lock_guard lock(mutex_);
     const auto found = channels_.find(id);
@@ -153,20 +178,22 @@ void TcpHub::visit_ready(int epoll, int timeout_ms, Visit visit) {
     epoll_event events[max_events];
     const int ready = ::epoll_wait(epoll, events, max_events, timeout_ms);
     if (ready < 0 && errno != EINTR) throw_errno("epoll_wait");
-    bool nested = false;
+    std::optional<int> nested;  // each set holds one other at most
     for (int i = 0; i < ready; ++i) {
         const uint64_t id = events[i].data.u64;
         if (id == knock_id) {
             uint64_t knocks = 0;
             [[maybe_unused]] const ssize_t taken = ::read(knock_.get(), &knocks, sizeof(knocks));
+        } else if (id == urgent_id) {
+            nested = urgent_.get();
         } else if (id == arrivals_id) {
-            nested = true;
+            nested = arrivals_.get();
         } else if (const std::shared_ptr<TcpChannel> channel = find(id)) {
             visit.events = events[i].events;
             channel->on_ready(visit);
         }
     }
-    if (nested) visit_ready(arrivals_.get(), 0, visit);
+    if (nested) visit_ready(*nested, 0, visit);
 }
 
 }  // namespace antiphon::m2n

@@ -42,6 +42,14 @@ class PairChannel : public TcpChannel {
         : hub_(std::move(hub)), spec_(spec), slots_(make_slots(spec)) {}
 
     std::byte* slot(SlotId slot) const { return memory() + slot * slot_stride(spec_.slot_bytes); }
+    TcpHub::ChannelId id() const { return id_; }
+
+    bool has_news() const override { return news_.load(std::memory_order_acquire); }
+
+    int connection() override {
+        const std::lock_guard lock(mutex_);
+        return connection_.get();
+    }
 
     void on_ready(const Visit& visit) override {
         std::unique_lock lock(mutex_, std::defer_lock);
@@ -102,9 +110,9 @@ class PairChannel : public TcpChannel {
         news_.store(true, std::memory_order_release);
         hub_->interrupt();
     }
-    void want_output(bool is_link, bool wanted) {
+    void want_output(bool wanted) {
         if (wanted == output_wanted_) return;
-        hub_->want_output(id_, connection_.get(), is_link, wanted);
+        hub_->want_output(id_, connection_.get(), wanted);
         output_wanted_ = wanted;
     }
     // After a failed call: true if it should be made again, false if nothing can be done now or ever.
@@ -219,7 +227,7 @@ class LandingChannel final : public PairChannel {
             num_credit_bytes_ -= static_cast<size_t>(sent);
             std::memmove(credits_.data(), credits_.data() + sent, num_credit_bytes_);
         }
-        want_output(false, num_credit_bytes_ > 0);
+        want_output(num_credit_bytes_ > 0);
     }
 
     void forget_queued() override { num_credit_bytes_ = 0; }
@@ -278,7 +286,7 @@ class LinkChannel final : public PairChannel {
             writer_.advance(static_cast<size_t>(sent));
         }
         const bool drained_late = writer_.empty() && output_wanted_;
-        want_output(true, !writer_.empty());
+        want_output(!writer_.empty());
         if (!writer_.empty()) return;
         all_taken_.store(true, std::memory_order_release);
         if (drained_late) hub_->rouse(Event::credit);  // somebody may wait for `source_reusable`
@@ -350,6 +358,7 @@ class TcpLanding final : public Landing {
   public:
     explicit TcpLanding(std::shared_ptr<LandingChannel> channel) : channel_(std::move(channel)) {}
     ~TcpLanding() override { channel_->close(); }
+    EndId id() const override { return channel_->id(); }
     const std::byte* slot(SlotId slot) const override { return channel_->slot(slot); }
     bool poll(ImmediateSink& sink, std::string& reason) override { return channel_->poll(sink, reason); }
     void release(Immediate immediate) override { channel_->release(immediate); }
@@ -362,6 +371,7 @@ class TcpLink final : public Link {
   public:
     explicit TcpLink(std::shared_ptr<LinkChannel> channel) : channel_(std::move(channel)) {}
     ~TcpLink() override { channel_->close(); }
+    EndId id() const override { return channel_->id(); }
     std::byte* slot(SlotId slot) override { return channel_->slot(slot); }
     void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
         channel_->post(immediate, header, payload);

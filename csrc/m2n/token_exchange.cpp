@@ -87,7 +87,8 @@ void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const G
     pending.count = rows.count;
     for (size_t worker = 0; worker < experts_.size(); ++worker) {
         if (experts_[worker] == nullptr) {
-            throw Error(Code::invalid, "no connection to expert worker " + std::to_string(worker) + ": set_expert first");
+            throw Error(Code::invalid,
+                        "no connection to expert worker " + std::to_string(worker) + ": set_expert first");
         }
         experts_[worker]->slot(deadline);
     }
@@ -239,7 +240,8 @@ std::vector<std::string> ExpertSide::overdue(int64_t age_ns) {
             arrived |= uint64_t{1} << source;
         });
         for (uint32_t source = 0; source < requests_->spec().sources && source < max_attention_workers; ++source) {
-            if ((participants & ~arrived) >> source & 1) names.push_back(requests_->name_of(static_cast<SourceId>(source)));
+            if (((participants & ~arrived) >> source & 1) == 0) continue;
+            names.push_back(requests_->name_of(static_cast<SourceId>(source)));
         }
     }
     return names;

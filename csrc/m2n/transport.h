@@ -6,7 +6,8 @@
 // deliver them in any order, and nothing above assumes one.
 //
 // Threads. The endpoint's owner (one thread at a time) calls progress, poll, post, release, prepare and block. The
-// control thread calls open_landing, adopt and interrupt at any time. The destructors of Link and Landing run on either.
+// control thread calls open_landing, adopt and interrupt at any time. The destructors of Link and Landing run on
+// either.
 #pragma once
 
 #include <cstddef>
@@ -44,6 +45,7 @@ using ImmediateSink = std::vector<Immediate>;
 class Landing {
   public:
     virtual ~Landing() = default;
+    virtual EndId id() const { return any_end; }
     // Header of `slot`, the payload right behind it. Written by the sender: treat as foreign.
     virtual const std::byte* slot(SlotId slot) const = 0;
     // Appends what became visible since the last call; never blocks, never allocates beyond `sink`'s capacity
@@ -56,6 +58,7 @@ class Landing {
 class Link {
   public:
     virtual ~Link() = default;
+    virtual EndId id() const { return any_end; }
     // Where to compose: header_bytes for the header, then the payload. Writable while the slot is the sender's.
     virtual std::byte* slot(SlotId slot) = 0;
     // Starts the write; returns at once. The header lies in the slot. `payload` of header.length bytes: nullptr if it
@@ -89,8 +92,11 @@ class Transport {
     virtual void progress() = 0;
     // Take the bell's value before looking for news; `block` returns if it has moved since, when `needed` more events
     // have happened, at the deadline, after `interrupt`, or for no reason. It spins for `spin_ns` first.
+    // `awaited`: an end without whose news the caller cannot go on, so a back-end that has no way to sleep until the
+    // last of several events may sleep until that end has some, and look at the others then.
     virtual uint32_t prepare(Event event) = 0;
-    virtual void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) = 0;
+    virtual void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns,
+                       EndId awaited = any_end) = 0;
     // Any thread: make `block` return now.
     virtual void interrupt() = 0;
 };

@@ -16,6 +16,9 @@ using SourceId = uint16_t;
 using SlotId = uint16_t;
 using Epoch = uint32_t;  // one incarnation of one source; 0 is never used
 using Step = uint64_t;
+using EndId = uint64_t;  // one end of a pair, among those of a transport
+
+constexpr EndId any_end = 0;
 
 constexpr uint32_t max_sources = 1u << 12;
 constexpr uint32_t max_slots = 1u << 8;

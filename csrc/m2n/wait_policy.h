@@ -1,11 +1,11 @@
 // How to wait: the choice that decides more than any other on a shared machine.
 //
 // poll:  spin until the deadline. Lowest latency, one core for each waiter: only where cores are to spare.
-// spin:  look again for a while, offering the core between the looks (m2n/spin.h), then sleep. An answer that is already
-//        under way costs no wake-up, and a peer on the same core is not kept waiting.
-// block: sleep at once, woken by the last expected event. When processes outnumber cores by more than two, the switches
-//        that spinning costs are more than it saves. Polling there loses a scheduler's slice each time (measured: 14
-//        to 170 times slower).
+// spin:  look again for a while, offering the core between the looks (m2n/spin.h), then sleep. An answer that is
+//        already under way costs no wake-up, and a peer on the same core is not kept waiting.
+// block: sleep at once, woken by the last expected event (over sockets: by one of the last). When processes outnumber
+//        cores by more than two, the switches that spinning costs are more than it saves. Polling there loses a
+//        scheduler's slice each time (measured: 14 to 170 times slower).
 #pragma once
 
 #include <algorithm>
@@ -36,6 +36,10 @@ class Patience {
         const bool endless = policy_.spin_ns == std::numeric_limits<int64_t>::max();
         return endless ? policy_.spin_ns : std::max(policy_.spin_ns - waited_ns(), int64_t{0});
     }
+    // Whose news to be woken by, where `end` is one of several that must have some. Where cores are scarce, by that
+    // one's alone: a wake-up for each of them costs more than to take in late, all at once, what the others had. With
+    // cores to spare, by each one's: what has arrived is taken in while the rest is under way.
+    EndId woken_by(EndId end) const { return policy_.waiting == Waiting::block ? end : any_end; }
     Deadline sleep_until(Deadline deadline) const {
         return Deadline::after_ns(std::min(deadline.left_ns(), longest_ns));
     }

@@ -736,6 +736,32 @@ def test_a_closed_endpoint_is_lost_to_its_receivers(net: Net) -> None:
     assert [outbox.lost for outbox in outboxes] == [True, False]
 
 
+@pytest.mark.parametrize("lost", range(3))
+def test_whoever_of_many_is_lost_ends_the_wait_for_all(net: Net, lost: int) -> None:
+    # A back-end may sleep on one of those it waits for; it must hear of the others' losses all the same.
+    receiver = Receiver(net, net.endpoint("receiver", waiting="block"), 3, 2, 64)
+    outboxes = receiver.connect_all()
+    outboxes[(lost + 1) % 3].send(0, b"here", timeout_s=PATIENCE_S)
+    with crew() as threads:
+        threads.start(lambda: (time.sleep(0.05), net.endpoints[1 + lost].close()))
+        with pytest.raises(PeerLost, match=rf"lost sender\[{lost}\]: closed its endpoint"):
+            receiver.inbox.wait(0, 3, PATIENCE_S)
+    assert len(receiver.inbox.messages(0)) == 1
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_whoever_of_many_is_lost_ends_the_wait_for_all_credits(net: Net, lost: int) -> None:
+    receivers = [Receiver(net, net.endpoint(f"receiver[{number}]"), 1, 1, 64) for number in range(3)]
+    sender = net.endpoint("sender", waiting="block")
+    outboxes = [sender.connect(receiver.ticket, 0, PATIENCE_S) for receiver in receivers]
+    for outbox in outboxes:
+        outbox.send(0, b"never taken", timeout_s=PATIENCE_S)
+    with crew() as threads:
+        threads.start(lambda: (time.sleep(0.05), receivers[lost].endpoint.close()))
+        with pytest.raises(PeerLost, match=rf"lost receiver\[{lost}\]: closed its endpoint"):
+            _m2n.wait_all_credits(outboxes, PATIENCE_S)
+
+
 def test_a_closed_endpoint_is_lost_to_its_senders(net: Net) -> None:
     receiver = net.receiver(sources=1, slots=1)
     outbox = receiver.connect(0)

@@ -43,17 +43,18 @@ void deadline() {
 }
 
 void interrupt() {
-    both_ways([](Node& sender, Node&, Pair&) {
+    both_ways([](Node& sender, Node&, Pair& pair) {
         Transport& transport = sender.transport();
         for (const Event event : {Event::arrival, Event::credit}) {
             for (const int64_t spin_ns : {int64_t{0}, int64_t{30'000}}) {
                 for (int i = 0; i < 20; ++i) {
+                    const EndId awaited = i % 4 < 2 ? any_end : pair.link->id();
                     std::thread other([&] {
                         if (i % 2 == 0) sleep_for_ms(2);  // while it sleeps, or maybe before
                         transport.interrupt();
                     });
                     const Deadline at = soon();
-                    transport.block(event, transport.prepare(event), 1, at, spin_ns);
+                    transport.block(event, transport.prepare(event), 1, at, spin_ns, awaited);
                     CHECK(!at.passed());
                     other.join();
                     // If the first wait ended for no reason, the interrupt must end the next one. Bounded, because a
@@ -99,6 +100,74 @@ void needed() {
         CHECK(to.num_taken() == 8);
         sending.join();
     }
+}
+
+// Who waits for one pair's news sleeps through the others', and finds them when it wakes.
+void sleeps_on_one() {
+    Node sender, receiver;
+    constexpr uint32_t num_early = 100;
+    constexpr PairSpec early_spec{.source = 1, .slots = num_early, .slot_bytes = 1000, .epoch = 2};
+    constexpr PairSpec late_spec{.source = 2, .slots = 1, .slot_bytes = 1000, .epoch = 2};
+    Pair early = open_pair(sender, receiver, early_spec);
+    Pair late = open_pair(sender, receiver, late_spec);
+    wait_adopted(receiver);
+    Transport& transport = receiver.transport();
+    CHECK(early.landing->id() != any_end && early.landing->id() != late.landing->id());
+    transport.block(Event::arrival, transport.prepare(Event::arrival), 1, Deadline::after_ns(1'000'000), 0);
+    const uint32_t prepared = transport.prepare(Event::arrival);
+    std::thread sending([&] {
+        Sender first(sender.transport(), *early.link, early_spec), last(sender.transport(), *late.link, late_spec);
+        for (Step step = 0; step < num_early; ++step) {
+            first.send(step, early_spec.slot_bytes);
+            std::this_thread::sleep_for(std::chrono::microseconds(300));
+        }
+        last.send(0, late_spec.slot_bytes);
+    });
+    rusage before{}, after{};
+    ::getrusage(RUSAGE_THREAD, &before);
+    transport.block(Event::arrival, prepared, num_early + 2, soon(), 0, late.landing->id());
+    ::getrusage(RUSAGE_THREAD, &after);
+    CHECK(after.ru_nvcsw - before.ru_nvcsw < 20);
+    CHECK(transport.prepare(Event::arrival) - prepared == num_early + 1);
+    sending.join();
+    // Its news has not been taken: no reason to sleep.
+    const Deadline at = soon();
+    transport.block(Event::arrival, transport.prepare(Event::arrival), 1, at, 0, late.landing->id());
+    CHECK(!at.passed());
+    Collector(transport, *late.landing, late_spec).take_what_is_here();
+}
+
+// The pair that is slept on breaks; one that has no connection yet is no reason not to hear of the others.
+void one_is_no_use() {
+    Node sender, receiver;
+    constexpr PairSpec spec{.source = 1, .slots = 1, .slot_bytes = 1000, .epoch = 2};
+    Pair pair = open_pair(sender, receiver, spec);
+    wait_adopted(receiver);
+    Transport& transport = receiver.transport();
+    Blob welcome;
+    constexpr PairSpec no_spec{.source = 2, .slots = 1, .slot_bytes = 8, .epoch = 2};
+    const auto unconnected = transport.open_landing(no_spec, {}, welcome);
+    uint32_t prepared = transport.prepare(Event::arrival);
+    Sender(sender.transport(), *pair.link, spec).send(0, 1000);
+    Deadline at = soon();
+    while (transport.prepare(Event::arrival) == prepared) {
+        transport.block(Event::arrival, prepared, 1, at, 0, unconnected->id());
+        CHECK(!at.passed());
+    }
+    Collector(transport, *pair.landing, spec).take_what_is_here();
+    std::thread leaving([&] {
+        sleep_for_ms(20);
+        pair.link.reset();
+    });
+    at = soon();
+    std::string reason;
+    ImmediateSink sink;
+    while (pair.landing->poll(sink, reason)) {
+        prepared = transport.prepare(Event::arrival);
+        transport.block(Event::arrival, prepared, 1, at, 0, pair.landing->id());
+        CHECK(!at.passed());
+    }
+    leaving.join();
 }
 
 // Credits that come back do not wake who waits for data.
@@ -231,6 +300,8 @@ std::vector<Case> wait_cases() {
     return {{"waits: the deadline", deadline},
             {"waits: interrupt from another thread", interrupt},
             {"waits: only the last needed event wakes", needed},
+            {"waits: for one pair, through the news of others", sleeps_on_one},
+            {"waits: for one pair that breaks or is not connected", one_is_no_use},
             {"waits: credits wake nobody who waits for data", credits_do_not_wake},
             {"waits: the peer leaves", peer_leaves},
             {"opening: what is refused, in words", connecting},
