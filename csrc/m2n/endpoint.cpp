@@ -46,6 +46,7 @@ Endpoint::Endpoint(EndpointOptions options)
       interrupted_(std::make_shared<std::atomic<bool>>(false)) {
     policy_.between_sleeps = options_.between_sleeps;
     options_.transport_options.host = options_.host;
+    options_.transport_options.local_processes = options_.local_processes;
     transport_ = make_transport(options_.transport, options_.transport_options);
     control_ = std::make_unique<Control>(control_options(options_, transport_->same_host_only()),
                                          static_cast<ControlHandler&>(*this));

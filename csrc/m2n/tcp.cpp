@@ -79,7 +79,7 @@ class Tcp final : public TcpTransport {
         FileDescriptor connection = connect_tcp(host, port, options_, deadline);
         const std::string peer = host + ":" + std::to_string(port);
         write_tcp(connection.get(), attach_greeting(welcome.bytes), peer, deadline);
-        std::unique_ptr<Link> link = make_tcp_link(hub_, spec, tuning_, std::move(connection));
+        std::unique_ptr<Link> link = make_tcp_link(hub_, spec, options_, tuning_, std::move(connection));
         start_thread_if_wanted();
         return link;
     }

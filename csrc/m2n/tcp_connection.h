@@ -32,6 +32,7 @@ struct TcpBufferReport {
 struct TcpTuning {
     uint64_t least_buffer_bytes = uint64_t{4} << 20;     // 17% faster than 256 KiB with 8 x 8 messages of that size
     uint64_t largest_buffer_bytes = uint64_t{64} << 20;  // a pair with larger slots gets a progress thread
+    uint64_t cached_bytes = uint64_t{16} << 20;  // on its way among all local processes: half a last-level cache
     bool force = true;  // go beyond the system's limit where this process may (CAP_NET_ADMIN)
 };
 

@@ -135,7 +135,7 @@ FrameWriter::FrameWriter(const PairSpec& spec, std::byte* memory)
 void FrameWriter::push(Immediate immediate, const std::byte* payload, uint64_t length) {
     assert(immediate.slot < spec_.slots && book_[immediate.slot].state == State::free);
     assert(length <= spec_.slot_bytes);
-    book_[immediate.slot] = {State::queued, immediate.sequence};
+    book_[immediate.slot] = {State::queued, immediate.sequence, length};
     queue_.push({immediate.slot, payload != nullptr ? payload : slot(immediate.slot) + header_bytes, length});
 }
 

@@ -119,6 +119,7 @@ class FrameWriter {
     void advance(size_t num_bytes);  // the kernel took so many of them
     void abandon();                  // nothing will be sent any more; no memory of the caller's is referred to
 
+    uint64_t length(SlotId slot) const { return book_[slot].length; }  // of its last message
     // A credit from the peer. False: it answers no message that is on its way.
     bool credit(Immediate immediate, std::string& fault);
 
@@ -127,6 +128,7 @@ class FrameWriter {
     struct SlotBook {
         State state = State::free;
         uint16_t sequence = 0;
+        uint64_t length = 0;
     };
     struct Frame {
         SlotId slot = 0;

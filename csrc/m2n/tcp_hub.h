@@ -29,6 +29,7 @@
 #include "m2n/control.h"
 #include "m2n/file_descriptor.h"
 #include "m2n/tcp_connection.h"
+#include "m2n/tcp_splice.h"
 #include "m2n/transport.h"
 
 namespace antiphon::m2n {
@@ -70,6 +71,8 @@ class TcpHub {
     void rouse(Event event);                        // end the owner's wait: it should look
     void interrupt();                               // both, wherever the owner sleeps
 
+    OutstandingBytes& outstanding() { return outstanding_; }
+
     void note_buffers(uint64_t wanted, uint64_t granted_send, uint64_t granted_receive);
     TcpBufferReport buffers() const;
     bool wants_thread() const { return wants_thread_.load(); }  // some pair's slots do not fit into its buffer
@@ -101,6 +104,7 @@ class TcpHub {
     Bell bells_[2] = {};    // by Event
     std::atomic<bool> roused_[2] = {};
     std::atomic<bool> wants_thread_{false};
+    OutstandingBytes outstanding_;
 
     mutable std::mutex mutex_;  // of what follows; held for look-ups only, never while a channel is visited
     std::unordered_map<ChannelId, std::shared_ptr<TcpChannel>> channels_;

@@ -241,8 +241,12 @@ class LandingChannel final : public PairChannel {
 
 class LinkChannel final : public PairChannel {
   public:
-    LinkChannel(std::shared_ptr<TcpHub> hub, const PairSpec& spec)
-        : PairChannel(std::move(hub), spec), writer_(spec, memory()), credits_(spec.slots) {}
+    // `cached_bytes`: so much on its way at this endpoint is taken to be in the caches.
+    LinkChannel(std::shared_ptr<TcpHub> hub, const PairSpec& spec, uint64_t cached_bytes)
+        : PairChannel(std::move(hub), spec),
+          cached_bytes_(cached_bytes),
+          writer_(spec, memory()),
+          credits_(spec.slots) {}
 
     void start(TcpHub::ChannelId id, FileDescriptor connection) {
         const std::lock_guard lock(mutex_);
@@ -258,6 +262,8 @@ class LinkChannel final : public PairChannel {
         const void* given = &header;
         if (given != in_slot) std::memcpy(in_slot, &header, header_bytes);
         writer_.push(immediate, payload, header.length);
+        outstanding_bytes_ += header.length;
+        hub_->outstanding().add(header.length);
         all_taken_.store(false, std::memory_order_release);
         if (!output_wanted_) write();
     }
@@ -294,7 +300,8 @@ class LinkChannel final : public PairChannel {
 
     ssize_t send_some() {
         const std::span<const std::byte> rest = writer_.rest_in_slot();
-        if (pipe_.takes(rest)) return pipe_.send(connection_.get(), rest);
+        const bool cached = hub_->outstanding().recent_peak() <= cached_bytes_;
+        if (pipe_.takes(rest, cached)) return pipe_.send(connection_.get(), rest);
         std::array<iovec, max_pieces> pieces;
         msghdr message{};
         message.msg_iov = pieces.data();
@@ -327,6 +334,7 @@ class LinkChannel final : public PairChannel {
             bytes = bytes.subspan(sizeof(word));
             const Immediate immediate = Immediate::unpack(word);
             if (!writer_.credit(immediate, fault)) continue;
+            forget_outstanding(writer_.length(immediate.slot));
             credits_.push(immediate);
             ++num_credits;
         }
@@ -343,11 +351,19 @@ class LinkChannel final : public PairChannel {
     void forget_queued() override {
         writer_.abandon();
         pipe_.close();
+        forget_outstanding(outstanding_bytes_);
         all_taken_.store(true, std::memory_order_release);
     }
 
+    void forget_outstanding(uint64_t bytes) {
+        outstanding_bytes_ -= bytes;
+        hub_->outstanding().subtract(bytes);
+    }
+
+    const uint64_t cached_bytes_;
     FrameWriter writer_;
     SplicePipe pipe_;
+    uint64_t outstanding_bytes_ = 0;  // our part of the hub's
     FixedQueue<Immediate> credits_;  // came back, not yet handed out
     std::array<std::byte, sizeof(uint32_t)> partial_{};  // of a credit
     size_t num_partial_ = 0;
@@ -394,11 +410,13 @@ std::unique_ptr<Landing> make_tcp_landing(const std::shared_ptr<TcpHub>& hub, co
     return landing;
 }
 
-std::unique_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec, const TcpTuning& tuning,
+std::unique_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,
+                                    const TransportOptions& options, const TcpTuning& tuning,
                                     FileDescriptor connection) {
     const uint64_t wanted = spec.slots * slot_stride(spec.slot_bytes);
     hub->note_buffers(wanted, widen_send_buffer(connection.get(), wanted, tuning), 0);
-    auto channel = std::make_shared<LinkChannel>(hub, spec);
+    const uint64_t cached_bytes = tuning.cached_bytes / std::max(options.local_processes, 1u);
+    auto channel = std::make_shared<LinkChannel>(hub, spec, cached_bytes);
     auto link = std::make_unique<TcpLink>(channel);
     channel->start(hub->add(channel), std::move(connection));
     return link;

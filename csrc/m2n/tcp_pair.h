@@ -22,7 +22,8 @@ std::unique_ptr<Landing> make_tcp_landing(const std::shared_ptr<TcpHub>& hub, co
                                           TcpHub::Token& token);
 
 // `connection` has been greeted and is the link's from now on.
-std::unique_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec, const TcpTuning& tuning,
+std::unique_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,
+                                    const TransportOptions& options, const TcpTuning& tuning,
                                     FileDescriptor connection);
 
 }  // namespace antiphon::m2n

@@ -5,7 +5,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cassert>
 #include <cerrno>
+#include <utility>
 
 namespace antiphon::m2n {
 
@@ -22,9 +25,27 @@ bool sigpipe_is_ignored() {
 
 }  // namespace
 
-bool SplicePipe::takes(std::span<const std::byte> rest) {
+void OutstandingBytes::add(uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
+}
+
+void OutstandingBytes::subtract(uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    assert(bytes <= now_);
+    now_ -= bytes;
+    if (now_ == 0) former_peak_ = std::exchange(peak_, 0);
+}
+
+uint64_t OutstandingBytes::recent_peak() const {
+    const std::lock_guard lock(mutex_);
+    return std::max(peak_, former_peak_);
+}
+
+bool SplicePipe::takes(std::span<const std::byte> rest, bool cached) {
     if (num_inside_ > 0) return true;
-    if (rest.size() < least_bytes || useless_ || !sigpipe_is_ignored()) return false;
+    if (cached || rest.size() < least_bytes || useless_ || !sigpipe_is_ignored()) return false;
     return reading_end_ || open();
 }
 

@@ -11,6 +11,7 @@ namespace antiphon::m2n {
 
 struct TransportOptions {
     std::string host = "127.0.0.1";  // where this endpoint can be reached; not used by shm and loopback
+    uint32_t local_processes = 0;    // of this program on this machine; 0: not known, taken for one
     // tcp. Bulk data and credits are marked apart, so that a network can let credits overtake data
     // (MegaScale-Infer, section 5: acknowledgements in a high-priority queue).
     int data_priority = 0;       // SO_PRIORITY

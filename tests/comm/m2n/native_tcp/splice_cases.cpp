@@ -11,6 +11,8 @@ namespace antiphon::m2n::test {
 
 namespace {
 
+constexpr bool not_cached = false;
+
 // A connection over loopback whose sending end does not block.
 struct Connection {
     Connection() {
@@ -49,7 +51,7 @@ void pages_arrive() {
     std::vector<std::byte> bytes(9'000'001), sink(bytes.size());
     for (const uint64_t round : {1, 2, 3}) {
         fill_pattern(bytes, 5, round);
-        CHECK(pipe.takes(bytes));
+        CHECK(pipe.takes(bytes, not_cached));
         CHECK(send_all(pipe, connection, bytes, sink) > 0);  // more than the socket holds: it was full at times
         fill_pattern(bytes, 6, round);                       // what was read is the reader's own
         CHECK(has_pattern(sink, 5, round));
@@ -59,20 +61,37 @@ void pages_arrive() {
 void who_is_taken() {
     SplicePipe pipe;
     std::vector<std::byte> bytes(SplicePipe::least_bytes);
-    CHECK(!pipe.takes(std::span(bytes).subspan(1)));
+    CHECK(!pipe.takes(std::span(bytes).subspan(1), not_cached));
+    CHECK(!pipe.takes(bytes, true));
     std::signal(SIGPIPE, SIG_DFL);
-    CHECK(!pipe.takes(bytes));
+    CHECK(!pipe.takes(bytes, not_cached));
     std::signal(SIGPIPE, SIG_IGN);
-    CHECK(pipe.takes(bytes));
+    CHECK(pipe.takes(bytes, not_cached));
     const Connection connection;
     std::vector<std::byte> large(4 << 20);
     while (pipe.send(connection.sender.get(), large) > 0) {  // nobody reads
     }
     CHECK(errno == EAGAIN);
-    CHECK(pipe.takes(std::span(large).first(1)));  // some of it is inside, and must go first
+    CHECK(pipe.takes(std::span(large).first(1), true));  // some of it is inside, and must go first
     pipe.close();
-    CHECK(!pipe.takes(std::span(large).first(1)));
-    CHECK(pipe.takes(bytes));
+    CHECK(!pipe.takes(std::span(large).first(1), not_cached));
+    CHECK(pipe.takes(bytes, not_cached));
+}
+
+void peaks_are_remembered() {
+    OutstandingBytes outstanding;
+    CHECK(outstanding.recent_peak() == 0);
+    outstanding.add(3);
+    outstanding.add(4);
+    outstanding.subtract(3);
+    CHECK(outstanding.recent_peak() == 7);
+    outstanding.subtract(4);
+    outstanding.add(1);
+    CHECK(outstanding.recent_peak() == 7);  // the burst before counts, so the first message of the next is judged by it
+    outstanding.subtract(1);
+    CHECK(outstanding.recent_peak() == 1);  // and then no more
+    outstanding.add(9);
+    CHECK(outstanding.recent_peak() == 9);
 }
 
 // Memory that cannot be read ends it: the caller is told to try again, and then copies.
@@ -80,16 +99,16 @@ void unreadable_memory() {
     const Connection connection;
     SplicePipe pipe;
     const std::span nowhere(reinterpret_cast<const std::byte*>(uintptr_t{4096}), size_t{1} << 20);
-    CHECK(pipe.takes(nowhere));
+    CHECK(pipe.takes(nowhere, not_cached));
     CHECK(pipe.send(connection.sender.get(), nowhere) == -1 && errno == EINTR);
-    CHECK(!pipe.takes(nowhere));
+    CHECK(!pipe.takes(nowhere, not_cached));
 }
 
 void peer_goes_away() {
     Connection connection;
     SplicePipe pipe;
     const std::vector<std::byte> bytes(1 << 20);
-    CHECK(pipe.takes(bytes));
+    CHECK(pipe.takes(bytes, not_cached));
     connection.receiver.reset();
     const Deadline deadline = soon();
     while (pipe.send(connection.sender.get(), bytes) >= 0 || errno == EAGAIN) CHECK(!deadline.passed());
@@ -98,8 +117,9 @@ void peer_goes_away() {
 
 // Slots are written again the moment their credits are back, while the kernel may still know their pages.
 void slots_are_reused() {
-    constexpr TcpTuning tight{.least_buffer_bytes = 0, .largest_buffer_bytes = 65'536};
-    for (const TcpTuning& tuning : {TcpTuning{}, tight}) {
+    constexpr TcpTuning wide{.cached_bytes = 0};
+    constexpr TcpTuning tight{.least_buffer_bytes = 0, .largest_buffer_bytes = 65'536, .cached_bytes = 0};
+    for (const TcpTuning& tuning : {wide, tight}) {
         for (const auto disposition : {SIG_IGN, SIG_DFL}) {
             std::signal(SIGPIPE, disposition);
             Node sender(tuning), receiver(tuning);
@@ -131,6 +151,7 @@ void slots_are_reused() {
 std::vector<Case> splice_cases() {
     return {{"splice: pages arrive", pages_arrive},
             {"splice: who is taken", who_is_taken},
+            {"splice: peaks are remembered", peaks_are_remembered},
             {"splice: memory that cannot be read", unreadable_memory},
             {"splice: the peer goes away", peer_goes_away},
             {"splice: slots are reused", slots_are_reused}};
