@@ -177,6 +177,9 @@ def send_all(
 ) -> None:
     """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i, in one call."""
 
+def commit_all(outboxes: Sequence[Outbox], step: int, lengths: Sequence[int], participants: int = 0) -> None:
+    """`outboxes[i].commit(step, lengths[i])` for all i, in one call; if one of them cannot, nothing is sent."""
+
 def wait_all_credits(outboxes: Sequence[Outbox], timeout_s: float) -> None:
     """Until everything sent through these outboxes of one endpoint has been released."""
 

@@ -81,6 +81,18 @@ void send_all(const Outboxes& outboxes, uint64_t step, nb::handle payload, const
     keep();
 }
 
+void commit_all(const Outboxes& outboxes, uint64_t step, const std::vector<uint64_t>& lengths, uint32_t participants) {
+    check_all_there(outboxes);
+    if (lengths.size() != outboxes.size()) {
+        throw m2n::Error(m2n::Code::invalid, std::to_string(outboxes.size()) + " outboxes and " +
+                                                 std::to_string(lengths.size()) + " lengths: give one of each");
+    }
+    for (size_t i = 0; i < outboxes.size(); ++i) outboxes[i]->check_commit(lengths[i]);
+    const m2n::MessageLabel label = make_label(step, {}, participants);
+    const nb::gil_scoped_release release;
+    for (size_t i = 0; i < outboxes.size(); ++i) outboxes[i]->commit(label, lengths[i]);
+}
+
 nb::dict counters_of(Outbox& outbox) {
     nb::dict row;
     row["peer"] = outbox.peer();
@@ -105,7 +117,11 @@ void bind_m2n_outbox(nb::module_& module) {
         .def("slot", &slot, nb::arg("timeout_s") = 0.0)
         .def("commit",
              [](Outbox& outbox, uint64_t step, uint64_t length, const std::vector<uint32_t>& user,
-                uint32_t participants) { outbox.commit(make_label(step, user, participants), length); },
+                uint32_t participants) {
+                 const m2n::MessageLabel label = make_label(step, user, participants);
+                 const nb::gil_scoped_release release;
+                 outbox.commit(label, length);
+             },
              nb::arg("step"), nb::arg("length"), nb::arg("user") = std::vector<uint32_t>{},
              nb::arg("participants") = 0)
         .def("wait_reusable",
@@ -125,6 +141,8 @@ void bind_m2n_outbox(nb::module_& module) {
         });
     module.def("send_all", &send_all, nb::arg("outboxes"), nb::arg("step"), nb::arg("payload"), nb::arg("offsets"),
                nb::arg("lengths"), nb::arg("participants") = 0, nb::arg("timeout_s") = 0.0);
+    module.def("commit_all", &commit_all, nb::arg("outboxes"), nb::arg("step"), nb::arg("lengths"),
+               nb::arg("participants") = 0);
     module.def(
         "wait_all_credits",
         [](const Outboxes& outboxes, double timeout_s) {

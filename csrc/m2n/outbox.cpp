@@ -97,10 +97,14 @@ void Outbox::check_length(uint64_t length) const {
                                    ": make the inbox with larger slots or split the message");
 }
 
-void Outbox::commit(const MessageLabel& label, uint64_t length) {
+void Outbox::check_commit(uint64_t length) const {
     if (!reserved_) throw Error(Code::invalid, name_ + ": commit without slot(): there is nothing to send");
     check_length(length);
     throw_if_lost();
+}
+
+void Outbox::commit(const MessageLabel& label, uint64_t length) {
+    check_commit(length);
     post(label, nullptr, length);
 }
 

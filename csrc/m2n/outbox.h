@@ -72,6 +72,7 @@ class Outbox {
     std::byte* slot(Deadline deadline);
     // No wait, so nothing interrupts it.
     void commit(const MessageLabel& label, uint64_t length);
+    void check_commit(uint64_t length) const;  // as `commit` would, sending nothing
 
     // Copies the payload, or starts to send it from where it lies (then it must not change before `source_reusable` of
     // the slot that is returned, or `wait_reusable`).

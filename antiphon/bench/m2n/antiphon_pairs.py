@@ -118,7 +118,7 @@ class AntiphonMember:
             slot = outbox.slot(self._seat.timeout_s)
             if self._fill_slots:
                 slot[: flow.num_bytes] = pattern(flow.num_bytes, step, flow.source, flow.destination)
-            outbox.commit(step, flow.num_bytes)
+        _m2n.commit_all(self._outboxes, step, self._lengths)
         self._fill_slots = False
 
     def _wait(self, step: int) -> None:

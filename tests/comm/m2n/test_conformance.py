@@ -338,6 +338,34 @@ def test_one_call_sends_to_many(net: Net) -> None:
     assert [outbox.credits for outbox in outboxes] == [2, 2, 2], "nothing was sent"
 
 
+def test_one_call_commits_to_many(net: Net) -> None:
+    receivers = [net.receiver(1, 2, 100) for _ in range(3)]
+    sender = net.endpoint("sender")
+    outboxes = [sender.connect(receiver.ticket, 0, PATIENCE_S) for receiver in receivers]
+    lengths = [30, 100, 0]
+    for step in range(5):
+        for source, (outbox, length) in enumerate(zip(outboxes, lengths, strict=True)):
+            outbox.slot(PATIENCE_S)[:length] = pattern(source, step, length)
+        _m2n.commit_all(outboxes, step, lengths, participants=1)
+        for source, (receiver, length) in enumerate(zip(receivers, lengths, strict=True)):
+            assert receiver.inbox.wait_complete(PATIENCE_S) == step
+            assert take(receiver.inbox, step) == {0: pattern(source, step, length).tobytes()}
+        _m2n.wait_all_credits(outboxes, PATIENCE_S)
+    _m2n.commit_all([], 0, [])
+    for outbox in outboxes[:2]:
+        outbox.slot()
+    with pytest.raises(UserError, match=r"commit without slot\(\)"):
+        _m2n.commit_all(outboxes, 9, lengths)
+    outboxes[2].slot()
+    with pytest.raises(UserError, match="a message of 101 bytes"):
+        _m2n.commit_all(outboxes, 9, [0, 0, 101])
+    with pytest.raises(UserError, match="3 outboxes and 2 lengths: give one of each"):
+        _m2n.commit_all(outboxes, 9, [0, 0])
+    with pytest.raises(UserError, match=r"outboxes\[1\] is None"):
+        _m2n.commit_all([outboxes[0], None], 9, [0, 0])  # type: ignore[list-item]
+    assert [outbox.credits for outbox in outboxes] == [2, 2, 2], "nothing was sent"
+
+
 # --- waiting
 
 
