@@ -9,7 +9,7 @@
 //
 // Who needs news of several channels sleeps on one of them, and on `urgent`: by the time that one is ready, most others
 // are too. The kernel has no sleep until the last of several sockets is ready. Sleeping until the first, again and
-// again, took a quarter to a half more time for a round of 8 x 8 processes on two cores.
+// again, took a tenth to a half more time for a round of 8 x 8 processes on two cores.
 //
 // Channels are found by a number that is never used twice, so an event that was fetched before its channel went away
 // finds nobody.
