@@ -35,7 +35,7 @@ void OutstandingBytes::subtract(uint64_t bytes) {
     const std::lock_guard lock(mutex_);
     assert(bytes <= now_);
     now_ -= bytes;
-    if (now_ == 0) former_peak_ = std::exchange(peak_, 0);
+    if (now_ == 0 && bytes > 0) former_peak_ = std::exchange(peak_, 0);
 }
 
 uint64_t OutstandingBytes::recent_peak() const {
