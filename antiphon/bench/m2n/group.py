@@ -6,12 +6,7 @@ killed, the kernel ends them.
 """
 
 import contextlib
-import os
 import select
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +19,7 @@ from numpy.typing import NDArray
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.bench.m2n.api import Seat, Traffic
 from antiphon.bench.m2n.contestants import Contestant
+from antiphon.bench.m2n.launch import LaunchedProcess, end_all, start_each, start_ranks
 from antiphon.bench.m2n.messages import (
     Check,
     Connect,
@@ -38,14 +34,12 @@ from antiphon.bench.m2n.messages import (
     Stop,
     ToMember,
 )
-from antiphon.serve.worker.channel import Channel
 
 START_TIMEOUT_S = 300.0  # dozens of processes on few cores import torch
 RUN_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 _NOTICE_S = 0.2  # a death may be seen by a fellow before it is by us
 Answer = TypeVar("Answer", Opened, Done, Ran)
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class MemberFailed(UserError):
@@ -79,41 +73,13 @@ def round_times_s(tracks: Sequence[Track]) -> NDArray[np.float64]:
     return slowest
 
 
-class _Process:
-    """One process and the channel to it."""
-
-    def __init__(self, seat: Seat, log: IO[bytes]) -> None:
-        ours, theirs = socket.socketpair()
-        self.seat = seat
-        self.channel = Channel(ours, str(seat), FromMember)
-        try:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "antiphon.bench.m2n.process", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **_ONE_THREAD},
-                start_new_session=True,  # Ctrl-C is ours to handle
-            )
-        finally:
-            theirs.close()
-
-    def describe_exit(self) -> str:
-        """How the process ended, in words; a process that only closed its channel is ended first."""
-        if self.popen.poll() is None:
-            self.popen.kill()
-        code = self.popen.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-
-
 class ProcessGroup:
     """All processes of one contestant, for use in a `with`. After a failure it is good for nothing but its end."""
 
     def __init__(self, contestant: Contestant, traffic: Traffic, timeout_s: float) -> None:
         self.contestant = contestant
         self._seats = contestant.seats(traffic, timeout_s)
-        self._processes: list[_Process] = []
+        self._processes: list[LaunchedProcess] = []
         self._log: IO[bytes] | None = None
         self._next_step = 1
         self._broken = False
@@ -133,7 +99,7 @@ class ProcessGroup:
     @property
     def pids(self) -> list[int]:
         """By rank."""
-        return [process.popen.pid for process in self._processes]
+        return [process.handle.pid for process in self._processes]
 
     def prepare(self, traffic: Traffic) -> None:
         """Make ready for rounds of `traffic`, none of whose messages is larger than the group was made for."""
@@ -158,16 +124,10 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Ask all to end, kill who does not; a second call does nothing."""
-        deadline = time.monotonic() + (0.0 if self._broken else STOP_TIMEOUT_S)
         for process in self._processes:
             with contextlib.suppress(PeerLost, PeerTimeout):
                 process.channel.send(Stop(), timeout_s=0.1)
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.popen.wait(max(0.0, deadline - time.monotonic()))
-            process.popen.kill()
-            process.popen.wait()
-            process.channel.close()
+        end_all(self._processes, 0.0 if self._broken else STOP_TIMEOUT_S)
         self._processes = []
         if self._log is not None:
             self._log.close()
@@ -175,9 +135,11 @@ class ProcessGroup:
 
     def _start(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        for seat in self._seats:
-            self._processes.append(_Process(seat, self._log))
         kind, options = self.contestant.kind, dict(self.contestant.options)
+        if kind == "mpi":
+            self._processes = start_ranks(self._seats, self._log, START_TIMEOUT_S)
+        else:
+            self._processes = start_each(self._seats, self._log)
         orders = [Open(kind=kind, options=options, seat=seat) for seat in self._seats]
         opened = self._ask(orders, Opened, START_TIMEOUT_S)
         connect = Connect([answer.introduction for answer in opened])
@@ -214,23 +176,23 @@ class ProcessGroup:
                     answers[waiting[channel].seat.rank] = self._accept(waiting[channel], answer, kind)
         return [answers[seat.rank] for seat in self._seats]
 
-    def _accept(self, process: _Process, answer: FromMember, kind: type[Answer]) -> Answer:
+    def _accept(self, process: LaunchedProcess, answer: FromMember, kind: type[Answer]) -> Answer:
         if isinstance(answer, kind):
             return answer
         assert isinstance(answer, Failed), f"{process.seat} answered {answer} where {kind.__name__} belongs"
         time.sleep(_NOTICE_S)
-        if any(other.popen.poll() is not None for other in self._processes):
+        if any(other.handle.poll() is not None for other in self._processes):
             raise self._first_death()
         raise MemberFailed(f"{self.contestant.name} {process.seat}: {answer.reason}")
 
     def _first_death(self) -> PeerLost:
         """The error for a process that is gone; if it ended by itself, with the last line of the common log."""
         time.sleep(_NOTICE_S)
-        dead = next((process for process in self._processes if process.popen.poll() is not None), self._processes[0])
+        dead = next((process for process in self._processes if process.handle.poll() is not None), self._processes[0])
         reason = dead.describe_exit()
-        if dead.popen.returncode >= 0:
+        if dead.has_words:
             reason += self._last_words()
-        return PeerLost(f"{self.contestant.name} {dead.seat}", reason)
+        return PeerLost(f"{self.contestant.name} {dead.name}", reason)
 
     def _last_words(self) -> str:
         if self._log is None:

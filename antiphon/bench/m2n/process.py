@@ -1,6 +1,7 @@
 """A member's process: obeys the benchmark, and is blocked in a read in between.
 
-    python -m antiphon.bench.m2n.process FD
+    python -m antiphon.bench.m2n.process FD            # the benchmark's end of the channel is a socket it inherits
+    python -m antiphon.bench.m2n.process --mpi PATH    # a rank of mpiexec, which calls the benchmark
 
 An idle contestant must not disturb the one that is being timed: it neither spins nor is it stopped by a signal, which
 would look like death to those of its own that watch each other.
@@ -40,6 +41,7 @@ MODULES = {
     "gloo": "antiphon.bench.m2n.gloo",
     "gloo-all-to-all": "antiphon.bench.m2n.gloo_all_to_all",
     "memcpy": "antiphon.bench.m2n.memcpy",
+    "mpi": "antiphon.bench.m2n.mpi",
 }
 _FOREVER_S = 365.0 * 86400
 
@@ -108,7 +110,11 @@ def timed_rounds(phases: Sequence[Phase], first_step: int, num_rounds: int) -> "
 
 def main() -> int:
     end_with_parent()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])), "the benchmark", ToMember)
+    if sys.argv[1] == "--mpi":
+        stream: socket.socket = importlib.import_module(MODULES["mpi"]).join_benchmark(sys.argv[2])
+    else:
+        stream = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel(stream, "the benchmark", ToMember)
     process = MemberProcess()
     try:
         while not isinstance(order := channel.receive(_FOREVER_S), Stop):

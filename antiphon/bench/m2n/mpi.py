@@ -1,0 +1,131 @@
+"""A peer: MPI's persistent sends and receives between the ranks of one `mpiexec`, acknowledged by four bytes back.
+
+Receives of a round are started as soon as the acknowledgements of the last one have left, as for gloo. Implementations
+of MPI look for messages in a loop and block nowhere. Where ranks outnumber cores each look is followed by an offer of
+the core: without it a rank keeps it for a whole slice of the scheduler's (8 x 8 of 256 KiB on two cores: 76 ms, with it
+6 ms).
+"""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from antiphon.base.errors import PeerTimeout, UserError
+from antiphon.bench.m2n.api import CREDITS, RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
+from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
+
+ACK_BYTES = 4
+RANK = struct.Struct("!II")  # what a rank says first: its number, its process
+_DATA, _ACK = 1, 2
+_LOOKS_BETWEEN_CLOCKS = 256
+
+
+def join_benchmark(path: str) -> socket.socket:
+    """In a rank: a stream to the benchmark that listens at `path`."""
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.connect(path)
+    stream.sendall(RANK.pack(MPI.COMM_WORLD.rank, os.getpid()))
+    return stream
+
+
+class MpiMember:
+    """A sender, a receiver, or both at once."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._offers_core = seat.num_seats > len(os.sched_getaffinity(0))
+        self._incoming: list[Flow] = []
+        self._outgoing: list[Flow] = []
+        self._received: list[Bytes] = []
+        self._sent: list[Bytes] = []
+        self._receives: list[MPI.Prequest] = []
+        self._sends: list[MPI.Prequest] = []
+        self._acks: list[MPI.Prequest] = []
+        self._ack_receives: list[MPI.Prequest] = []
+
+    def open(self) -> bytes:
+        size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+        if (size, rank) != (self._seat.num_seats, self._seat.rank):
+            raise UserError(f"rank {rank} of {size} has the seat of rank {self._seat.rank} of {self._seat.num_seats}")
+        return b""
+
+    def connect(self, introductions: Sequence[bytes]) -> None:
+        """`mpiexec` has connected everybody."""
+
+    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+        for request in (*self._receives, *self._sends, *self._acks, *self._ack_receives):
+            request.Free()
+        rank, world = self._seat.rank, MPI.COMM_WORLD
+        self._incoming, self._outgoing = traffic.incoming(rank), traffic.outgoing(rank)
+        self._received = [np.zeros(flow.num_bytes, np.uint8) for flow in self._incoming]
+        self._sent = [np.zeros(flow.num_bytes, np.uint8) for flow in self._outgoing]
+        self._receives = [
+            world.Recv_init(data, flow.source, _DATA) for data, flow in zip(self._received, self._incoming, strict=True)
+        ]
+        self._sends = [
+            world.Send_init(data, flow.destination, _DATA)
+            for data, flow in zip(self._sent, self._outgoing, strict=True)
+        ]
+        self._acks = [world.Send_init(np.zeros(ACK_BYTES, np.uint8), flow.source, _ACK) for flow in self._incoming]
+        self._ack_receives = [
+            world.Recv_init(np.zeros(ACK_BYTES, np.uint8), flow.destination, _ACK) for flow in self._outgoing
+        ]
+        phases = [Phase(SEND, self._send)] if self._outgoing else []
+        if self._incoming:
+            phases += [Phase(WAIT, self._wait), Phase(RELEASE, self._release)]
+        if self._outgoing:
+            phases.append(Phase(CREDITS, self._wait_for_acks))
+        return phases
+
+    def produce(self, step: int) -> None:
+        for data, flow in zip(self._sent, self._outgoing, strict=True):
+            data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
+
+    def check(self, step: int) -> None:
+        for data, flow in zip(self._received, self._incoming, strict=True):
+            check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
+
+    def close(self) -> None:
+        """mpi4py ends MPI when the process ends, in every rank."""
+
+    def _send(self, step: int) -> None:
+        if self._incoming:
+            MPI.Prequest.Startall(self._receives)
+        MPI.Prequest.Startall(self._ack_receives)
+        MPI.Prequest.Startall(self._sends)
+
+    def _wait(self, step: int) -> None:
+        if not self._outgoing:
+            MPI.Prequest.Startall(self._receives)
+        self._finish(self._receives, "messages")
+
+    def _release(self, step: int) -> None:
+        MPI.Prequest.Startall(self._acks)
+        self._finish(self._acks, "acknowledgements to leave")
+
+    def _wait_for_acks(self, step: int) -> None:
+        self._finish(self._ack_receives, "acknowledgements")
+        self._finish(self._sends, "sends")
+
+    def _finish(self, requests: list[MPI.Prequest], what: str) -> None:
+        deadline: float | None = None
+        looks = 0
+        while not MPI.Request.Testall(requests):
+            if self._offers_core:
+                os.sched_yield()
+            looks += 1
+            if looks % _LOOKS_BETWEEN_CLOCKS:
+                continue
+            now = time.monotonic()
+            deadline = deadline or now + self._seat.timeout_s
+            if now > deadline:
+                raise PeerTimeout(f"MPI's {what}", ["its peers"], self._seat.timeout_s)
+
+
+def make_member(seat: Seat, options: Mapping[str, str]) -> MpiMember:
+    return MpiMember(seat)
