@@ -36,6 +36,7 @@ COLOURS = {
     "gloo": "#c0504d",
     "gloo-all-to-all": "#e08a2e",
     "memcpy": "#7f7f7f",
+    "mpi": "#b59b00",
 }
 LEGEND_STEP = 128
 STYLE = "text{font:12px sans-serif;fill:#333}.title{font-weight:bold;font-size:14px}.note{font-size:11px;fill:#555}"
