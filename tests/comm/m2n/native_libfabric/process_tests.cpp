@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
+#include <string>
 
 #include "harness.h"
 #include "tests.h"
@@ -185,6 +187,19 @@ int run_exchange() {
     return 0;
 }
 
+// libfabric's shm provider leaves the files of a killed process behind, named after it.
+void kill_child(const Child& child) {
+    ::kill(child.pid, SIGKILL);
+    int status = 0;
+    CHECK(::waitpid(child.pid, &status, 0) == child.pid);
+    const std::string its = std::to_string(child.pid) + ":";
+    const std::filesystem::path folder = "/dev/shm";
+    if (!std::filesystem::is_directory(folder)) return;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+        if (entry.path().filename().string().starts_with(its)) std::filesystem::remove(entry.path());
+    }
+}
+
 }  // namespace
 
 int run_as_child(const std::string& mode) {
@@ -231,9 +246,7 @@ void killed_sender() {
         const Child child = start_child("--send-for-ever");
         auto landing = welcome_child(*receiver, child);
         receive(*receiver, *landing, 20u + incarnation * 7u);
-        ::kill(child.pid, SIGKILL);
-        int status = 0;
-        CHECK(::waitpid(child.pid, &status, 0) == child.pid);
+        kill_child(child);
         round_trip(beside, 0, incarnation, incarnation, 5000);
         if (incarnation % 2 == 0) dead.push_back(std::move(landing));  // some linger
         ::close(child.to);
@@ -256,9 +269,7 @@ void killed_receiver() {
         post(*link, process_spec, 0, 1, 1, 200'000);
         until({sender.get()}, [&] { return !poll(*link).empty(); });
         for (SlotId slot = 1; slot < 3; ++slot) post(*link, process_spec, slot, 1, 1, 250'000);
-        ::kill(child.pid, SIGKILL);
-        int status = 0;
-        CHECK(::waitpid(child.pid, &status, 0) == child.pid);
+        kill_child(child);
         post(*link, process_spec, 3, 1, 1, 250'000);
         ImmediateSink sink;
         std::string reason;
