@@ -245,8 +245,9 @@ def test_a_dead_process_is_named_at_once(name: str, victim: str) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_dead_rank_ends_all_of_mpi() -> None:
+def test_a_dead_rank_ends_all_of_mpi_without_a_trace() -> None:
     skip_without(mpi())
+    before = set(Path("/dev/shm").glob("*"))
     traffic = Traffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
     with ProcessGroup(mpi(), traffic, 60.0) as group:
         group.prepare(traffic)
@@ -257,6 +258,7 @@ def test_a_dead_rank_ends_all_of_mpi() -> None:
         timer.join()
         pids = group.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not [file for file in set(Path("/dev/shm").glob("mpich*")) - before if file.exists()]
 
 
 def test_ranks_end_when_told_to_at_once(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ class _Rank:
     def __init__(self, pid: int, mpiexec: "subprocess.Popen[bytes]") -> None:
         self.pid = pid
         self._mpiexec = mpiexec
+        self._shared_files = _shared_files(pid)  # MPI takes them away itself, unless it is killed
 
     def poll(self) -> int | None:
         return self._mpiexec.poll()
@@ -129,12 +130,22 @@ class _Rank:
             pass
         except psutil.TimeoutExpired:
             raise subprocess.TimeoutExpired("a rank of mpiexec", timeout or 0.0) from None
+        for file in self._shared_files:
+            file.unlink(missing_ok=True)
         return code
 
     def kill(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(self.pid).kill()
         self._mpiexec.kill()
+
+
+def _shared_files(pid: int) -> set[Path]:
+    """Shared memory with a name that the process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+        return {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+    return set()
 
 
 def find_mpiexec() -> str:
