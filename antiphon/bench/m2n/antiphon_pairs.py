@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from antiphon import _m2n
-from antiphon.bench.m2n.api import CREDITS, RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
+from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
 from antiphon.bench.m2n.pattern import Bytes, WrongData, check_pattern, pattern
 
 NUM_SLOTS = 1
@@ -76,14 +76,12 @@ class AntiphonMember:
         self._offsets = [sum(self._lengths[:position]) for position in range(len(self._lengths))]
         self._payload = np.zeros(0 if self._in_place else sum(self._lengths), np.uint8)
         self._payload_view = self._payload.data
-        phases = []
-        if self._outgoing:
-            phases.append(Phase(SEND, self._commit if self._in_place else self._send))
-        if self._incoming:
-            phases += [Phase(WAIT, self._wait), Phase(RELEASE, self._release)]
-        if self._outgoing:
-            phases.append(Phase(CREDITS, self._wait_for_credits))
-        return phases
+        send = self._commit if self._in_place else self._send
+        return phases_of_pairs(
+            send if self._outgoing else None,
+            (self._wait, self._release) if self._incoming else None,
+            self._wait_for_credits,
+        )
 
     def produce(self, step: int) -> None:
         self._fill_slots = self._in_place

@@ -118,6 +118,19 @@ class Phase(NamedTuple):
     run: Callable[[int], None]
 
 
+def phases_of_pairs(
+    send: Callable[[int], None] | None,
+    receive: tuple[Callable[[int], None], Callable[[int], None]] | None,
+    wait_for_credits: Callable[[int], None],
+) -> list[Phase]:
+    """The parts of a round of messages and their acknowledgements: `send` None for who sends nothing, `receive` (wait,
+    release) None for who receives nothing."""
+    phases = [] if send is None else [Phase(SEND, send)]
+    if receive is not None:
+        phases += [Phase(WAIT, receive[0]), Phase(RELEASE, receive[1])]
+    return phases if send is None else [*phases, Phase(CREDITS, wait_for_credits)]
+
+
 class Member(Protocol):
     """One process's part of a contestant, called from one thread. No wait is longer than `Seat.timeout_s`."""
 

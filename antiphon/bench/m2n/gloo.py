@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from antiphon.bench.m2n.api import CREDITS, RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
+from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
 from antiphon.bench.m2n.pattern import check_pattern, pattern
 
 ACK_BYTES = 4
@@ -100,12 +100,11 @@ class GlooMember:
         self._received = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self._incoming]
         self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self._outgoing]
         self._acks = [torch.zeros(ACK_BYTES, dtype=torch.uint8) for _ in self._outgoing]
-        phases = [Phase(SEND, self._send)] if self._outgoing else []
-        if self._incoming:
-            phases += [Phase(WAIT, self._wait), Phase(RELEASE, self._release)]
-        if self._outgoing:
-            phases.append(Phase(CREDITS, self._wait_for_acks))
-        return phases
+        return phases_of_pairs(
+            self._send if self._outgoing else None,
+            (self._wait, self._release) if self._incoming else None,
+            self._wait_for_acks,
+        )
 
     def produce(self, step: int) -> None:
         produce(self._sent, self._outgoing, step)

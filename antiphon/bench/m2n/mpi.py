@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.bench.m2n.api import CREDITS, RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
+from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
 from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
 
 ACK_BYTES = 4
@@ -75,12 +75,11 @@ class MpiMember:
         self._ack_receives = [
             world.Recv_init(np.zeros(ACK_BYTES, np.uint8), flow.destination, _ACK) for flow in self._outgoing
         ]
-        phases = [Phase(SEND, self._send)] if self._outgoing else []
-        if self._incoming:
-            phases += [Phase(WAIT, self._wait), Phase(RELEASE, self._release)]
-        if self._outgoing:
-            phases.append(Phase(CREDITS, self._wait_for_acks))
-        return phases
+        return phases_of_pairs(
+            self._send if self._outgoing else None,
+            (self._wait, self._release) if self._incoming else None,
+            self._wait_for_acks,
+        )
 
     def produce(self, step: int) -> None:
         for data, flow in zip(self._sent, self._outgoing, strict=True):
