@@ -81,6 +81,11 @@ class LibfabricDomain {
     fi_addr_t acquire_address(Bytes address, const std::string& of_provider, uint32_t of_protocol);
     void release_address(fi_addr_t address);
 
+    // Writes that the provider has taken and will report the end of.
+    void note_started() { ++under_way_; }
+    void note_ended() { --under_way_; }
+    uint64_t under_way() const { return under_way_; }
+
     // Before anything that in-flight writes refer to goes away.
     void close_endpoints();
 
@@ -106,6 +111,7 @@ class LibfabricDomain {
     Fid<fid_ep> endpoints_[2];
     LibfabricPeer own_peer_;
     std::map<std::vector<std::byte>, KnownAddress> known_;
+    uint64_t under_way_ = 0;
 };
 
 }  // namespace antiphon::m2n

@@ -3,14 +3,11 @@
 #if defined(ANTIPHON_HAVE_LIBFABRIC)
 
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <utility>
 
 #include "m2n/error.h"
@@ -29,8 +26,6 @@ constexpr int64_t connecting_ns = 5'000'000'000;  // how long a new pair without
 constexpr int64_t first_pause_ns = 10'000;       // without a descriptor: look, pause, look, pausing longer and longer
 constexpr int64_t longest_pause_ns = 100'000;
 constexpr int most_reads = 64;  // of the queue in one look: nobody else gets the mutex meanwhile
-constexpr int64_t keeper_tick_ns = 2'000'000;
-constexpr int ticks_before_parking = 250;  // half a second without anything under way
 constexpr uint32_t entries_per_slot = 2;  // what comes in for it, and the end of what goes out
 
 class OwnerBlocks {
@@ -67,16 +62,11 @@ LibfabricFabric::LibfabricFabric(const TransportOptions& options)
     stalled_.reserve(num_tags);  // so that sending never allocates
     wake_ = FileDescriptor(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (!wake_) throw_errno("eventfd");
-    keeper_ = std::thread([this] { keep_going(); });
+    keeper_ = std::make_unique<LibfabricKeeper>([this] { return visit_for_keeper(); });
 }
 
 LibfabricFabric::~LibfabricFabric() {
-    {
-        const std::lock_guard lock(keeper_mutex_);
-        stopping_ = true;
-    }
-    keeper_wake_.notify_all();
-    keeper_.join();
+    keeper_.reset();
     // First nothing can come in, then nothing is under way, then the memory goes.
     for (Entry& entry : tags_) {
         if (entry.pair) entry.pair->close_registration();
@@ -307,7 +297,6 @@ void LibfabricFabric::take_in(const fi_cq_data_entry& completion) {
 
 void LibfabricFabric::take_written(PairWrite& write) {
     // Who waits for its own memory back waits for credits, as far as a bell is concerned.
-    ++written_;
     if (write.pair->on_written(write)) counts_[static_cast<size_t>(Event::credit)].fetch_add(1);
 }
 
@@ -361,7 +350,7 @@ void LibfabricFabric::submit(LibfabricPair& pair, SlotId slot, uint16_t sequence
         ++submitted_;
         note_stalled(pair);
     }
-    if (keeper_parked_.load()) wake_keeper();
+    keeper_->note_write();
 }
 
 bool LibfabricFabric::source_reusable(const LibfabricPair& pair, SlotId slot) {
@@ -419,46 +408,15 @@ void LibfabricFabric::sleep(int64_t longest_ns, bool by_descriptor) {
     ::ppoll(descriptors.data(), by_descriptor ? 2 : 1, &limit, nullptr);
 }
 
-// --- the keeper ---
-
-void LibfabricFabric::wake_keeper() {
-    {
-        const std::lock_guard lock(keeper_mutex_);
-        keeper_parked_.store(false);
-    }
-    keeper_wake_.notify_all();
-}
-
-void LibfabricFabric::keep_going() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-    pthread_setname_np(pthread_self(), "m2n-keeper");
-    uint64_t seen = 0;
-    int idle_ticks = 0;
-    for (;;) {
-        {
-            std::unique_lock lock(keeper_mutex_);
-            if (idle_ticks >= ticks_before_parking) {
-                keeper_parked_.store(true);
-                // A write handed in before the flag could be seen is looked for once more, below, before it is waited.
-                if (idle_ticks > ticks_before_parking) {
-                    keeper_wake_.wait(lock, [this] { return stopping_ || !keeper_parked_.load(); });
-                    idle_ticks = 0;
-                }
-            } else {
-                keeper_wake_.wait_for(lock, std::chrono::nanoseconds(keeper_tick_ns), [this] { return stopping_; });
-            }
-            if (stopping_) return;
-        }
-        const Visit visit(*this);
-        const bool owner_looks = looks_ != seen || owner_blocks_.load();
-        const bool under_way = submitted_ != written_;
-        if (under_way && !owner_looks) look();
-        seen = looks_;
-        idle_ticks = under_way ? 0 : idle_ticks + 1;
-        if (under_way) keeper_parked_.store(false);
-    }
+LibfabricKeeper::Found LibfabricFabric::visit_for_keeper() {
+    // Who holds the mutex looks, or is about to.
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return {.owner_looks = true, .active = true};
+    const bool owner_looks = looks_ != seen_looks_ || owner_blocks_.load();
+    if (!owner_looks) look();
+    seen_looks_ = looks_;
+    const bool handed_in = submitted_ != std::exchange(seen_submitted_, submitted_);
+    return {.owner_looks = owner_looks, .active = handed_in || domain_.under_way() > 0 || !stalled_.empty()};
 }
 
 void LibfabricFabric::block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) {

@@ -1,10 +1,10 @@
 // All pairs of one libfabric transport: tags, completions, progress, sleep.
 //
 // Progress is manual: bytes move only while somebody looks at the completion queue, on the sending side too.
-// `progress`, a fruitless second `poll` and `block` look. Between them a keeper thread does, every few milliseconds and
-// only while writes are under way: a credit must reach its sender even if the owner, having released the slot, turns to
-// something else for long. One mutex guards everything, because the control thread opens landings while the owner
-// looks; it is free nearly always, and nobody sleeps while holding it.
+// `progress`, a fruitless second `poll` and `block` look. Between them a keeper thread does (libfabric_keeper.h): a
+// credit must reach its sender even if the owner, having released the slot, turns to something else for long. One mutex
+// guards everything, because the control thread opens landings while the owner looks; it is free nearly always, and
+// nobody sleeps while holding it.
 //
 // Closing a pair does not end its registration at once: on connections a write with an unknown key ends the connection,
 // and with it the other pairs of the same two processes. So a closed landing lies in wait for a while, under its own
@@ -17,16 +17,15 @@
 #include <rdma/fi_eq.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "m2n/file_descriptor.h"
 #include "m2n/libfabric_domain.h"
+#include "m2n/libfabric_keeper.h"
 #include "m2n/libfabric_pair.h"
 
 namespace antiphon::m2n {
@@ -94,8 +93,7 @@ class LibfabricFabric {
     int64_t longest_sleep() const;
     bool take_interrupt();
     void sleep(int64_t longest_ns, bool by_descriptor);
-    void keep_going();  // the keeper thread
-    void wake_keeper();
+    LibfabricKeeper::Found visit_for_keeper();
 
     mutable std::mutex mutex_;
     std::atomic<uint32_t> visitors_{0};
@@ -123,14 +121,11 @@ class LibfabricFabric {
     std::atomic<bool> interrupted_{false};
     FileDescriptor wake_;
 
-    uint64_t submitted_ = 0;  // writes handed in, and those that have ended
-    uint64_t written_ = 0;
+    uint64_t submitted_ = 0;                 // writes handed in
     std::atomic<bool> owner_blocks_{false};  // then the owner looks, and the keeper must not take its wake-ups
-    std::mutex keeper_mutex_;
-    std::condition_variable keeper_wake_;
-    std::atomic<bool> keeper_parked_{false};
-    bool stopping_ = false;
-    std::thread keeper_;  // last: it uses all of the above
+    uint64_t seen_looks_ = 0;                // by the keeper
+    uint64_t seen_submitted_ = 0;
+    std::unique_ptr<LibfabricKeeper> keeper_;  // last: it uses all of the above
 };
 
 }  // namespace antiphon::m2n

@@ -115,6 +115,7 @@ void LibfabricPair::flush() {
         } else if (role_ == PairRole::sender || !inject_credits_) {
             write.in_flight = true;
             ++in_flight_;
+            domain_.note_started();
         }
     }
 }
@@ -123,6 +124,7 @@ bool LibfabricPair::on_written(PairWrite& write) {
     if (!write.in_flight) return false;
     write.in_flight = false;
     --in_flight_;
+    domain_.note_ended();
     return write.payload != nullptr;
 }
 

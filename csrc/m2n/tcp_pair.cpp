@@ -86,8 +86,7 @@ class PairChannel : public TcpChannel {
         hub_->remove(id_);
         const std::lock_guard lock(mutex_);
         closed_ = true;
-        connection_.reset();
-        forget_queued();
+        hang_up();
     }
 
   protected:
@@ -103,9 +102,15 @@ class PairChannel : public TcpChannel {
         news_.store(true, std::memory_order_release);
         for (size_t i = 0; i < num_events; ++i) hub_->count(event);
     }
-    void break_off(std::string reason) {
+    // Who sleeps on the connection holds it open, whoever closes its descriptor, until it wakes: closing alone would
+    // neither wake it nor tell the peer.
+    void hang_up() {
+        if (connection_) ::shutdown(connection_.get(), SHUT_RDWR);
         connection_.reset();
         forget_queued();
+    }
+    void break_off(std::string reason) {
+        hang_up();
         broken_ = std::move(reason);
         news_.store(true, std::memory_order_release);
         hub_->interrupt();

@@ -236,18 +236,24 @@ def measured_mbit(box: Box, sender: int, receiver: int) -> float:
     return (after - before) * 8e-6 / (end - begin)
 
 
+def check_rate(box: Box, least_mbit: float, most_mbit: float) -> None:
+    """From node 0 to node 1: never more than that, and so much as soon as the machine itself does not stand still."""
+    measured: list[float] = []
+    while not measured or measured[-1] <= least_mbit:
+        assert len(measured) < 8, measured
+        measured.append(measured_mbit(box, 0, 1))
+        assert measured[-1] < most_mbit
+
+
 def test_links_have_the_rate_they_were_given(possible: None) -> None:
     with Box(num_nodes=2, mbit=100) as box:
         serve(box, 1, "sink", 5000)
         serve(box, 0, "flood", box.address(1), 5000)
-        slow = measured_mbit(box, 0, 1)
+        check_rate(box, 50, 120)
         box.set_rate(0, 400)
-        half = measured_mbit(box, 0, 1)  # the other end is still slow
+        check_rate(box, 50, 120)  # the other end is still slow
         box.set_rate(1, 400)
-        fast = measured_mbit(box, 0, 1)
-    assert 50 < slow < 120
-    assert 50 < half < 120
-    assert 200 < fast < 480
+        check_rate(box, 200, 480)
 
 
 def control_round_trip_s(*, priority: bool) -> float:
@@ -269,23 +275,25 @@ def control_round_trip_s(*, priority: bool) -> float:
 def test_control_overtakes_bulk() -> None:
     if reason := box_unavailable():
         pytest.skip(reason)
-    first, queued = control_round_trip_s(priority=True), control_round_trip_s(priority=False)
-    assert 3 * first < queued, f"{first * 1e3:.2f} ms ahead of bulk, {queued * 1e3:.2f} ms behind it"
+    tried: list[tuple[float, float]] = []
+    while not tried or 3 * tried[-1][0] >= tried[-1][1]:
+        assert len(tried) < 3, f"seconds ahead of bulk, and behind it: {tried}"
+        tried.append((control_round_trip_s(priority=True), control_round_trip_s(priority=False)))
 
 
 def test_a_partitioned_node_is_silent_until_healed(box: Box) -> None:
     serve(box, 1, "echo", 6000)
 
-    def replies(node: int) -> int:
-        return int(traffic(box, node, "ping", box.address(1), 6000, 3, 0, 0.2).split()[1])
+    def replies(node: int, timeout_s: float) -> int:
+        return int(traffic(box, node, "ping", box.address(1), 6000, 3, 0, timeout_s).split()[1])
 
-    assert replies(0) == 3
+    assert replies(0, 5) == 3
     box.partition(1)
-    assert replies(0) == 0
+    assert replies(0, 0.2) == 0
     assert "timed out" in traffic(box, 1, "connect", box.address(0), 5000, 0.3)
     assert "refused" in traffic(box, 0, "connect", box.address(2), 5000, 5)  # others notice nothing
     box.heal(1)
-    assert replies(0) == 3
+    assert replies(0, 5) == 3
 
 
 def test_delay_needs_netem(possible: None) -> None:

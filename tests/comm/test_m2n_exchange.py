@@ -476,16 +476,23 @@ def test_waits_are_split_into_work_and_exposed_communication() -> None:
         assert batch is not None
         end = made.attention[0]
 
+        computing = threading.Event()
+        ended_ns: list[int] = []
+
         def answer() -> None:
             start_ns = time.monotonic_ns()
-            time.sleep(0.1)
-            made.experts[0].reply(batch, made.partial_sums(batch), (start_ns, time.monotonic_ns()))
+            computing.set()
+            time.sleep(0.5)  # the experts' work
+            ended_ns.append(time.monotonic_ns())
+            made.experts[0].reply(batch, made.partial_sums(batch), (start_ns, ended_ns[0]))
 
         made.start(answer)
-        time.sleep(0.02)
+        assert computing.wait(TIMEOUT_S)
+        began_ns = time.monotonic_ns()
         end.combine(0, 0, TIMEOUT_S)
-        assert end.wait_s > 0.05
-        assert end.exposed_s < end.wait_s - 0.04
+        hidden_s = end.wait_s - end.exposed_s
+        assert end.exposed_s >= 0
+        assert 0 < hidden_s <= (ended_ns[0] - began_ns) * 1e-9
 
 
 def test_closing_lets_go_of_memory_sockets_and_threads(backend: Backend) -> None:

@@ -120,7 +120,7 @@ def test_what_the_peer_does_not_read_waits_here_in_order(pair: Pair) -> None:
     started = time.monotonic()
     for message in (big, Reset(2), big, Reset(3)):
         channel.enqueue(message)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10.0
     assert channel.has_unsent
     received: list[object] = []
     while len(received) < 4:

@@ -23,6 +23,7 @@ constexpr Test tests[] = {
     {"deadline_and_interrupt", deadline_and_interrupt},
     {"blocked_waits", blocked_waits},
     {"payload_in_place", payload_in_place},
+    {"keeper_rests", keeper_rests},
     {"opening_beside_a_polling_owner", opening_beside_a_polling_owner},
     {"refusals", refusals},
     {"mangled_bytes", mangled_bytes},

@@ -27,6 +27,7 @@ void reconnect();
 void deadline_and_interrupt();
 void blocked_waits();
 void payload_in_place();
+void keeper_rests();
 void opening_beside_a_polling_owner();
 
 // refusal_tests.cpp

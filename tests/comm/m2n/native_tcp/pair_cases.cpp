@@ -220,6 +220,27 @@ void destruction_elsewhere() {
     }
 }
 
+// Who sleeps on a connection holds it open: the sender must hear of its end all the same.
+void destruction_under_a_sleeper() {
+    for (const TcpTuning& tuning : {TcpTuning{}, tiny_buffers}) {
+        Node sender(tuning), receiver(tuning);
+        const PairSpec spec{.source = 1, .slots = 4, .slot_bytes = 40'000, .epoch = 1};
+        Pair pair = open_pair(sender, receiver, spec);
+        wait_adopted(receiver);
+        Transport& transport = receiver.transport();
+        std::thread sleeping([&, id = pair.landing->id()] {
+            const Deadline at = soon();
+            transport.block(Event::arrival, transport.prepare(Event::arrival), 1, at, 0, id);
+            CHECK(!at.passed());
+        });
+        sleep_for_ms(20);  // let it fall asleep; there is no event for that
+        pair.landing.reset();
+        wait_broken(sender.transport(), Event::credit, *pair.link);
+        transport.interrupt();
+        sleeping.join();
+    }
+}
+
 uint16_t port_of(int fd, bool peer) {
     sockaddr_in address{};
     socklen_t size = sizeof(address);
@@ -302,6 +323,7 @@ std::vector<Case> pair_cases() {
             {"pairs: 8 x 8, spinning", many_pairs_spinning},
             {"pairs: 8 x 8, small buffers", many_pairs_tight},
             {"pairs: destroyed by another thread", destruction_elsewhere},
+            {"pairs: destroyed under a sleeper", destruction_under_a_sleeper},
             {"pairs: marks and congestion control", marks},
             {"pairs: buffers of an ordinary process", buffers_without_force}};
 }
