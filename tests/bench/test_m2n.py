@@ -29,16 +29,20 @@ ODD = Traffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
 ODD_BOTH_WAYS = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
 
 
+def installed_by_choice(name: str) -> Contestant:
+    """mpi or ucx, as `choose_contestants` makes it where there is one."""
+    return Contestant(name=name, transport=name, kind=name)
+
+
 def mpi() -> Contestant:
-    """As `choose_contestants` makes it where there is an MPI."""
-    return Contestant(name="mpi", transport="mpi", kind="mpi")
+    return installed_by_choice("mpi")
 
 
 def contestants(names: Sequence[str]) -> list[Contestant]:
     """By the name in a report."""
     ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
     baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
-    by_name = {contestant.name: contestant for contestant in [*ours, *baselines, mpi()]}
+    by_name = {contestant.name: contestant for contestant in [*ours, *baselines, mpi(), installed_by_choice("ucx")]}
     return [by_name[name] for name in names]
 
 
@@ -109,7 +113,7 @@ def test_contestants_by_name() -> None:
     for transports, baselines, message in [
         (["loopback"], [], "--transport loopback connects threads of one process only"),
         (["rdma"], [], "--transport rdma does not exist: use some of shm, tcp, libfabric"),
-        ([], ["ucx"], "--against ucx is not known: use some of gloo"),
+        ([], ["nccl"], "--against nccl is not known: use some of gloo"),
         ([], [], "nothing to measure"),
         (["shm", "shm"], [], "name each only once"),
     ]:
@@ -188,7 +192,7 @@ def test_a_checked_round_looks_between_arrival_and_release() -> None:
 # --- every contestant, end to end
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
-EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", *OURS]
+EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
 
 
 def skip_without(contestant: Contestant) -> None:
@@ -198,9 +202,9 @@ def skip_without(contestant: Contestant) -> None:
             _m2n.Endpoint("probe", "libfabric").close()
         except UserError as error:
             pytest.skip(str(error))
-    if contestant.kind == "mpi":
+    if contestant.kind in ("mpi", "ucx"):
         try:
-            assert choose_contestants([], ["mpi"], in_place=False, waiting="auto") == [contestant]
+            assert choose_contestants([], [contestant.kind], in_place=False, waiting="auto") == [contestant]
         except UserError as error:
             pytest.skip(str(error))
 
@@ -283,6 +287,12 @@ def test_without_mpi_its_name_is_refused_with_a_mend(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"there is no {lacking} here: pip install 'antiphon\[mpi\]'"):
         choose_contestants([], ["mpi"], in_place=False, waiting="auto")
+
+
+def test_without_ucx_its_name_is_refused_with_a_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"there is no ucxx here: pip install 'antiphon\[ucx\]'"):
+        choose_contestants([], ["ucx"], in_place=False, waiting="auto")
 
 
 def test_an_mpiexec_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

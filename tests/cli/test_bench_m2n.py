@@ -33,7 +33,7 @@ def test_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--senders 0", "--senders is 0: use 1 to 128"),
         ("--bytes many", "--bytes 'many' is not a size in bytes: write for example 4GiB, 500MB or 1000000"),
         ("--transport shm,pigeon", "--transport pigeon does not exist: use some of shm, tcp, libfabric"),
-        ("--against nccl", "--against nccl is not known: use some of gloo, gloo-all-to-all, memcpy, mpi"),
+        ("--against nccl", "--against nccl is not known: use some of gloo, gloo-all-to-all, memcpy, mpi, ucx"),
         ("--rounds -1", "--rounds is -1: it must be at least 1, or 0 for as many as take 0.3 s"),
         ("--repetitions 0", "--repetitions is 0: it must be at least 1"),
         ("--timeout 0", "--timeout is 0.0: it must be above 0 s"),

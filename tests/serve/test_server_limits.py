@@ -75,7 +75,7 @@ def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0(checkpoint: P
         serve(checkpoint, tmp_path, *options) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as other,
     ):
-        body = {**LONG, "max_tokens": 2000}
+        body = {**LONG, "max_tokens": 1000}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             texts = event_texts(response.iter_lines())
             next(texts)

@@ -6,9 +6,11 @@
 | gloo | `torch.distributed` isend and irecv, a four-byte message back as acknowledgement |
 | gloo-all-to-all | one `all_to_all_single` for the data and one for the acknowledgements |
 | mpi | persistent sends and receives between ranks of one `mpiexec`, the same acknowledgement |
+| ucx | tagged messages of UCX, the same acknowledgement |
 | memcpy | as many processes as cores copy the same bytes through shared memory, with a barrier: the machine's bound |
 """
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from antiphon.bench.m2n.api import Role, Seat, Traffic
 from antiphon.bench.m2n.launch import find_mpiexec
 
 TRANSPORTS = ("shm", "tcp", "libfabric")
-BASELINES = ("gloo", "gloo-all-to-all", "memcpy", "mpi")
+BASELINES = ("gloo", "gloo-all-to-all", "memcpy", "mpi", "ucx")
 WAITING = ("auto", "poll", "spin", "block")
 
 
@@ -72,6 +74,8 @@ def choose_contestants(
             raise UserError(f"--against {name} is not known: use some of {', '.join(BASELINES)}")
         if name == "mpi":
             find_mpiexec()  # or say what is missing before anything starts
+        if name == "ucx" and importlib.util.find_spec("ucxx") is None:
+            raise UserError("--against ucx: there is no ucxx here: pip install 'antiphon[ucx]'")
         chosen.append(Contestant(name=name, transport=name, kind=name))
     if not chosen:
         raise UserError("nothing to measure: give --transport or --against")

@@ -42,6 +42,7 @@ MODULES = {
     "gloo-all-to-all": "antiphon.bench.m2n.gloo_all_to_all",
     "memcpy": "antiphon.bench.m2n.memcpy",
     "mpi": "antiphon.bench.m2n.mpi",
+    "ucx": "antiphon.bench.m2n.ucx",
 }
 _FOREVER_S = 365.0 * 86400
 
