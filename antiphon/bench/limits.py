@@ -4,7 +4,9 @@ Method
 1. Read bandwidth: sum a buffer of 1 GiB (far beyond any last-level cache) as 64-bit integers, best of several
    passes. On the machines tried, this reaches what a hand-written AVX-512 loop reaches; sums of float32 are
    slower by a few percent, a bf16 matrix-vector product by a factor of four.
-2. Arithmetic: one bf16 product 4096 x 4096 x 4096, best of several.
+2. Arithmetic: one product 4096 x 4096 x 4096, best of several; bf16, or float32 where that is faster: on a processor
+   without bf16 instructions PyTorch's bf16 products run a hundred times slower than its float32 ones. A machine that
+   would need longer than `GEMM_PATIENCE_S` for one gets a smaller product.
 3. Both are taken for 1, 2, 4, ... and all threads, in the run that uses them: shared machines change from
    hour to hour.
 4. A decode step must read every weight that any of its tokens needs once, and the KV cache of every sequence;
@@ -25,6 +27,8 @@ import torch
 
 READ_BUFFER_BYTES = 1 << 30
 GEMM_SIZE = 4096
+GEMM_PATIENCE_S = 2.0
+_PROBE_SIZE = 512
 BYTES_PER_ELEMENT = 2  # bf16 weights and KV cache
 
 
@@ -50,7 +54,7 @@ class MachineLimits:
 
     @property
     def gemm_flops_per_s(self) -> float:
-        """The best bf16 matrix product at any number of threads (a multiply-add counts as two operations)."""
+        """The best matrix product at any number of threads (a multiply-add counts as two operations)."""
         return max(limits.gemm_flops_per_s for limits in self.per_threads)
 
 
@@ -120,15 +124,16 @@ class DecoderSizes:
 def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) -> MachineLimits:
     """Measure with 1, 2, 4, ... and `num_threads` threads (default: torch's present number).
 
-    Blocks for some seconds and holds 1 GiB meanwhile. Restores torch's number of threads.
+    Blocks for half a minute at most and holds 1 GiB meanwhile. Restores torch's number of threads.
     """
     before = torch.get_num_threads()
     highest = num_threads or before
     counts = sorted({1 << power for power in range(highest.bit_length()) if 1 << power <= highest} | {highest})
     words = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64)
-    left, right = torch.randn(2, GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16)
     try:
-        return MachineLimits(per_threads=tuple(_measure(words, left, right, count, num_passes) for count in counts))
+        torch.set_num_threads(1)
+        factors = _fastest_factors(GEMM_SIZE)
+        return MachineLimits(per_threads=tuple(_measure(words, factors, count, num_passes) for count in counts))
     finally:
         torch.set_num_threads(before)
 
@@ -136,30 +141,57 @@ def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) 
 def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
     """The same of an accelerator ("cuda"), which has no threads to count: one entry with 0 of them."""
     words = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
-    left, right = torch.randn(2, GEMM_SIZE, GEMM_SIZE, device=device).to(torch.bfloat16)
+    factors = _Factors.random(GEMM_SIZE, torch.bfloat16, device)
 
     def read() -> None:
         words.sum().item()  # the copy back waits for the device
 
     def multiply() -> None:
-        (left @ right)[0, 0].item()
+        factors.product()[0, 0].item()
 
     limits = ThreadLimits(
         num_threads=0,
         read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(read, num_passes),
-        gemm_flops_per_s=2 * GEMM_SIZE**3 / _best_time_s(multiply, num_passes),
+        gemm_flops_per_s=factors.flops / _best_time_s(multiply, num_passes),
     )
     return MachineLimits(per_threads=(limits,))
 
 
-def _measure(
-    words: torch.Tensor, left: torch.Tensor, right: torch.Tensor, num_threads: int, num_passes: int
-) -> ThreadLimits:
+@dataclass(frozen=True)
+class _Factors:
+    """Two square matrices of one dtype."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    @classmethod
+    def random(cls, size: int, dtype: torch.dtype, device: str = "cpu") -> _Factors:
+        return cls(*torch.randn(2, size, size, device=device).to(dtype))
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.left.shape[0] ** 3
+
+    def product(self) -> torch.Tensor:
+        return self.left @ self.right
+
+
+def _fastest_factors(size: int) -> _Factors:
+    """In the dtype that one CPU thread multiplies fastest, `size` wide or less, so that it needs `GEMM_PATIENCE_S`."""
+    probes = [_Factors.random(min(_PROBE_SIZE, size), dtype) for dtype in (torch.bfloat16, torch.float32)]
+    fastest = min(probes, key=lambda probe: _best_time_s(probe.product, 1))
+    flops_per_s = fastest.flops / _best_time_s(fastest.product, 2)
+    while size > _PROBE_SIZE and 2 * size**3 > GEMM_PATIENCE_S * flops_per_s:
+        size //= 2
+    return _Factors.random(size, fastest.left.dtype)
+
+
+def _measure(words: torch.Tensor, factors: _Factors, num_threads: int, num_passes: int) -> ThreadLimits:
     torch.set_num_threads(num_threads)
     return ThreadLimits(
         num_threads=num_threads,
         read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(words.sum, num_passes),
-        gemm_flops_per_s=2 * GEMM_SIZE**3 / _best_time_s(lambda: left @ right, num_passes),
+        gemm_flops_per_s=factors.flops / _best_time_s(factors.product, num_passes),
     )
 
 
