@@ -2,7 +2,8 @@
 
 UCX picks the ways between two processes by itself; `UCX_TLS` and its other settings are taken from the environment.
 Receives of a round are posted as soon as the acknowledgements of the last one have left, as for gloo. A wait sleeps
-until UCX has something to do (its "wakeup").
+until UCX has something to do (its "wakeup"). Looking in a loop with an offer of the core after each look, as for MPI,
+takes 1.14 of the time at 8 x 8 of 256 KiB on two cores, 0.86 at 2 x 2.
 """
 
 import select
