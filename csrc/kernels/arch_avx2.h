@@ -23,7 +23,7 @@ struct Avx2 {
     struct B {
         __m256i lo, hi;
     };
-    using A = uint32_t;
+    using A = __m256i;
 
     static ANTIPHON_INLINE F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
     static ANTIPHON_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -88,18 +88,18 @@ struct Avx2 {
         return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
     }
     static ANTIPHON_INLINE A broadcast(const char* p) {
-        uint32_t bits;
+        int bits;
         std::memcpy(&bits, p, 4);
-        return bits;
+        return _mm256_set1_epi32(bits);
     }
     static ANTIPHON_INLINE B load_operand(const char* p) {
         const auto* q = reinterpret_cast<const __m256i*>(p);
         return {_mm256_load_si256(q), _mm256_load_si256(q + 1)};
     }
     static ANTIPHON_INLINE F dot(Bf16, F acc, A a, const B& b) {
-        const __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(a << 16)));
-        const __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(a & 0xffff0000u)));
         const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+        const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
+        const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(a, high));
         acc.lo = _mm256_fmadd_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(b.lo, 16)), acc.lo);
         acc.hi = _mm256_fmadd_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(b.hi, 16)), acc.hi);
         acc.lo = _mm256_fmadd_ps(odd, _mm256_castsi256_ps(_mm256_and_si256(b.lo, high)), acc.lo);
@@ -107,7 +107,7 @@ struct Avx2 {
         return acc;
     }
     static ANTIPHON_INLINE F dot(Fp32, F acc, A a, const B& b) {
-        const __m256 x = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(a)));
+        const __m256 x = _mm256_castsi256_ps(a);
         acc.lo = _mm256_fmadd_ps(x, _mm256_castsi256_ps(b.lo), acc.lo);
         acc.hi = _mm256_fmadd_ps(x, _mm256_castsi256_ps(b.hi), acc.hi);
         return acc;

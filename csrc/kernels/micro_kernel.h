@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "kernels/packed_layout.h"
@@ -44,14 +45,23 @@ struct Block {
     bool accumulate;
 };
 
+// body(0), body(1), ... with constants, before the compiler decides what lives in registers: a loop over sums that are
+// pairs of registers would write them all to the stack at every step.
+template <int count, class Body>
+ANTIPHON_INLINE void unrolled(const Body& body) {
+    [&]<int... index>(std::integer_sequence<int, index...>) __attribute__((always_inline)) {
+        (body(std::integral_constant<int, index>()), ...);
+    }(std::make_integer_sequence<int, count>());
+}
+
 template <class Arch, class E, int num_rows, int num_panels>
 void multiply_tile(const TileCall& call) {
     typename Arch::F acc[num_rows][num_panels];
-    for (int m = 0; m < num_rows; ++m) {
-        for (int n = 0; n < num_panels; ++n) {
+    unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
+        unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
             acc[m][n] = call.accumulate ? Arch::load(call.sums + m * call.sums_stride + n * panel_width) : Arch::zero();
-        }
-    }
+        });
+    });
     // Rows are addressed as one of two bases plus a multiple of the stride, which keeps them all in registers.
     const size_t row_bytes = call.row_bytes;
     const char* base[2] = {call.rows, call.rows + 8 * row_bytes};
@@ -63,24 +73,28 @@ void multiply_tile(const TileCall& call) {
         const size_t end = static_cast<size_t>(segment.steps) * step_bytes;
         for (size_t offset = 0; offset < end; offset += step_bytes) {
             typename Arch::B operand[num_panels];
-            for (int n = 0; n < num_panels; ++n) operand[n] = Arch::load_operand(segment.panel[n] + offset);
+            unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
+                operand[n] = Arch::load_operand(segment.panel[n] + offset);
+            });
             if (prefetch_all) {
                 for (int n = 0; n < num_panels; ++n) __builtin_prefetch(segment.prefetch[n] + offset);
             } else {
                 for (int n = 0; n < num_prefetch; ++n) __builtin_prefetch(segment.prefetch[n] + offset);
             }
-            for (int m = 0; m < num_rows; ++m) {
+            unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
                 const auto a = Arch::broadcast(base[m / 8] + (m % 8) * row_bytes);
-                for (int n = 0; n < num_panels; ++n) acc[m][n] = Arch::dot(E{}, acc[m][n], a, operand[n]);
-            }
+                unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
+                    acc[m][n] = Arch::dot(E{}, acc[m][n], a, operand[n]);
+                });
+            });
             for (int i = 0; i < 2; ++i) base[i] += 4;
         }
     }
-    for (int m = 0; m < num_rows; ++m) {
-        for (int n = 0; n < num_panels; ++n) {
+    unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
+        unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
             Arch::store(call.sums + m * call.sums_stride + n * panel_width, acc[m][n]);
-        }
-    }
+        });
+    });
 }
 
 using TileFunction = void (*)(const TileCall&);
