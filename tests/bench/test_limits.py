@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import MethodType
 
 import pytest
 import torch
@@ -131,3 +132,23 @@ def test_measurement_restores_threads_and_covers_them(monkeypatch: pytest.Monkey
     assert measured.read_bytes_per_s > 0
     assert measured.gemm_flops_per_s > 0
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("bf16_flops_per_s", "fp32_flops_per_s", "dtype", "size"),
+    [(4e11, 1e11, torch.bfloat16, 4096), (6e8, 7e10, torch.float32, 4096), (1e8, 1e9, torch.float32, 512)],
+    ids=["bf16 instructions", "none", "a slow machine"],
+)
+def test_arithmetic_is_measured_in_the_faster_dtype_at_a_bearable_size(
+    monkeypatch: pytest.MonkeyPatch, bf16_flops_per_s: float, fp32_flops_per_s: float, dtype: torch.dtype, size: int
+) -> None:
+    rates = {torch.bfloat16: bf16_flops_per_s, torch.float32: fp32_flops_per_s}
+
+    def best_time_s(product: MethodType, num_passes: int) -> float:
+        factors = product.__self__
+        return float(factors.flops / rates[factors.left.dtype])
+
+    monkeypatch.setattr(limits, "_best_time_s", best_time_s)
+    factors = limits._fastest_factors(limits.GEMM_SIZE)
+    assert (factors.left.dtype, factors.left.shape) == (dtype, (size, size))
+    assert size == 512 or factors.flops / rates[dtype] <= limits.GEMM_PATIENCE_S
