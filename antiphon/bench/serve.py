@@ -2,7 +2,7 @@
 
 1. start all contestants; each is stopped (SIGSTOP) while another runs
 2. for each workload repeat rounds over all contestants, and over the measurement of the machine's limits (read
-   bandwidth, bf16 products), until each has three repetitions with little foreign CPU
+   bandwidth, products), until each has three repetitions with little foreign CPU
 3. one row per contestant and workload: medians, best, fraction of the bound, foreign share
 
 The limits are one contestant among others because machines drift: virtual ones may give two cores at one minute and two
