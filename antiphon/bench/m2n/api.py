@@ -1,9 +1,9 @@
 """What one M2N measurement is, the same for every contestant: who sends how much to whom, and when a round ends.
 
 One round: every sender writes one message to every receiver; a receiver acknowledges each sender once the messages of
-*all* senders have arrived. A process's operation lasts from its first post to its last acknowledgement, the round as
-long as its slowest operation. One way, the operations of the senders count; both ways at once, every process sends and
-receives, and its operation also covers the arrival of what it is sent.
+*all* senders have arrived. A process's operation lasts from its first post to its last acknowledgement. One way, the
+operations of the senders count; both ways at once, every process sends and receives, and its operation also covers the
+arrival of what it is sent.
 
 A contestant is a set of processes. Each runs one `Member`, whose `phases`, called in turn, are its part of a round; the
 clock is read between them and nowhere else, so that no contestant can define its time its own way. Rejected: each

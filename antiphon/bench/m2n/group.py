@@ -66,11 +66,17 @@ class Recording:
     tracks: list[Track]
 
 
-def round_times_s(tracks: Sequence[Track]) -> NDArray[np.float64]:
-    """[rounds]: the slowest timed operation of each round."""
+def operations_s(tracks: Sequence[Track]) -> NDArray[np.float64]:
+    """[rounds, timed processes]: how long each operation took."""
     operations = [track.marks[:, -1] - track.marks[:, 0] for track in tracks if track.seat.timed]
-    slowest: NDArray[np.float64] = np.max(np.stack(operations), axis=0) * 1e-9
-    return slowest
+    seconds: NDArray[np.float64] = np.stack(operations, axis=1) * 1e-9
+    return seconds
+
+
+def elapsed_s(tracks: Sequence[Track]) -> float:
+    """From the first start of a timed operation to the last end of one."""
+    timed = [track.marks for track in tracks if track.seat.timed]
+    return float(max(marks[-1, -1] for marks in timed) - min(marks[0, 0] for marks in timed)) * 1e-9
 
 
 class ProcessGroup:

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from antiphon.base.progress import Report, progress
 from antiphon.bench.m2n.api import Traffic
 from antiphon.bench.m2n.cases import by_processes, check_memory, largest
 from antiphon.bench.m2n.contestants import Contestant
-from antiphon.bench.m2n.group import ProcessGroup, Recording, round_times_s
+from antiphon.bench.m2n.group import ProcessGroup, Recording, elapsed_s, operations_s
 from antiphon.bench.m2n.table import Block, make_rows
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
 
@@ -104,16 +102,16 @@ def _measure(groups: Sequence[ProcessGroup], traffic: Traffic, settings: Setting
 
 
 def _rounds_a_block(group: ProcessGroup) -> int:
-    """So many that a block lasts `BLOCK_S`, or longer if its 99th percentile would otherwise be its slowest round."""
-    round_s = float(np.median(round_times_s(group.run(_NUM_PROBED, num_warm=2))))
+    """So many that a block lasts `BLOCK_S`, or longer if there would be fewer than `WANTED_ROUNDS`."""
+    round_s = elapsed_s(group.run(_NUM_PROBED, num_warm=2)) / _NUM_PROBED
     wanted = max(BLOCK_S / round_s, min(WANTED_ROUNDS, MAX_BLOCK_S / round_s))
     return int(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS))
 
 
 def _block(group: ProcessGroup, num_rounds: int, counter: "_Counter") -> Block:
-    times_s = round_times_s(group.run(num_rounds, num_warm=min(max(num_rounds // 20, 2), 50)))
+    tracks = group.run(num_rounds, num_warm=min(max(num_rounds // 20, 2), 50))
     counter.count()
-    return Block.of(times_s)
+    return Block.of(operations_s(tracks), elapsed_s(tracks))
 
 
 def _record(group: ProcessGroup, traffic: Traffic) -> Recording:

@@ -1,5 +1,10 @@
 """What a report says of each contestant and case: blocks reduced to medians, ratios to the baselines of the same run.
 
+Median and 99th percentile are of operations, one of each timed process and round. The slowest operation of each round
+has figures of its own. Throughput is the bytes of all rounds over the time they took together, which is not the sum
+of those slowest ones: where processes outnumber cores, a sender whose credits are all back may wait for its core while
+its neighbours are copying the next round.
+
 A ratio is this contestant's figure over the baseline's, so below 1 is faster; `speedup_over_gloo_*` is the inverse, for
 people. Medians and 99th percentiles are taken per block and then the median over blocks: one disturbed block moves
 neither.
@@ -23,7 +28,7 @@ COLUMNS = (
     "message",
     "median",
     "p99",
-    "best",
+    "slowest",
     "GB/s",
     "gloo/this",
     "p99 gloo/this",
@@ -34,20 +39,29 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block of rounds: duration of a round, median, 99th percentile and shortest."""
+    """One block of rounds: median, 99th percentile and shortest of all operations, the same of each round's slowest
+    one, and the time from the first start to the last end."""
 
     median_s: float
     p99_s: float
     best_s: float
+    slowest_median_s: float
+    slowest_p99_s: float
+    elapsed_s: float
     num_rounds: int
 
     @classmethod
-    def of(cls, times_s: NDArray[np.float64]) -> "Block":
+    def of(cls, operations_s: NDArray[np.float64], elapsed_s: float) -> "Block":
+        """`operations_s`: [rounds, timed processes]."""
+        slowest_s = operations_s.max(axis=1)
         return cls(
-            median_s=float(np.median(times_s)),
-            p99_s=float(np.percentile(times_s, 99)),
-            best_s=float(times_s.min()),
-            num_rounds=len(times_s),
+            median_s=float(np.median(operations_s)),
+            p99_s=float(np.percentile(operations_s, 99)),
+            best_s=float(operations_s.min()),
+            slowest_median_s=float(np.median(slowest_s)),
+            slowest_p99_s=float(np.percentile(slowest_s, 99)),
+            elapsed_s=elapsed_s,
+            num_rounds=len(operations_s),
         )
 
 
@@ -79,7 +93,9 @@ def _row(
         "p99_s": p99_s,
         "best_median_s": min(repetition.value.median_s for repetition in blocks.counted),
         "best_s": min(repetition.value.best_s for repetition in blocks.counted),
-        "throughput_bytes_per_s": traffic.round_bytes / median_s,
+        "slowest_median_s": blocks.median(lambda block: block.slowest_median_s),
+        "slowest_p99_s": blocks.median(lambda block: block.slowest_p99_s),
+        "throughput_bytes_per_s": traffic.round_bytes * blocks.median(lambda block: block.num_rounds / block.elapsed_s),
         "iterations": sum(repetition.value.num_rounds for repetition in blocks.counted),
         "repetitions": len(blocks.counted),
         "ratio_to_gloo_median": median_s / _median_s(gloo) if gloo else None,
@@ -110,7 +126,7 @@ def table_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
             _message(row),
             format_seconds(row["median_s"]),
             format_seconds(row["p99_s"]),
-            format_seconds(row["best_s"]),
+            format_seconds(row["slowest_median_s"]),
             row["throughput_bytes_per_s"] / 1e9,
             _times(row["speedup_over_gloo_median"]),
             _times(row["speedup_over_gloo_p99"]),
