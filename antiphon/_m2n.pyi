@@ -166,22 +166,26 @@ class Outbox:
     def credit_histogram(self) -> list[int]:
         """Messages by time from send to credit, as in `Inbox.wait_histogram`."""
 
-def send_all(
-    outboxes: Sequence[Outbox],
-    step: int,
-    payload: Buffer,
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    participants: int = 0,
-    timeout_s: float = 0.0,
-) -> None:
-    """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i, in one call."""
+class Fanout:
+    """Several outboxes of one endpoint, used together: one call for all of them. It keeps them, so make it once."""
 
-def commit_all(outboxes: Sequence[Outbox], step: int, lengths: Sequence[int], participants: int = 0) -> None:
-    """`outboxes[i].commit(step, lengths[i])` for all i, in one call; if one of them cannot, nothing is sent."""
-
-def wait_all_credits(outboxes: Sequence[Outbox], timeout_s: float) -> None:
-    """Until everything sent through these outboxes of one endpoint has been released."""
+    def __init__(self, outboxes: Sequence[Outbox]) -> None: ...
+    def send(
+        self,
+        step: int,
+        payload: Buffer,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        participants: int = 0,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i."""
+    def slots(self, timeout_s: float = 0.0) -> list[NDArray[np.uint8]]:
+        """`outboxes[i].slot()` for all i."""
+    def commit(self, step: int, lengths: Sequence[int], participants: int = 0) -> None:
+        """`outboxes[i].commit(step, lengths[i])` for all i; if one of them cannot, nothing is sent."""
+    def wait_credits(self, timeout_s: float) -> None:
+        """Until everything sent through these outboxes has been released."""
 
 def libfabric_info(options: TransportOptions = ...) -> dict[str, Any]:
     """Which libfabric there is, its providers and what they can do; `problem` says what is missing and its mend."""

@@ -11,6 +11,7 @@ NB_MODULE(_m2n, module) {
     antiphon::bind::bind_m2n_errors(module);
     antiphon::bind::bind_m2n_inbox(module);
     antiphon::bind::bind_m2n_outbox(module);
+    antiphon::bind::bind_m2n_fanout(module);
     antiphon::bind::bind_m2n_endpoint(module);
     antiphon::bind::bind_m2n_exchange(module);
     antiphon::bind::bind_m2n_libfabric(module);

@@ -2,8 +2,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
+#include "bind_m2n/sending.h"
 
 namespace nb = nanobind;
 
@@ -12,16 +12,6 @@ namespace antiphon::bind {
 namespace {
 
 using m2n::Outbox;
-using Outboxes = std::vector<std::shared_ptr<Outbox>>;
-
-// A payload that is still being sent is kept alive, whatever the caller does with his reference.
-void keep_while_sending(Outbox& outbox, m2n::SlotId slot, nb::handle payload) {
-    if (outbox.source_reusable(slot)) return;
-    outbox.keep(slot, std::shared_ptr<Buffer>(new Buffer(payload), [](Buffer* buffer) {
-        nb::gil_scoped_acquire acquire;
-        delete buffer;
-    }));
-}
 
 void send(Outbox& outbox, uint64_t step, nb::handle payload, const std::vector<uint32_t>& user, uint32_t participants,
           double timeout_s) {
@@ -33,64 +23,8 @@ void send(Outbox& outbox, uint64_t step, nb::handle payload, const std::vector<u
     keep_while_sending(outbox, slot, payload);
 }
 
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> slot(const std::shared_ptr<Outbox>& outbox, double timeout_s) {
-    std::byte* payload = within(timeout_s, [&](m2n::Deadline deadline) { return outbox->slot(deadline); });
-    auto* owner = new std::shared_ptr<Outbox>(outbox);
-    nb::capsule capsule(owner, [](void* held) noexcept { delete static_cast<std::shared_ptr<Outbox>*>(held); });
-    const size_t shape[1] = {static_cast<size_t>(outbox->spec().slot_bytes)};
-    return {payload, 1, shape, capsule};
-}
-
-void check_all_there(const Outboxes& outboxes) {
-    for (size_t i = 0; i < outboxes.size(); ++i) {
-        if (outboxes[i] == nullptr) throw m2n::Error(m2n::Code::invalid, "outboxes[" + std::to_string(i) + "] is None");
-    }
-}
-
-void send_all(const Outboxes& outboxes, uint64_t step, nb::handle payload, const std::vector<uint64_t>& offsets,
-              const std::vector<uint64_t>& lengths, uint32_t participants, double timeout_s) {
-    const Buffer buffer(payload);
-    check_all_there(outboxes);
-    if (offsets.size() != outboxes.size() || lengths.size() != outboxes.size()) {
-        throw m2n::Error(m2n::Code::invalid, std::to_string(outboxes.size()) + " outboxes, " +
-                                                 std::to_string(offsets.size()) + " offsets and " +
-                                                 std::to_string(lengths.size()) + " lengths: give one of each");
-    }
-    for (size_t i = 0; i < outboxes.size(); ++i) {
-        if (offsets[i] <= buffer.size() && lengths[i] <= buffer.size() - offsets[i]) continue;
-        throw m2n::Error(m2n::Code::invalid, "bytes " + std::to_string(offsets[i]) + " to " +
-                                                 std::to_string(offsets[i] + lengths[i]) + " of a payload of " +
-                                                 std::to_string(buffer.size()));
-    }
-    const m2n::MessageLabel label = make_label(step, {}, participants);
-    std::vector<m2n::SlotId> slots;
-    slots.reserve(outboxes.size());
-    const auto keep = [&] {
-        for (size_t i = 0; i < slots.size(); ++i) keep_while_sending(*outboxes[i], slots[i], payload);
-    };
-    try {
-        within(timeout_s, [&](m2n::Deadline deadline) {
-            for (size_t i = 0; i < outboxes.size(); ++i) {
-                slots.push_back(outboxes[i]->send(label, buffer.data() + offsets[i], lengths[i], deadline));
-            }
-        });
-    } catch (...) {
-        keep();  // some of it is on its way
-        throw;
-    }
-    keep();
-}
-
-void commit_all(const Outboxes& outboxes, uint64_t step, const std::vector<uint64_t>& lengths, uint32_t participants) {
-    check_all_there(outboxes);
-    if (lengths.size() != outboxes.size()) {
-        throw m2n::Error(m2n::Code::invalid, std::to_string(outboxes.size()) + " outboxes and " +
-                                                 std::to_string(lengths.size()) + " lengths: give one of each");
-    }
-    for (size_t i = 0; i < outboxes.size(); ++i) outboxes[i]->check_commit(lengths[i]);
-    const m2n::MessageLabel label = make_label(step, {}, participants);
-    const nb::gil_scoped_release release;
-    for (size_t i = 0; i < outboxes.size(); ++i) outboxes[i]->commit(label, lengths[i]);
+SlotView slot(const std::shared_ptr<Outbox>& outbox, double timeout_s) {
+    return view_of_slot(outbox, within(timeout_s, [&](m2n::Deadline deadline) { return outbox->slot(deadline); }));
 }
 
 nb::dict counters_of(Outbox& outbox) {
@@ -139,19 +73,6 @@ void bind_m2n_outbox(nb::module_& module) {
             const auto& counts = outbox.credit_histogram().counts();
             return std::vector<uint64_t>(counts.begin(), counts.end());
         });
-    module.def("send_all", &send_all, nb::arg("outboxes"), nb::arg("step"), nb::arg("payload"), nb::arg("offsets"),
-               nb::arg("lengths"), nb::arg("participants") = 0, nb::arg("timeout_s") = 0.0);
-    module.def("commit_all", &commit_all, nb::arg("outboxes"), nb::arg("step"), nb::arg("lengths"),
-               nb::arg("participants") = 0);
-    module.def(
-        "wait_all_credits",
-        [](const Outboxes& outboxes, double timeout_s) {
-            check_all_there(outboxes);
-            std::vector<Outbox*> pointers;
-            for (const auto& outbox : outboxes) pointers.push_back(outbox.get());
-            within(timeout_s, [&](m2n::Deadline deadline) { Outbox::wait_all_credits(pointers, deadline); });
-        },
-        nb::arg("outboxes"), nb::arg("timeout_s"));
 }
 
 }  // namespace antiphon::bind

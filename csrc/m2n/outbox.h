@@ -87,6 +87,7 @@ class Outbox {
     static void wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadline);
 
     bool lost() const { return tie_->lost(); }
+    bool is_of_same_endpoint(const Outbox& other) const { return transport_ == other.transport_; }
 
     const OutboxCounters& counters() const { return counters_; }
     const Histogram& credit_histogram() const { return round_trips_; }

@@ -1,6 +1,6 @@
 """Ours: every pair through the M2N library, as a program that uses it alone would.
 
-Sender: one `send_all`, then wait until every credit is back. Receiver: wait until the messages of all senders are
+Sender: one `Fanout.send`, then wait until every credit is back. Receiver: wait until the messages of all senders are
 visible, release them; the credits are the acknowledgements. One slot per pair: a round never needs a second one, and
 the memory touched is then as large as that of the plain copy it is compared with.
 
@@ -9,7 +9,7 @@ checked rounds, and timed rounds send the slot again as it is; writing it anew b
 sender's filling part of all others' rounds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -33,11 +33,10 @@ class AntiphonMember:
         self._in_place = options["in_place"] == "yes"
         self._endpoint: _m2n.Endpoint | None = None
         self._inbox: _m2n.Inbox | None = None
-        self._outboxes: list[_m2n.Outbox] = []
+        self._fanout = _m2n.Fanout([])
         self._incoming: list[Flow] = []
         self._outgoing: list[Flow] = []
         self._payload: Bytes = np.empty(0, np.uint8)
-        self._payload_view = self._payload.data
         self._offsets: list[int] = []
         self._lengths: list[int] = []
         self._fill_slots = False
@@ -62,10 +61,12 @@ class AntiphonMember:
         assert self._endpoint is not None, "open() comes first"
         seat = self._seat
         source = seat.traffic.index(seat.rank)
-        self._outboxes = [
-            self._endpoint.connect(introductions[flow.destination], source, seat.timeout_s)
-            for flow in seat.traffic.outgoing(seat.rank)
-        ]
+        self._fanout = _m2n.Fanout(
+            [
+                self._endpoint.connect(introductions[flow.destination], source, seat.timeout_s)
+                for flow in seat.traffic.outgoing(seat.rank)
+            ]
+        )
         if self._inbox is not None:
             self._inbox.wait_connected(self._inbox.sources, seat.timeout_s)
 
@@ -75,12 +76,10 @@ class AntiphonMember:
         self._lengths = [flow.num_bytes for flow in self._outgoing]
         self._offsets = [sum(self._lengths[:position]) for position in range(len(self._lengths))]
         self._payload = np.zeros(0 if self._in_place else sum(self._lengths), np.uint8)
-        self._payload_view = self._payload.data
-        send = self._commit if self._in_place else self._send
         return phases_of_pairs(
-            send if self._outgoing else None,
-            (self._wait, self._release) if self._incoming else None,
-            self._wait_for_credits,
+            (self._commit_call() if self._in_place else self._send_call()) if self._outgoing else None,
+            self._receive_calls() if self._incoming else None,
+            self._wait_for_credits_call(),
         )
 
     def produce(self, step: int) -> None:
@@ -107,28 +106,35 @@ class AntiphonMember:
         if self._endpoint is not None:
             self._endpoint.close()
 
-    def _send(self, step: int) -> None:
-        timeout_s = self._seat.timeout_s
-        _m2n.send_all(self._outboxes, step, self._payload_view, self._offsets, self._lengths, timeout_s=timeout_s)
+    # What runs between readings of the clock holds what it needs, as the inner loop of a program would.
 
-    def _commit(self, step: int) -> None:
-        for outbox, flow in zip(self._outboxes, self._outgoing, strict=True):
-            slot = outbox.slot(self._seat.timeout_s)
+    def _send_call(self) -> Callable[[int], None]:
+        send, timeout_s = self._fanout.send, self._seat.timeout_s
+        payload, offsets, lengths = self._payload.data, self._offsets, self._lengths
+        return lambda step: send(step, payload, offsets, lengths, 0, timeout_s)
+
+    def _commit_call(self) -> Callable[[int], None]:
+        slots, commit = self._fanout.slots, self._fanout.commit
+        timeout_s, lengths = self._seat.timeout_s, self._lengths
+
+        def run(step: int) -> None:
+            payloads = slots(timeout_s)
             if self._fill_slots:
-                slot[: flow.num_bytes] = pattern(flow.num_bytes, step, flow.source, flow.destination)
-        _m2n.commit_all(self._outboxes, step, self._lengths)
-        self._fill_slots = False
+                for slot, flow in zip(payloads, self._outgoing, strict=True):
+                    slot[: flow.num_bytes] = pattern(flow.num_bytes, step, flow.source, flow.destination)
+                self._fill_slots = False
+            commit(step, lengths)
 
-    def _wait(self, step: int) -> None:
+        return run
+
+    def _receive_calls(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
         assert self._inbox is not None, "only a receiver waits"
-        self._inbox.wait(step, len(self._incoming), self._seat.timeout_s)
+        wait, num_sources, timeout_s = self._inbox.wait, len(self._incoming), self._seat.timeout_s
+        return lambda step: wait(step, num_sources, timeout_s), self._inbox.release
 
-    def _release(self, step: int) -> None:
-        assert self._inbox is not None, "only a receiver releases"
-        self._inbox.release(step)
-
-    def _wait_for_credits(self, step: int) -> None:
-        _m2n.wait_all_credits(self._outboxes, self._seat.timeout_s)
+    def _wait_for_credits_call(self) -> Callable[[int], None]:
+        wait_credits, timeout_s = self._fanout.wait_credits, self._seat.timeout_s
+        return lambda _: wait_credits(timeout_s)
 
 
 def make_member(seat: Seat, options: Mapping[str, str]) -> AntiphonMember:

@@ -94,7 +94,7 @@ def timed_rounds(phases: Sequence[Phase], first_step: int, num_rounds: int) -> "
     """Nanoseconds: per round its start and the end of each phase. No garbage collection meanwhile."""
     calls = [phase.run for phase in phases]
     clock = time.monotonic_ns
-    marks = array("q")
+    marks: list[int] = []  # appending to an array parses its argument, which costs more
     mark = marks.append
     gc.collect()
     gc.disable()
@@ -106,7 +106,7 @@ def timed_rounds(phases: Sequence[Phase], first_step: int, num_rounds: int) -> "
                 mark(clock())
     finally:
         gc.enable()
-    return marks
+    return array("q", marks)
 
 
 def main() -> int:

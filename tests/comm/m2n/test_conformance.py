@@ -259,13 +259,13 @@ def test_without_credit_nothing_is_sent_and_nothing_lost(net: Net) -> None:
     with pytest.raises(PeerTimeout, match=r"wait for credits \(peer receiver\) after 0.05 s"):
         outbox.wait_credits(1, 0.05)
     with pytest.raises(PeerTimeout, match="wait for all credits"):
-        _m2n.wait_all_credits([outbox], 0.05)
+        _m2n.Fanout([outbox]).wait_credits(0.05)
     assert take(inbox, 1) == {0: b"\x01"}
     outbox.wait_credits(1, PATIENCE_S)
     outbox.send(3, b"now")
     assert [take(inbox, step)[0] for step in (3, 2, 0)] == [b"now", b"\x02", b"\x00"]
     outbox.wait_credits(3, PATIENCE_S)
-    _m2n.wait_all_credits([outbox], 0.0)
+    _m2n.Fanout([outbox]).wait_credits(0.0)
     assert outbox.counters()["credit_waits"] == 2
     with pytest.raises(UserError, match="waiting for 4 credits, receiver gives 3"):
         outbox.wait_credits(4, 0.0)
@@ -314,56 +314,102 @@ def test_the_most_slots(net: Net) -> None:
         outbox.wait_credits(slots, PATIENCE_S)
 
 
-def test_one_call_sends_to_many(net: Net) -> None:
-    receivers = [net.receiver(1, 2, 100) for _ in range(3)]
+def fan_out(net: Net, num_receivers: int) -> tuple[list[Receiver], list[_m2n.Outbox], _m2n.Fanout]:
+    """Receivers of one source, two slots of 100 bytes, and one sender's outboxes to all of them."""
+    receivers = [net.receiver(1, 2, 100) for _ in range(num_receivers)]
     sender = net.endpoint("sender")
     outboxes = [sender.connect(receiver.ticket, 0, PATIENCE_S) for receiver in receivers]
+    return receivers, outboxes, _m2n.Fanout(outboxes)
+
+
+def test_one_call_sends_to_many(net: Net) -> None:
+    receivers, outboxes, fanout = fan_out(net, 3)
     payload = pattern(0, 0, 150)
     for step in range(5):
-        _m2n.send_all(outboxes, step, payload, [0, 30, 150], [30, 100, 0], participants=1, timeout_s=PATIENCE_S)
+        fanout.send(step, payload, [0, 30, 150], [30, 100, 0], participants=1, timeout_s=PATIENCE_S)
         for receiver, (start, length) in zip(receivers, [(0, 30), (30, 100), (150, 0)], strict=True):
             assert receiver.inbox.wait_complete(PATIENCE_S) == step
             assert take(receiver.inbox, step) == {0: payload[start : start + length].tobytes()}
-        _m2n.wait_all_credits(outboxes, PATIENCE_S)
-    _m2n.send_all([], 0, b"", [], [])
-    _m2n.wait_all_credits([], 0.0)
+        fanout.wait_credits(PATIENCE_S)
     with pytest.raises(UserError, match="bytes 100 to 151 of a payload of 150"):
-        _m2n.send_all(outboxes, 9, payload, [0, 0, 100], [1, 1, 51])
+        fanout.send(9, payload, [0, 0, 100], [1, 1, 51])
     with pytest.raises(UserError, match="bytes 200 to 200 of a payload of 150"):
-        _m2n.send_all(outboxes, 9, payload, [0, 0, 200], [1, 1, 0])
-    with pytest.raises(UserError, match="3 outboxes, 1 offsets and 1 lengths: give one of each"):
-        _m2n.send_all(outboxes, 9, payload, [0], [1])
-    with pytest.raises(UserError, match=r"outboxes\[1\] is None"):
-        _m2n.send_all([outboxes[0], None], 9, payload, [0, 0], [1, 1])  # type: ignore[list-item]
+        fanout.send(9, payload, [0, 0, 200], [1, 1, 0])
+    with pytest.raises(UserError, match="3 outboxes and 1 offsets: give one of each"):
+        fanout.send(9, payload, [0], [1, 1, 1])
+    with pytest.raises(UserError, match="3 outboxes and 4 lengths: give one of each"):
+        fanout.send(9, payload, [0, 0, 0], [1, 1, 1, 1])
     assert [outbox.credits for outbox in outboxes] == [2, 2, 2], "nothing was sent"
 
 
 def test_one_call_commits_to_many(net: Net) -> None:
-    receivers = [net.receiver(1, 2, 100) for _ in range(3)]
-    sender = net.endpoint("sender")
-    outboxes = [sender.connect(receiver.ticket, 0, PATIENCE_S) for receiver in receivers]
+    receivers, outboxes, fanout = fan_out(net, 3)
     lengths = [30, 100, 0]
     for step in range(5):
-        for source, (outbox, length) in enumerate(zip(outboxes, lengths, strict=True)):
-            outbox.slot(PATIENCE_S)[:length] = pattern(source, step, length)
-        _m2n.commit_all(outboxes, step, lengths, participants=1)
+        for source, (slot, length) in enumerate(zip(fanout.slots(PATIENCE_S), lengths, strict=True)):
+            assert slot.shape == (100,)
+            slot[:length] = pattern(source, step, length)
+        fanout.commit(step, lengths, participants=1)
         for source, (receiver, length) in enumerate(zip(receivers, lengths, strict=True)):
             assert receiver.inbox.wait_complete(PATIENCE_S) == step
             assert take(receiver.inbox, step) == {0: pattern(source, step, length).tobytes()}
-        _m2n.wait_all_credits(outboxes, PATIENCE_S)
-    _m2n.commit_all([], 0, [])
+        fanout.wait_credits(PATIENCE_S)
     for outbox in outboxes[:2]:
         outbox.slot()
     with pytest.raises(UserError, match=r"commit without slot\(\)"):
-        _m2n.commit_all(outboxes, 9, lengths)
-    outboxes[2].slot()
+        fanout.commit(9, lengths)
+    fanout.slots()
     with pytest.raises(UserError, match="a message of 101 bytes"):
-        _m2n.commit_all(outboxes, 9, [0, 0, 101])
+        fanout.commit(9, [0, 0, 101])
     with pytest.raises(UserError, match="3 outboxes and 2 lengths: give one of each"):
-        _m2n.commit_all(outboxes, 9, [0, 0])
-    with pytest.raises(UserError, match=r"outboxes\[1\] is None"):
-        _m2n.commit_all([outboxes[0], None], 9, [0, 0])  # type: ignore[list-item]
+        fanout.commit(9, [0, 0])
     assert [outbox.credits for outbox in outboxes] == [2, 2, 2], "nothing was sent"
+
+
+def test_each_slot_comes_round_with_its_own_memory(net: Net) -> None:
+    receivers, _, fanout = fan_out(net, 2)
+    for step in range(2):
+        for slot in fanout.slots(PATIENCE_S):
+            slot[:1] = step + 1
+        fanout.commit(step, [1, 1])
+    for receiver in receivers:
+        assert [take(receiver.inbox, step) for step in (1, 0)] == [{0: b"\x02"}, {0: b"\x01"}]
+    fanout.wait_credits(PATIENCE_S)
+    for _ in range(2):
+        fanout.send(2, b"x", [0, 0], [1, 1])
+    with pytest.raises(NoCredit, match="has no free slot of 2"):
+        fanout.send(3, b"x", [0, 0], [1, 1])
+
+
+def test_views_of_slots_outlive_the_fanout(net: Net) -> None:
+    receivers, outboxes, fanout = fan_out(net, 1)
+    (slot,) = fanout.slots(PATIENCE_S)
+    del fanout
+    gc.collect()
+    slot[:] = 7
+    outboxes[0].commit(0, 100)
+    assert take(receivers[0].inbox, 0) == {0: bytes([7]) * 100}
+    del outboxes, slot
+    gc.collect()
+    with pytest.raises(PeerLost):
+        receivers[0].inbox.wait(1, 1, PATIENCE_S)
+
+
+def test_what_a_fanout_is_made_of(net: Net) -> None:
+    receiver = net.receiver(2, 2, 100)
+    sender, other = net.endpoint("sender"), net.endpoint("other")
+    mine, foreign = (each.connect(receiver.ticket, source, PATIENCE_S) for source, each in enumerate([sender, other]))
+    empty = _m2n.Fanout([])
+    empty.send(0, b"", [], [])
+    empty.commit(0, [])
+    empty.wait_credits(0.0)
+    assert empty.slots() == []
+    with pytest.raises(UserError, match=r"outboxes\[1\] is None"):
+        _m2n.Fanout([mine, None])  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"outboxes\[1\] is outboxes\[0\] again"):
+        _m2n.Fanout([mine, mine])
+    with pytest.raises(UserError, match=r"outboxes\[1\] is of another endpoint than outboxes\[0\]"):
+        _m2n.Fanout([mine, foreign])
 
 
 # --- waiting
@@ -520,8 +566,8 @@ def test_one_source_is_released(net: Net) -> None:
     assert inbox.incomplete() == [], "it was complete"
     inbox.release(1, 1)
     inbox.release(1)
-    _m2n.wait_all_credits(outboxes[:1], PATIENCE_S)
-    _m2n.wait_all_credits(outboxes[2:], PATIENCE_S)
+    _m2n.Fanout(outboxes[:1]).wait_credits(PATIENCE_S)
+    _m2n.Fanout(outboxes[2:]).wait_credits(PATIENCE_S)
     for source in (3, 65536):
         with pytest.raises(UserError, match=f"source {source}: the inbox has 3"):
             inbox.release(1, source)
@@ -569,7 +615,7 @@ def test_odd_numbers_of_senders_and_receivers(net: Net, num_senders: int, num_re
             if step % 3 == 0:
                 offsets = np.cumsum([0, *[len(part) for part in parts[:-1]]]).tolist()
                 lengths = [len(part) for part in parts]
-                _m2n.send_all(outboxes, step, np.concatenate(parts), offsets, lengths, timeout_s=PATIENCE_S)
+                _m2n.Fanout(outboxes).send(step, np.concatenate(parts), offsets, lengths, timeout_s=PATIENCE_S)
                 continue
             for outbox, part in zip(outboxes, parts, strict=True):
                 if step % 3 == 1:
@@ -577,7 +623,7 @@ def test_odd_numbers_of_senders_and_receivers(net: Net, num_senders: int, num_re
                 else:
                     outbox.slot(PATIENCE_S)[: len(part)] = part
                     outbox.commit(step, len(part))
-        _m2n.wait_all_credits(outboxes, PATIENCE_S)
+        _m2n.Fanout(outboxes).wait_credits(PATIENCE_S)
         # An outbox that goes away is a lost source: not before everybody is done.
         done.wait(PATIENCE_S)
 
@@ -644,7 +690,7 @@ def test_both_ways_at_once(net: Net) -> None:
                 outbox.send(step, pattern(index, step, 10 * (step % 500)), timeout_s=PATIENCE_S)
             received = take(ends[index].inbox, step, num_ends)
             assert received == {s: pattern(s, step, 10 * (step % 500)).tobytes() for s in range(num_ends)}
-        _m2n.wait_all_credits(outboxes, PATIENCE_S)
+        _m2n.Fanout(outboxes).wait_credits(PATIENCE_S)
         barrier.wait(PATIENCE_S)
 
     with crew() as threads:
@@ -787,7 +833,7 @@ def test_whoever_of_many_is_lost_ends_the_wait_for_all_credits(net: Net, lost: i
     with crew() as threads:
         threads.start(lambda: (time.sleep(0.05), receivers[lost].endpoint.close()))
         with pytest.raises(PeerLost, match=rf"lost receiver\[{lost}\]: closed its endpoint"):
-            _m2n.wait_all_credits(outboxes, PATIENCE_S)
+            _m2n.Fanout(outboxes).wait_credits(PATIENCE_S)
 
 
 def test_a_closed_endpoint_is_lost_to_its_senders(net: Net) -> None:
@@ -804,7 +850,7 @@ def test_a_closed_endpoint_is_lost_to_its_senders(net: Net) -> None:
         outbox.slot,
         lambda: outbox.send(1, b""),
         lambda: outbox.wait_credits(1, PATIENCE_S),
-        lambda: _m2n.wait_all_credits([outbox], PATIENCE_S),
+        lambda: _m2n.Fanout([outbox]).wait_credits(PATIENCE_S),
     ]
     for call in calls:
         with pytest.raises(PeerLost, match="lost receiver: closed its endpoint"):
@@ -1084,7 +1130,7 @@ def waits_of(net: Net) -> list[tuple[str, _m2n.Endpoint, Callable[[], Any]]]:
         ("send", sender, lambda: outbox.send(1, b"", timeout_s=PATIENCE_S)),
         ("slot", sender, lambda: outbox.slot(PATIENCE_S)),
         ("wait_credits", sender, lambda: outbox.wait_credits(1, PATIENCE_S)),
-        ("wait_all_credits", sender, lambda: _m2n.wait_all_credits([outbox], PATIENCE_S)),
+        ("Fanout.wait_credits", sender, lambda: _m2n.Fanout([outbox]).wait_credits(PATIENCE_S)),
     ]
 
 
