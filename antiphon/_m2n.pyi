@@ -167,7 +167,10 @@ class Outbox:
         """Messages by time from send to credit, as in `Inbox.wait_histogram`."""
 
 class Fanout:
-    """Several outboxes of one endpoint, used together: one call for all of them. It keeps them, so make it once."""
+    """Several outboxes of one endpoint, used together: one call for all of them. Make it once: it keeps what a call
+    would have to convert. It keeps the outboxes, too, so their receivers lose this source only when it is gone.
+
+    `UserError` if one of them is None, is there twice, or is of another endpoint."""
 
     def __init__(self, outboxes: Sequence[Outbox]) -> None: ...
     def send(
