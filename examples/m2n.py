@@ -9,7 +9,7 @@ import numpy as np
 
 from antiphon import _m2n
 
-STEPS, SLOT_BYTES, PATIENCE_S = 3, 1 << 20, 10.0
+STEPS, SLOT_BYTES, PATIENCE_S = 3, 1 << 20, 60.0
 
 
 def receive(tickets, done) -> None:
