@@ -182,7 +182,8 @@ class Fanout:
         participants: int = 0,
         timeout_s: float = 0.0,
     ) -> None:
-        """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i."""
+        """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i, in turn: where one of them cannot,
+        what went to those before it is on its way."""
     def slots(self, timeout_s: float = 0.0) -> list[NDArray[np.uint8]]:
         """`outboxes[i].slot()` for all i."""
     def commit(self, step: int, lengths: Sequence[int], participants: int = 0) -> None:

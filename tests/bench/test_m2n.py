@@ -326,7 +326,9 @@ def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path) -> None:
     assert gloo["ratio_to_gloo_median"] == 1.0
     assert memcpy["ratio_to_memcpy_median"] == 1.0
     assert memcpy["ratio_to_gloo_median"] == pytest.approx(memcpy["median_s"] / gloo["median_s"])
-    assert 0 < gloo["throughput_bytes_per_s"] < 4 * 4096 / gloo["best_s"]
+    # True at any speed: a round lasts at least as long as its shortest operation, half of the operations at most as
+    # long as half of the slowest ones.
+    assert 0 < gloo["throughput_bytes_per_s"] <= 4 * 4096 / gloo["best_s"]
     assert gloo["iterations"] >= 6
     assert gloo["best_s"] <= gloo["median_s"] <= gloo["p99_s"]
     assert gloo["median_s"] <= gloo["slowest_median_s"] <= gloo["slowest_p99_s"]
