@@ -72,6 +72,12 @@ class Endpoint:
     def close(self) -> None:
         """Say goodbye and stop; peers see `PeerLost` with reason "closed its endpoint". A second call does nothing."""
 
+class PreparedCall:
+    """A call whose arguments were converted and checked once and are kept, all but the step: for loops. It raises what
+    the call itself would, and keeps the object that it is a call of."""
+
+    def __call__(self, step: int, /) -> None: ...
+
 class Message:
     """One message that is visible and not yet released."""
 
@@ -104,6 +110,8 @@ class Inbox:
 
         A number counts messages: with it no source may send two of one step. `PeerLost` as soon as too few sources are
         left; a lost source's message that arrived completely counts."""
+    def prepare_wait(self, expect: int | Sequence[int], timeout_s: float) -> PreparedCall:
+        """`wait`, with this `expect` and this timeout in each call."""
     def wait_complete(self, timeout_s: float) -> int | None:
         """The next step of which all `participants` (as its messages say) have arrived; None at the timeout.
 
@@ -190,6 +198,20 @@ class Fanout:
         """`outboxes[i].commit(step, lengths[i])` for all i; if one of them cannot, nothing is sent."""
     def wait_credits(self, timeout_s: float) -> None:
         """Until everything sent through these outboxes has been released."""
+    def prepare_send(
+        self,
+        payload: Buffer,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        participants: int = 0,
+        timeout_s: float = 0.0,
+    ) -> PreparedCall:
+        """`send` of what lies in `payload` at each call. Its memory stays where it is as long as the prepared call
+        exists: a bytearray cannot grow meanwhile."""
+    def prepare_commit(self, lengths: Sequence[int], participants: int = 0) -> PreparedCall:
+        """`commit` of the slots that `slots` handed out before each call."""
+    def prepare_wait_credits(self, timeout_s: float) -> PreparedCall:
+        """`wait_credits`; it takes a step like the others, and looks at all credits whatever the step."""
 
 def libfabric_info(options: TransportOptions = ...) -> dict[str, Any]:
     """Which libfabric there is, its providers and what they can do; `problem` says what is missing and its mend."""

@@ -1,7 +1,8 @@
 """`antiphon doctor`, transports: how workers can exchange rows here, and PyTorch's collectives.
 
 Shared memory travels as memory files of the kernel, which need no mount. TCP works everywhere; what can be missing is
-room in the kernel's buffers, without which a thread of the library has to move bytes while a worker computes.
+room in the kernel's buffers, without which a thread of the library has to move bytes while a worker computes. All of
+them wake processes up, which a virtual machine makes expensive where its cores halt as soon as they have nothing to do.
 """
 
 import importlib
@@ -14,11 +15,14 @@ from antiphon.cli.finding import Finding
 
 BUFFER_LIMITS = (Path("/proc/sys/net/core/wmem_max"), Path("/proc/sys/net/core/rmem_max"))
 WANTED_BUFFER_BYTES = 4 * 2**20  # a micro-batch of 512 rows of 4096 bf16 values
+HALT_POLL_NS = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
+IDLE_GOVERNOR = Path("/sys/devices/system/cpu/cpuidle/current_governor")
+WANTED_HALT_POLL_NS = 200_000  # the kernel's own default
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def probe_transports() -> list[Finding]:
-    return [probe_shared_memory(), probe_tcp(), *probe_libfabric(), *probe_collectives()]
+    return [probe_shared_memory(), probe_tcp(), *probe_libfabric(), *probe_idle_cores(), *probe_collectives()]
 
 
 def _finding(name: str, status: Any, detail: str, mend: str = "") -> Finding:
@@ -63,6 +67,17 @@ def probe_libfabric() -> list[Finding]:
     for (name, what), where in domains.items():
         found.append(_finding(f"libfabric {name}", "info", f"{', '.join(where)}: {what}"))
     return found
+
+
+def probe_idle_cores() -> list[Finding]:
+    """Whether a virtual machine's idle cores look for work before they halt; nothing where another governor decides."""
+    if not HALT_POLL_NS.exists() or not IDLE_GOVERNOR.exists() or IDLE_GOVERNOR.read_text().strip() != "haltpoll":
+        return []
+    polled_ns = int(HALT_POLL_NS.read_text())
+    if polled_ns > 0:
+        return [_finding("idle cores", "ok", f"look for work for up to {polled_ns / 1000:.0f} us before they halt")]
+    detail = "this virtual machine's cores halt at once, and its host may keep one that has"
+    return [_finding("idle cores", "info", detail, f"echo {WANTED_HALT_POLL_NS} > {HALT_POLL_NS}")]
 
 
 def probe_collectives() -> list[Finding]:

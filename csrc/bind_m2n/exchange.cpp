@@ -1,4 +1,4 @@
-// Tensors arrive as addresses, as everywhere in the native interface; the Python side checks shapes and keeps them alive.
+// Tensors arrive as addresses, as everywhere in the native interface; Python checks shapes and keeps them alive.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

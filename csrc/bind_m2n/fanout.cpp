@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bind_m2n/bind_m2n.h"
+#include "bind_m2n/prepared_call.h"
 #include "bind_m2n/sending.h"
 
 namespace nb = nanobind;
@@ -37,17 +38,26 @@ class Fanout {
         posted_.reserve(outboxes_.size());
     }
 
-    void send(uint64_t step, nb::handle payload, const std::vector<uint64_t>& offsets,
-              const std::vector<uint64_t>& lengths, uint32_t participants, double timeout_s) {
-        const Buffer buffer(payload);
-        check_one_each("offsets", offsets.size());
-        check_one_each("lengths", lengths.size());
+    // A place of the payload for each outbox.
+    struct Pieces {
+        std::vector<uint64_t> offsets;
+        std::vector<uint64_t> lengths;
+    };
+
+    void check_pieces(const Pieces& pieces, uint64_t payload_bytes) const {
+        check_one_each("offsets", pieces.offsets.size());
+        check_one_each("lengths", pieces.lengths.size());
         for (size_t i = 0; i < pointers_.size(); ++i) {
-            if (offsets[i] <= buffer.size() && lengths[i] <= buffer.size() - offsets[i]) continue;
-            refuse("bytes " + std::to_string(offsets[i]) + " to " + std::to_string(offsets[i] + lengths[i]) +
-                   " of a payload of " + std::to_string(buffer.size()));
+            const uint64_t offset = pieces.offsets[i], length = pieces.lengths[i];
+            if (offset <= payload_bytes && length <= payload_bytes - offset) continue;
+            refuse("bytes " + std::to_string(offset) + " to " + std::to_string(offset + length) + " of a payload of " +
+                   std::to_string(payload_bytes));
         }
-        const m2n::MessageLabel label = make_label(step, {}, participants);
+    }
+
+    // `buffer` is `payload`'s, the pieces were checked.
+    void send(const m2n::MessageLabel& label, nb::handle payload, const Buffer& buffer, const Pieces& pieces,
+              double timeout_s) {
         posted_.clear();
         const auto keep = [&] {
             for (size_t i = 0; i < posted_.size(); ++i) keep_while_sending(*pointers_[i], posted_[i], payload);
@@ -55,7 +65,8 @@ class Fanout {
         try {
             within(timeout_s, [&](m2n::Deadline deadline) {
                 for (size_t i = 0; i < pointers_.size(); ++i) {
-                    posted_.push_back(pointers_[i]->send(label, buffer.data() + offsets[i], lengths[i], deadline));
+                    const std::byte* piece = buffer.data() + pieces.offsets[i];
+                    posted_.push_back(pointers_[i]->send(label, piece, pieces.lengths[i], deadline));
                 }
             });
         } catch (...) {
@@ -75,10 +86,8 @@ class Fanout {
         return found;
     }
 
-    void commit(uint64_t step, const std::vector<uint64_t>& lengths, uint32_t participants) {
-        check_one_each("lengths", lengths.size());
+    void commit(const m2n::MessageLabel& label, const std::vector<uint64_t>& lengths) {
         for (size_t i = 0; i < pointers_.size(); ++i) pointers_[i]->check_commit(lengths[i]);
-        const m2n::MessageLabel label = make_label(step, {}, participants);
         const nb::gil_scoped_release release;
         for (size_t i = 0; i < pointers_.size(); ++i) pointers_[i]->commit(label, lengths[i]);
     }
@@ -87,13 +96,13 @@ class Fanout {
         within(timeout_s, [&](m2n::Deadline deadline) { Outbox::wait_all_credits(pointers_, deadline); });
     }
 
-  private:
     void check_one_each(const char* what, size_t number) const {
         if (number == pointers_.size()) return;
         refuse(std::to_string(pointers_.size()) + " outboxes and " + std::to_string(number) + " " + what +
                ": give one of each");
     }
 
+  private:
     // A slot's array is made when the slot first comes round.
     nb::object& view(size_t index, std::byte* payload) {
         for (auto& [address, made] : views_[index]) {
@@ -109,16 +118,58 @@ class Fanout {
     std::vector<std::vector<std::pair<std::byte*, nb::object>>> views_;
 };
 
+using SharedFanout = std::shared_ptr<Fanout>;
+
+void send(Fanout& fanout, uint64_t step, nb::handle payload, std::vector<uint64_t> offsets,
+          std::vector<uint64_t> lengths, uint32_t participants, double timeout_s) {
+    const Buffer buffer(payload);
+    const Fanout::Pieces pieces{std::move(offsets), std::move(lengths)};
+    fanout.check_pieces(pieces, buffer.size());
+    fanout.send(make_label(step, {}, participants), payload, buffer, pieces, timeout_s);
+}
+
+void commit(Fanout& fanout, uint64_t step, const std::vector<uint64_t>& lengths, uint32_t participants) {
+    fanout.check_one_each("lengths", lengths.size());
+    fanout.commit(make_label(step, {}, participants), lengths);
+}
+
+PreparedCall prepare_send(SharedFanout fanout, nb::object payload, std::vector<uint64_t> offsets,
+                          std::vector<uint64_t> lengths, uint32_t participants, double timeout_s) {
+    auto buffer = std::make_shared<Buffer>(payload);
+    Fanout::Pieces pieces{std::move(offsets), std::move(lengths)};
+    fanout->check_pieces(pieces, buffer->size());
+    deadline_after(timeout_s);  // refuses what is no timeout
+    return PreparedCall([=, pieces = std::move(pieces)](uint64_t step) {
+        fanout->send(make_label(step, {}, participants), payload, *buffer, pieces, timeout_s);
+    });
+}
+
+PreparedCall prepare_commit(SharedFanout fanout, std::vector<uint64_t> lengths, uint32_t participants) {
+    fanout->check_one_each("lengths", lengths.size());
+    return PreparedCall([=, lengths = std::move(lengths)](uint64_t step) {
+        fanout->commit(make_label(step, {}, participants), lengths);
+    });
+}
+
+PreparedCall prepare_wait_credits(SharedFanout fanout, double timeout_s) {
+    deadline_after(timeout_s);
+    return PreparedCall([=](uint64_t) { fanout->wait_credits(timeout_s); });
+}
+
 }  // namespace
 
 void bind_m2n_fanout(nb::module_& module) {
     nb::class_<Fanout>(module, "Fanout")
         .def(nb::init<Outboxes>(), nb::arg("outboxes"))
-        .def("send", &Fanout::send, nb::arg("step"), nb::arg("payload"), nb::arg("offsets"), nb::arg("lengths"),
+        .def("send", &send, nb::arg("step"), nb::arg("payload"), nb::arg("offsets"), nb::arg("lengths"),
              nb::arg("participants") = 0, nb::arg("timeout_s") = 0.0)
         .def("slots", &Fanout::slots, nb::arg("timeout_s") = 0.0)
-        .def("commit", &Fanout::commit, nb::arg("step"), nb::arg("lengths"), nb::arg("participants") = 0)
-        .def("wait_credits", &Fanout::wait_credits, nb::arg("timeout_s"));
+        .def("commit", &commit, nb::arg("step"), nb::arg("lengths"), nb::arg("participants") = 0)
+        .def("wait_credits", &Fanout::wait_credits, nb::arg("timeout_s"))
+        .def("prepare_send", &prepare_send, nb::arg("payload"), nb::arg("offsets"), nb::arg("lengths"),
+             nb::arg("participants") = 0, nb::arg("timeout_s") = 0.0)
+        .def("prepare_commit", &prepare_commit, nb::arg("lengths"), nb::arg("participants") = 0)
+        .def("prepare_wait_credits", &prepare_wait_credits, nb::arg("timeout_s"));
 }
 
 }  // namespace antiphon::bind

@@ -9,6 +9,7 @@ NB_MODULE(_m2n, module) {
     // A worker may end while one of its threads still holds an object: that is no leak worth words on the terminal.
     nanobind::set_leak_warnings(false);
     antiphon::bind::bind_m2n_errors(module);
+    antiphon::bind::bind_m2n_prepared_call(module);
     antiphon::bind::bind_m2n_inbox(module);
     antiphon::bind::bind_m2n_outbox(module);
     antiphon::bind::bind_m2n_fanout(module);

@@ -74,6 +74,24 @@ def test_small_socket_buffers_are_said_with_their_mend(monkeypatch: pytest.Monke
     assert "net.core.rmem_max=4194304" in finding.mend
 
 
+@pytest.mark.parametrize(
+    ("governor", "polled_ns", "status"), [("haltpoll", 0, "info"), ("haltpoll", 200_000, "ok"), ("menu", 0, None)]
+)
+def test_idle_cores_that_halt_at_once_are_said_with_their_mend(
+    governor: str, polled_ns: int, status: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in (("HALT_POLL_NS", polled_ns), ("IDLE_GOVERNOR", governor)):
+        (tmp_path / name).write_text(f"{text}\n")
+        monkeypatch.setattr(doctor_transports, name, tmp_path / name)
+    findings = doctor_transports.probe_idle_cores()
+    assert [finding.status for finding in findings] == ([status] if status else [])
+    assert [finding.mend for finding in findings if finding.mend] == (
+        [f"echo 200000 > {tmp_path / 'HALT_POLL_NS'}"] if status == "info" else []
+    )
+    (tmp_path / "HALT_POLL_NS").unlink()
+    assert doctor_transports.probe_idle_cores() == []
+
+
 def test_libfabric_is_reported_with_its_providers_or_with_the_way_to_it() -> None:
     first, *providers = doctor_transports.probe_libfabric()
     if first.status == "ok":

@@ -106,16 +106,16 @@ class AntiphonMember:
         if self._endpoint is not None:
             self._endpoint.close()
 
-    # What runs between readings of the clock holds what it needs, as the inner loop of a program would.
+    # What runs between readings of the clock is prepared, as the inner loop of a program would be.
 
     def _send_call(self) -> Callable[[int], None]:
-        send, timeout_s = self._fanout.send, self._seat.timeout_s
-        payload, offsets, lengths = self._payload.data, self._offsets, self._lengths
-        return lambda step: send(step, payload, offsets, lengths, 0, timeout_s)
+        return self._fanout.prepare_send(
+            self._payload.data, self._offsets, self._lengths, timeout_s=self._seat.timeout_s
+        )
 
     def _commit_call(self) -> Callable[[int], None]:
-        slots, commit = self._fanout.slots, self._fanout.commit
-        timeout_s, lengths = self._seat.timeout_s, self._lengths
+        slots, commit = self._fanout.slots, self._fanout.prepare_commit(self._lengths)
+        timeout_s = self._seat.timeout_s
 
         def run(step: int) -> None:
             payloads = slots(timeout_s)
@@ -123,18 +123,16 @@ class AntiphonMember:
                 for slot, flow in zip(payloads, self._outgoing, strict=True):
                     slot[: flow.num_bytes] = pattern(flow.num_bytes, step, flow.source, flow.destination)
                 self._fill_slots = False
-            commit(step, lengths)
+            commit(step)
 
         return run
 
     def _receive_calls(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
         assert self._inbox is not None, "only a receiver waits"
-        wait, num_sources, timeout_s = self._inbox.wait, len(self._incoming), self._seat.timeout_s
-        return lambda step: wait(step, num_sources, timeout_s), self._inbox.release
+        return self._inbox.prepare_wait(len(self._incoming), self._seat.timeout_s), self._inbox.release
 
     def _wait_for_credits_call(self) -> Callable[[int], None]:
-        wait_credits, timeout_s = self._fanout.wait_credits, self._seat.timeout_s
-        return lambda _: wait_credits(timeout_s)
+        return self._fanout.prepare_wait_credits(self._seat.timeout_s)
 
 
 def make_member(seat: Seat, options: Mapping[str, str]) -> AntiphonMember:

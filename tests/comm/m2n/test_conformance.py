@@ -381,6 +381,78 @@ def test_each_slot_comes_round_with_its_own_memory(net: Net) -> None:
         fanout.send(3, b"x", [0, 0], [1, 1])
 
 
+def test_prepared_calls_send_what_lies_in_the_payload_then(net: Net) -> None:
+    receivers, _, fanout = fan_out(net, 3)
+    payload = bytearray(150)
+    pieces = [(0, 30), (30, 100), (150, 0)]
+    offsets, lengths = ([piece[i] for piece in pieces] for i in range(2))
+    send = fanout.prepare_send(payload, offsets, lengths, participants=1, timeout_s=PATIENCE_S)
+    wait_credits = fanout.prepare_wait_credits(PATIENCE_S)
+    waits = [receiver.inbox.prepare_wait(1, PATIENCE_S) for receiver in receivers]
+    offsets[0] = lengths[1] = 5  # what was prepared stays
+    del fanout  # each keeps what it is a call of
+    gc.collect()
+    for step in range(5):
+        payload[:] = pattern(0, step, 150).tobytes()
+        send(step)
+        for wait, receiver, (start, length) in zip(waits, receivers, pieces, strict=True):
+            wait(step)
+            assert take(receiver.inbox, step) == {0: bytes(payload[start : start + length])}
+        wait_credits(step)
+    with pytest.raises(BufferError):
+        payload.extend(b"more")
+    del send
+    payload.extend(b"more")
+
+
+def test_prepared_commits_send_the_slots(net: Net) -> None:
+    receivers, _, fanout = fan_out(net, 2)
+    lengths = [100, 1]
+    commit = fanout.prepare_commit(lengths, participants=1)
+    for step in range(5):
+        for source, slot in enumerate(fanout.slots(PATIENCE_S)):
+            slot[:] = pattern(source, step, 100)
+        commit(step)
+        for source, (receiver, length) in enumerate(zip(receivers, lengths, strict=True)):
+            assert receiver.inbox.wait_complete(PATIENCE_S) == step
+            assert take(receiver.inbox, step) == {0: pattern(source, step, length).tobytes()}
+        fanout.wait_credits(PATIENCE_S)
+    with pytest.raises(UserError, match=r"commit without slot\(\)"):
+        commit(9)
+
+
+def test_prepared_calls_fail_as_the_calls_would(net: Net) -> None:
+    (receiver,), outboxes, fanout = fan_out(net, 1)
+    with pytest.raises(UserError, match="bytes 4 to 6 of a payload of 5"):
+        fanout.prepare_send(b"five.", [4], [2])
+    with pytest.raises(UserError, match="1 outboxes and 2 lengths: give one of each"):
+        fanout.prepare_send(b"five.", [0], [2, 3])
+    with pytest.raises(UserError, match="1 outboxes and 0 lengths: give one of each"):
+        fanout.prepare_commit([])
+    with pytest.raises(UserError, match="2 sources are expected: the inbox has 1"):
+        receiver.inbox.prepare_wait(2, 0.0)
+    for prepare in (fanout.prepare_wait_credits, lambda timeout_s: receiver.inbox.prepare_wait([0], timeout_s)):
+        with pytest.raises(UserError, match="it must be 0 to 1e9"):
+            prepare(-1.0)
+    send = fanout.prepare_send(b"five.", [0], [5])
+    with pytest.raises(TypeError):
+        send("first")  # type: ignore[arg-type]
+    send(0)
+    send(1)
+    with pytest.raises(NoCredit, match="has no free slot of 2"):
+        send(2)
+    with pytest.raises(PeerTimeout, match="credits"):
+        fanout.prepare_wait_credits(0.01)(0)
+    wait = receiver.inbox.prepare_wait([0], 0.01)
+    wait(1)
+    with pytest.raises(PeerTimeout, match="step 7"):
+        wait(7)
+    del outboxes, fanout, send  # a prepared call keeps the outbox: only now the receiver loses its source
+    gc.collect()
+    with pytest.raises(PeerLost):
+        receiver.inbox.prepare_wait([0], PATIENCE_S)(7)
+
+
 def test_views_of_slots_outlive_the_fanout(net: Net) -> None:
     receivers, outboxes, fanout = fan_out(net, 1)
     (slot,) = fanout.slots(PATIENCE_S)
