@@ -150,6 +150,8 @@ def main() -> None:
     if arguments.inside:
         run_inside(json.loads(arguments.inside))
         return
+    if arguments.model is None:
+        parser.error("MODEL: which folder? `make yardstick` writes a small one to out/yardstick-tiny")
     if reason := box_unavailable():
         raise SystemExit(reason)
     case = Case(
