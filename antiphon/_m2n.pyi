@@ -15,6 +15,9 @@ from typing_extensions import Buffer as _Buffer
 Buffer = _Buffer | NDArray[Any]  # numpy arrays are buffers, but their stubs say so only from Python 3.12 on
 
 class TransportOptions:
+    """`cache_bytes` (shm): what the machine's last-level caches hold; None: as the system says. Slots that they have
+    lost since their last use are written past them."""
+
     data_priority: int
     data_type_of_service: int
     credit_priority: int
@@ -24,6 +27,7 @@ class TransportOptions:
     provider: str
     data_traffic_class: int
     credit_traffic_class: int
+    cache_bytes: int | None
     shuffle_seed: int
 
     def __init__(self) -> None: ...
@@ -170,7 +174,7 @@ class Outbox:
     def wait_credits(self, num_credits: int, timeout_s: float) -> None:
         """Until at least so many slots are free; all of them: everything sent has been released."""
     def counters(self) -> dict[str, int | str]:
-        """peer, messages, bytes, credit_waits, credits."""
+        """peer, messages, bytes, credit_waits, nontemporal (copied past the caches), credits."""
     def credit_histogram(self) -> list[int]:
         """Messages by time from send to credit, as in `Inbox.wait_histogram`."""
 
@@ -215,6 +219,10 @@ class Fanout:
 
 def libfabric_info(options: TransportOptions = ...) -> dict[str, Any]:
     """Which libfabric there is, its providers and what they can do; `problem` says what is missing and its mend."""
+
+def nontemporal_copy(target: Buffer, source: Buffer) -> None:
+    """Copy all bytes of `source` to `target`, which is as long, past the caches: for a slot written in place that they
+    have lost. Releases the GIL."""
 
 def transports() -> list[str]:
     """The back-ends this build has."""

@@ -33,6 +33,7 @@ nb::dict counters_of(Outbox& outbox) {
     row["messages"] = outbox.counters().messages;
     row["bytes"] = outbox.counters().bytes;
     row["credit_waits"] = outbox.counters().credit_waits;
+    row["nontemporal"] = outbox.num_nontemporal();
     row["credits"] = outbox.credits();
     return row;
 }

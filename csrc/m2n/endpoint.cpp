@@ -137,7 +137,7 @@ std::shared_ptr<Outbox> Endpoint::connect(const Ticket& ticket, SourceId source,
     try {
         check_range("slots of " + ticket.name, welcome.slots, max_slots);
         check_range("slot bytes of " + ticket.name, welcome.slot_bytes, max_slot_bytes);
-        const PairSpec spec{source, welcome.slots, welcome.slot_bytes, welcome.epoch};
+        const PairSpec spec{source, welcome.slots, welcome.slot_bytes, welcome.epoch, ticket.sources};
         std::unique_ptr<Link> link =
             transport_->open_link(spec, welcome.blob, ticket.address.host, ticket.address.port, deadline);
         std::shared_ptr<Tie> tie = make_tie(connection);
@@ -172,7 +172,8 @@ Welcome Endpoint::on_hello(ConnectionId connection, const Hello& hello) {
             throw Error(Code::refused, "source " + std::to_string(hello.source) + " asked for, the inbox has " +
                                            std::to_string(inbox->spec().sources));
         }
-        spec = {hello.source, inbox->spec().slots, inbox->spec().slot_bytes, found->second.next_epoch};
+        spec = {hello.source, inbox->spec().slots, inbox->spec().slot_bytes, found->second.next_epoch,
+                inbox->spec().sources};
         found->second.next_epoch = spec.epoch + 1 == 0 ? 1 : spec.epoch + 1;
     }
     Welcome welcome{spec.epoch, spec.slots, spec.slot_bytes, options_.name, {}};

@@ -90,6 +90,7 @@ class Outbox {
     bool is_of_same_endpoint(const Outbox& other) const { return transport_ == other.transport_; }
 
     const OutboxCounters& counters() const { return counters_; }
+    uint64_t num_nontemporal() const { return link_->num_nontemporal(); }
     const Histogram& credit_histogram() const { return round_trips_; }
 
   private:

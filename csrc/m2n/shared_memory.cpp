@@ -12,6 +12,7 @@
 #include "m2n/error.h"
 #include "m2n/mapped_file.h"
 #include "m2n/pair_memory.h"
+#include "m2n/nontemporal_copy.h"
 #include "m2n/transports.h"
 
 namespace antiphon::m2n {
@@ -57,23 +58,26 @@ class SharedLanding final : public Landing {
 
 class SharedLink final : public Link {
   public:
-    SharedLink(const PairSpec& spec, MappedFile memory, MappedFile receiver_bells)
+    SharedLink(const PairSpec& spec, MappedFile memory, MappedFile receiver_bells, const ColdSlots& cold_slots)
         : file_(std::move(memory)),
           receiver_bells_(std::move(receiver_bells)),
           memory_(file_.data(), spec),
-          credits_(spec.slots) {}
+          credits_(spec.slots),
+          cold_slots_(cold_slots) {}
 
     std::byte* slot(SlotId slot) override { return memory_.slot(slot); }
 
     void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
         std::byte* slot = memory_.slot(immediate.slot);
-        if (payload != nullptr && header.length > 0) std::memcpy(slot + header_bytes, payload, header.length);
+        const bool is_cold = cold_slots_.write(immediate.slot, header.length);
+        if (payload != nullptr && header.length > 0) copy(slot + header_bytes, payload, header.length, is_cold);
         std::memcpy(slot, &header, header_bytes);
         memory_.arrived(immediate.slot).store(immediate.pack(), std::memory_order_release);
         ring(bells_in(receiver_bells_).of(Event::arrival));
     }
 
     bool source_reusable(SlotId) override { return true; }
+    uint64_t num_nontemporal() const override { return num_nontemporal_; }
 
     bool poll(ImmediateSink& sink, std::string&) override {
         credits_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return memory_.released(slot); });
@@ -81,15 +85,27 @@ class SharedLink final : public Link {
     }
 
   private:
+    void copy(std::byte* to, const std::byte* from, uint64_t num_bytes, bool is_cold) {
+        if (is_cold) {
+            nontemporal_copy(to, from, num_bytes);
+            ++num_nontemporal_;
+        } else {
+            std::memcpy(to, from, num_bytes);
+        }
+    }
+
     MappedFile file_;
     MappedFile receiver_bells_;
     PairMemory memory_;
     WordReader credits_;
+    ColdSlots cold_slots_;
+    uint64_t num_nontemporal_ = 0;
 };
 
 class SharedMemory final : public Transport {
   public:
-    SharedMemory() : bells_(MappedFile::create(bell_file_bytes)) {}
+    explicit SharedMemory(uint64_t cache_bytes)
+        : bells_(MappedFile::create(bell_file_bytes)), cache_bytes_(cache_bytes) {}
 
     const char* name() const override { return "shm"; }
     bool same_host_only() const override { return true; }
@@ -115,7 +131,8 @@ class SharedMemory final : public Transport {
         if (welcome.descriptors.size() != 2) throw Error(Code::refused, "shm: the receiver named no memory");
         MappedFile memory = MappedFile::adopt(std::move(welcome.descriptors[0]), PairMemory::bytes(spec));
         MappedFile bells = MappedFile::adopt(std::move(welcome.descriptors[1]), bell_file_bytes);
-        return std::make_unique<SharedLink>(spec, std::move(memory), std::move(bells));
+        return std::make_unique<SharedLink>(spec, std::move(memory), std::move(bells),
+                                            ColdSlots(spec, cache_bytes_, sent_bytes_));
     }
 
     bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
@@ -143,11 +160,16 @@ class SharedMemory final : public Transport {
     BellPage& own() { return bells_in(bells_); }
 
     MappedFile bells_;
+    const uint64_t cache_bytes_;
+    uint64_t sent_bytes_ = 0;
     std::atomic<bool> interrupted_{false};
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_shared_memory(const TransportOptions&) { return std::make_unique<SharedMemory>(); }
+std::unique_ptr<Transport> make_shared_memory(const TransportOptions& options) {
+    static const uint64_t of_this_machine = last_level_cache_bytes();
+    return std::make_unique<SharedMemory>(options.cache_bytes.value_or(of_this_machine));
+}
 
 }  // namespace antiphon::m2n

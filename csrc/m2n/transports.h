@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,8 @@ struct TransportOptions {
     std::string provider;        // "tcp", "verbs", "efa", "shm"; empty: the best there is
     int data_traffic_class = -1;    // FI_TC_*; -1: the provider's default
     int credit_traffic_class = -1;
+    // shm
+    std::optional<uint64_t> cache_bytes;  // see ColdSlots; not given: as the machine says
     // loopback
     uint64_t shuffle_seed = 0;   // not 0: deliver in a random order, a few at a time
 };
