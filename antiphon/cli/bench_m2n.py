@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +28,13 @@ BytesOption = Annotated[
 ]
 FigureOption = Annotated[str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")]
 TransportOption = Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")]
-AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, mpi, ucx.")]
+AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, memcpy-nt, mpi, ucx.")]
 RoundsOption = Annotated[int, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")]
 RepetitionsOption = Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")]
 InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Also with payloads written into the slots.")]
 DuplexOption = Annotated[bool, typer.Option("--duplex", help="Receivers send as much back meanwhile.")]
 UnbalancedOption = Annotated[bool, typer.Option("--unbalanced", help="A size per receiver, or a spread of one.")]
+TouchOption = Annotated[bool, typer.Option("--touch", help="Write and read every byte in every round.")]
 WaitingOption = Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spin or block.")]
 TimelineOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write some rounds as a Perfetto trace.")]
 TimeoutOption = Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")]
@@ -50,6 +52,7 @@ def m2n(
     in_place: InPlaceOption = False,
     duplex: DuplexOption = False,
     unbalanced: UnbalancedOption = False,
+    touch: TouchOption = False,
     waiting: WaitingOption = "auto",
     timeout: TimeoutOption = 30.0,
     timeline: TimelineOption = None,
@@ -58,6 +61,7 @@ def m2n(
     """Time M senders writing to N receivers: Antiphon, gloo, plain copy."""
     check_output_file("--timeline", timeline)
     chosen_cases = choose_cases(senders, receivers, sizes, figure, both_ways=duplex, unbalanced=unbalanced)
+    chosen_cases = [replace(case, touched=touch) for case in chosen_cases]
     contestants = choose_contestants(_names(transport), _names(against), in_place=in_place, waiting=waiting)
     settings = make_settings(rounds, repetitions, timeout, record=timeline is not None)
     outcome = bench_m2n(contestants, chosen_cases, settings)

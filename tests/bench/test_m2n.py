@@ -5,7 +5,9 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,20 +15,21 @@ import pytest
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, ResourceError, UserError
-from antiphon.bench.m2n.api import RELEASE, SEND, WAIT, Phase, Seat, Traffic
+from antiphon.bench.m2n.api import READ, RELEASE, SEND, WAIT, Phase, Seat, Traffic
 from antiphon.bench.m2n.cases import by_processes, check_memory, figure_cases, largest, make_cases, ramp
 from antiphon.bench.m2n.contestants import Contestant, choose_contestants
 from antiphon.bench.m2n.group import MemberFailed, ProcessGroup, Track, elapsed_s, operations_s
 from antiphon.bench.m2n.harness import Settings, bench_m2n
 from antiphon.bench.m2n.launch import end_all, start_ranks
-from antiphon.bench.m2n.pattern import WrongData, check_pattern, pattern
-from antiphon.bench.m2n.process import checked_round, timed_rounds
+from antiphon.bench.m2n.pattern import Bytes, WrongData, check_pattern, pattern
+from antiphon.bench.m2n.process import checked_round, timed_rounds, with_reading, write_anew
 from antiphon.bench.m2n.table import COLUMNS, Block, make_rows, table_cells
 from antiphon.bench.m2n.timeline import write_trace
 from antiphon.bench.quiet import Repetition, Repetitions
 
 ODD = Traffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
 ODD_BOTH_WAYS = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
+TOUCHED = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True, touched=True)
 
 
 def installed_by_choice(name: str) -> Contestant:
@@ -41,7 +44,9 @@ def mpi() -> Contestant:
 def contestants(names: Sequence[str]) -> list[Contestant]:
     """By the name in a report."""
     ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
-    baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
+    baselines = choose_contestants(
+        [], ["gloo", "gloo-all-to-all", "memcpy", "memcpy-nt"], in_place=False, waiting="auto"
+    )
     by_name = {contestant.name: contestant for contestant in [*ours, *baselines, mpi(), installed_by_choice("ucx")]}
     return [by_name[name] for name in names]
 
@@ -58,6 +63,7 @@ def test_every_pair_has_a_message_and_one_back_if_both_ways() -> None:
     assert ODD_BOTH_WAYS.round_bytes == 2 * 3 * 521
     assert [ODD_BOTH_WAYS.index(rank) for rank in range(5)] == [0, 1, 2, 0, 1]
     assert str(ODD_BOTH_WAYS) == "3 x 2 of 260 B on average, both ways"
+    assert str(TOUCHED) == "3 x 2 of 260 B on average, both ways, touched"
 
 
 def test_sizes_are_cases_or_receivers() -> None:
@@ -190,10 +196,30 @@ def test_a_checked_round_looks_between_arrival_and_release() -> None:
     assert calls == ["produce", SEND, WAIT, "check", RELEASE]
 
 
+def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> None:
+    calls: list[str] = []
+    memory = np.zeros(5, np.uint8)
+
+    class Recorder:
+        def payloads(self) -> list[Bytes]:
+            return [memory[:2], memory[2:4]]
+
+        def arrived(self, step: int) -> list[Bytes]:
+            calls.append(f"arrived {step}: {memory.tolist()}")
+            return [memory]
+
+    member: Any = Recorder()
+    phases = with_reading(member, [Phase(name, lambda step, name=name: calls.append(name)) for name in (WAIT, RELEASE)])  # type: ignore[misc]
+    assert [phase.name for phase in phases] == [WAIT, READ, RELEASE]
+    marks = timed_rounds(phases, 257, 2, partial(write_anew, member))
+    assert calls == [WAIT, "arrived 257: [1, 1, 1, 1, 0]", RELEASE, WAIT, "arrived 258: [2, 2, 2, 2, 0]", RELEASE]
+    assert len(marks) == 2 * 4
+
+
 # --- every contestant, end to end
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
-EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
+EVERYBODY = ["memcpy", "memcpy-nt", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
 
 
 def skip_without(contestant: Contestant) -> None:
@@ -211,7 +237,7 @@ def skip_without(contestant: Contestant) -> None:
 
 
 @pytest.mark.parametrize("name", EVERYBODY)
-@pytest.mark.parametrize("traffic", [ODD, ODD_BOTH_WAYS], ids=["one way", "both ways"])
+@pytest.mark.parametrize("traffic", [ODD, ODD_BOTH_WAYS, TOUCHED], ids=["one way", "both ways", "touched"])
 def test_all_bytes_arrive_and_rounds_are_timed(name: str, traffic: Traffic) -> None:
     (contestant,) = contestants([name])
     skip_without(contestant)
@@ -221,6 +247,7 @@ def test_all_bytes_arrive_and_rounds_are_timed(name: str, traffic: Traffic) -> N
             num_senders=traffic.num_senders,
             receiver_bytes=(1,) * traffic.num_receivers,
             both_ways=traffic.both_ways,
+            touched=traffic.touched,
         )
         for prepared in (traffic, smaller):
             group.prepare(prepared)
@@ -231,6 +258,7 @@ def test_all_bytes_arrive_and_rounds_are_timed(name: str, traffic: Traffic) -> N
             for recorded in tracks:
                 assert recorded.marks.shape == (4, len(recorded.phases) + 1)
                 assert np.all(np.diff(recorded.marks.ravel()) >= 0)
+                assert (READ in recorded.phases) == traffic.touched
             assert np.all(operations_s(tracks) > 0)
             assert elapsed_s(tracks) >= operations_s(tracks).max()
     assert not any(psutil.pid_exists(pid) for pid in pids)

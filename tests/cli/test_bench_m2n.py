@@ -33,7 +33,10 @@ def test_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--senders 0", "--senders is 0: use 1 to 128"),
         ("--bytes many", "--bytes 'many' is not a size in bytes: write for example 4GiB, 500MB or 1000000"),
         ("--transport shm,pigeon", "--transport pigeon does not exist: use some of shm, tcp, libfabric"),
-        ("--against nccl", "--against nccl is not known: use some of gloo, gloo-all-to-all, memcpy, mpi, ucx"),
+        (
+            "--against nccl",
+            "--against nccl is not known: use some of gloo, gloo-all-to-all, memcpy, memcpy-nt, mpi, ucx",
+        ),
         ("--rounds -1", "--rounds is -1: it must be at least 1, or 0 for as many as take 0.3 s"),
         ("--repetitions 0", "--repetitions is 0: it must be at least 1"),
         ("--timeout 0", "--timeout is 0.0: it must be above 0 s"),
@@ -67,3 +70,15 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(promised <= row.keys() for row in found["rows"])
     assert [row["in_place"] for row in found["rows"]] == [False, True, False]
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_touched_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "m2n.json"
+    options = "--touch --senders 1 --receivers 2 --bytes 4KiB --transport shm --against memcpy,memcpy-nt --rounds 5"
+    assert run(monkeypatch, *options.split(), "--repetitions", "1", "--json", str(report)) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in table[1:]] == ["shm", "memcpy", "memcpy-nt"]
+    assert all("4.0 KiB touched" in line for line in table[1:])
+    assert [row["touched"] for row in json.loads(report.read_text())["rows"]] == [True] * 3

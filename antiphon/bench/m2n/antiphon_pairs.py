@@ -4,9 +4,8 @@ Sender: one `Fanout.send`, then wait until every credit is back. Receiver: wait 
 visible, release them; the credits are the acknowledgements. One slot per pair: a round never needs a second one, and
 the memory touched is then as large as that of the plain copy it is compared with.
 
-In place: the producer writes its payload into the slot, so that sending copies nothing. Here it was written during the
-checked rounds, and timed rounds send the slot again as it is; writing it anew before the clock starts would make one
-sender's filling part of all others' rounds.
+In place: the producer writes its payload into the slot, so that sending copies nothing. Untouched rounds send the slot
+again as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ class AntiphonMember:
         self._payload: Bytes = np.empty(0, np.uint8)
         self._offsets: list[int] = []
         self._lengths: list[int] = []
-        self._fill_slots = False
+        self._arrived: list[Bytes] = []
 
     def open(self) -> bytes:
         seat = self._seat
@@ -76,6 +75,7 @@ class AntiphonMember:
         self._lengths = [flow.num_bytes for flow in self._outgoing]
         self._offsets = [sum(self._lengths[:position]) for position in range(len(self._lengths))]
         self._payload = np.zeros(0 if self._in_place else sum(self._lengths), np.uint8)
+        self._arrived = []
         return phases_of_pairs(
             (self._commit_call() if self._in_place else self._send_call()) if self._outgoing else None,
             self._receive_calls() if self._incoming else None,
@@ -83,13 +83,8 @@ class AntiphonMember:
         )
 
     def produce(self, step: int) -> None:
-        self._fill_slots = self._in_place
-        if self._in_place:
-            return
-        for flow, offset in zip(self._outgoing, self._offsets, strict=True):
-            self._payload[offset : offset + flow.num_bytes] = pattern(
-                flow.num_bytes, step, flow.source, flow.destination
-            )
+        for flow, payload in zip(self._outgoing, self.payloads(), strict=True):
+            payload[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
 
     def check(self, step: int) -> None:
         assert self._inbox is not None, "only a receiver waits"
@@ -101,6 +96,18 @@ class AntiphonMember:
             if message.step != step:
                 raise WrongData(f"step {step}: the message from rank {flow.source} says step {message.step}")
             check_pattern(message.payload, flow.num_bytes, step, flow.source, flow.destination)
+
+    def payloads(self) -> Sequence[Bytes]:
+        if self._in_place:
+            slots = self._fanout.slots(self._seat.timeout_s)
+            return [slot[:length] for slot, length in zip(slots, self._lengths, strict=True)]
+        pieces = zip(self._offsets, self._lengths, strict=True)
+        return [self._payload[offset : offset + length] for offset, length in pieces]
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        if not self._arrived and self._inbox is not None:  # each source has one slot, so the next round's lie there too
+            self._arrived = [message.payload for message in self._inbox.messages(step)]
+        return self._arrived
 
     def close(self) -> None:
         if self._endpoint is not None:
@@ -118,11 +125,7 @@ class AntiphonMember:
         timeout_s = self._seat.timeout_s
 
         def run(step: int) -> None:
-            payloads = slots(timeout_s)
-            if self._fill_slots:
-                for slot, flow in zip(payloads, self._outgoing, strict=True):
-                    slot[: flow.num_bytes] = pattern(flow.num_bytes, step, flow.source, flow.destination)
-                self._fill_slots = False
+            slots(timeout_s)
             commit(step)
 
         return run

@@ -5,6 +5,10 @@ One round: every sender writes one message to every receiver; a receiver acknowl
 operations of the senders count; both ways at once, every process sends and receives, and its operation also covers the
 arrival of what it is sent.
 
+Touched rounds are what a program would do: a process writes its payloads anew before its operation begins, and reads
+what it was sent before it acknowledges. Untouched ones time the exchange alone; a copy that passes the caches, or pages
+handed to the kernel, then cost nobody anything, so a gain by such means is only a gain if touched rounds show it too.
+
 A contestant is a set of processes. Each runs one `Member`, whose `phases`, called in turn, are its part of a round; the
 clock is read between them and nowhere else, so that no contestant can define its time its own way. Rejected: each
 contestant timing itself (the definitions drift apart), and a barrier before every round (it hides what a late process
@@ -18,11 +22,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from antiphon.base.units import format_bytes
+from antiphon.bench.m2n.pattern import Bytes
 
 Role = Literal["sender", "receiver", "copier"]
 
 SEND = "send"
-WAIT = "wait"  # after this phase a member's incoming messages are there and may be checked
+WAIT = "wait"  # after this phase a member's incoming messages are there and may be read
+READ = "read"  # in touched rounds
 RELEASE = "release"
 CREDITS = "wait for credits"
 
@@ -37,11 +43,13 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """One round's messages. `receiver_bytes[j]`: bytes from each sender to receiver j, and back if `both_ways`."""
+    """One round's messages. `receiver_bytes[j]`: bytes from each sender to receiver j, and back if `both_ways`.
+    `touched`: written anew and read in every round."""
 
     num_senders: int
     receiver_bytes: tuple[int, ...]
     both_ways: bool = False
+    touched: bool = False
 
     @property
     def num_receivers(self) -> int:
@@ -89,7 +97,8 @@ class Traffic:
     def __str__(self) -> str:
         spread = "" if self.is_balanced else " on average"
         ways = ", both ways" if self.both_ways else ""
-        return f"{self.num_senders} x {self.num_receivers} of {format_bytes(self.message_bytes)}{spread}{ways}"
+        touched = ", touched" if self.touched else ""
+        return f"{self.num_senders} x {self.num_receivers} of {format_bytes(self.message_bytes)}{spread}{ways}{touched}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +157,12 @@ class Member(Protocol):
 
     def check(self, step: int) -> None:
         """After `WAIT` of a checked round: `WrongData` if any byte is not what its sender's pattern says."""
+
+    def payloads(self) -> Sequence[Bytes]:
+        """Between rounds: what this process sends, to be written anew."""
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        """After `WAIT`: what this process has to read."""
 
     def close(self) -> None:
         """Let go of everything."""

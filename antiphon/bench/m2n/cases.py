@@ -5,6 +5,7 @@ The figures are MegaScale-Infer's (arXiv 2504.02263): 5, one sender to 8, 16 and
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 
@@ -77,7 +78,7 @@ def by_processes(cases: Sequence[Traffic]) -> list[list[Traffic]]:
 def largest(cases: Sequence[Traffic]) -> Traffic:
     """One case whose every message is as large as the largest of `cases`, which must be of the same processes."""
     sizes = tuple(max(column) for column in zip(*(case.receiver_bytes for case in cases), strict=True))
-    return Traffic(num_senders=cases[0].num_senders, receiver_bytes=sizes, both_ways=cases[0].both_ways)
+    return replace(cases[0], receiver_bytes=sizes)
 
 
 def check_memory(cases: Sequence[Traffic], num_contestants: int, free_bytes: int | None = None) -> None:

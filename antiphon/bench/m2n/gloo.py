@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.pattern import check_pattern, pattern
+from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
 
 ACK_BYTES = 4
 _DATA, _ACK = 0, 1
@@ -111,6 +111,12 @@ class GlooMember:
 
     def check(self, step: int) -> None:
         check(self._received, self._incoming, step)
+
+    def payloads(self) -> Sequence[Bytes]:
+        return [data.numpy() for data in self._sent]
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        return [data.numpy() for data in self._received]
 
     def close(self) -> None:
         self._group.close()

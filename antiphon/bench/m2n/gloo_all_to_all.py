@@ -11,6 +11,7 @@ from torch import Tensor
 
 from antiphon.bench.m2n.api import RELEASE, WAIT, Flow, Phase, Seat, Traffic
 from antiphon.bench.m2n.gloo import ACK_BYTES, GlooProcessGroup, check, produce
+from antiphon.bench.m2n.pattern import Bytes
 
 
 class GlooAllToAllMember:
@@ -43,13 +44,25 @@ class GlooAllToAllMember:
         return [Phase(WAIT, self._exchange_data), Phase(RELEASE, self._exchange_acks)]
 
     def produce(self, step: int) -> None:
-        produce([self._data.sent_to(flow.destination) for flow in self._outgoing], self._outgoing, step)
+        produce(self._sent(), self._outgoing, step)
 
     def check(self, step: int) -> None:
-        check([self._data.received_from(flow.source) for flow in self._incoming], self._incoming, step)
+        check(self._received(), self._incoming, step)
+
+    def payloads(self) -> Sequence[Bytes]:
+        return [data.numpy() for data in self._sent()]
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        return [data.numpy() for data in self._received()]
 
     def close(self) -> None:
         self._group.close()
+
+    def _sent(self) -> list[Tensor]:
+        return [self._data.sent_to(flow.destination) for flow in self._outgoing]
+
+    def _received(self) -> list[Tensor]:
+        return [self._data.received_from(flow.source) for flow in self._incoming]
 
     def _exchange_data(self, step: int) -> None:
         self._data.run()

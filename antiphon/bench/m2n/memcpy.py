@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from antiphon import _native
+from antiphon import _m2n, _native
 from antiphon.base.errors import PeerTimeout
-from antiphon.bench.m2n.api import SEND, WAIT, Flow, Phase, Seat, Traffic
+from antiphon.bench.m2n.api import RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
 from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
 
 _COUNTER_BYTES = 4096  # the counter has a page of its own
@@ -28,8 +28,9 @@ _SPIN_S = 1.0
 class MemcpyMember:
     """One copier."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, *, past_caches: bool) -> None:
         self._seat = seat
+        self._past_caches = past_caches
         self._descriptor = -1
         self._shared: Bytes = np.empty(0, np.uint8)
         self._counter_address = 0
@@ -65,7 +66,10 @@ class MemcpyMember:
         self._sources = [np.zeros(piece.stop - piece.start, np.uint8) for piece in mine]
         pieces = zip(self._arrived, self._sources, mine, strict=True)
         self._copies = [(arrived[piece], source) for arrived, source, piece in pieces if source.size]
-        return [Phase(SEND, self._copy), Phase(WAIT, self._wait_for_all)]
+        copy = Phase(SEND, self._copy_past_caches if self._past_caches else self._copy)
+        # What arrived is read by all before it is written again.
+        released = [Phase(RELEASE, self._wait_for_all)] if traffic.touched else []
+        return [copy, Phase(WAIT, self._wait_for_all), *released]
 
     def produce(self, step: int) -> None:
         for number, (flow, source) in enumerate(zip(self._flows, self._sources, strict=True)):
@@ -75,6 +79,14 @@ class MemcpyMember:
     def check(self, step: int) -> None:
         for flow, arrived in zip(self._flows, self._arrived, strict=True):
             check_pattern(arrived, flow.num_bytes, step, flow.source, flow.destination)
+
+    def payloads(self) -> Sequence[Bytes]:
+        return [source for _, source in self._copies]
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        """A share of all, most of it copied by others."""
+        rank, num_seats, number = self._seat.rank, self._seat.num_seats, len(self._arrived)
+        return self._arrived[number * rank // num_seats : number * (rank + 1) // num_seats]
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -91,6 +103,10 @@ class MemcpyMember:
     def _copy(self, step: int) -> None:
         for target, source in self._copies:
             np.copyto(target, source)
+
+    def _copy_past_caches(self, step: int) -> None:
+        for target, source in self._copies:
+            _m2n.nontemporal_copy(target, source)
 
     def _wait_for_all(self, step: int) -> None:
         """The counter only grows, modulo 2^32: the round is over once everybody has added one."""
@@ -117,4 +133,4 @@ def _room(flow: Flow) -> int:
 
 
 def make_member(seat: Seat, options: Mapping[str, str]) -> MemcpyMember:
-    return MemcpyMember(seat)
+    return MemcpyMember(seat, past_caches=options.get("past_caches") == "yes")

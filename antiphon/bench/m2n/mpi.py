@@ -89,6 +89,12 @@ class MpiMember:
         for data, flow in zip(self._received, self._incoming, strict=True):
             check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
 
+    def payloads(self) -> Sequence[Bytes]:
+        return self._sent
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        return self._received
+
     def close(self) -> None:
         """mpi4py ends MPI when the process ends, in every rank."""
 

@@ -14,10 +14,11 @@ import sys
 import time
 import traceback
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.bench.m2n.api import WAIT, Member, Phase
+from antiphon.bench.m2n.api import READ, WAIT, Member, Phase
 from antiphon.bench.m2n.messages import (
     Check,
     Connect,
@@ -53,6 +54,7 @@ class MemberProcess:
     def __init__(self) -> None:
         self._member: Member | None = None
         self._phases: Sequence[Phase] = ()
+        self._touched = False
 
     def obey(self, order: ToMember) -> FromMember:
         """Carry out one order; what goes wrong is raised."""
@@ -62,11 +64,15 @@ class MemberProcess:
         if isinstance(order, Connect):
             self._opened().connect(order.introductions)
         elif isinstance(order, Prepare):
-            self._phases = self._opened().prepare(order.traffic)
+            member, self._touched = self._opened(), order.traffic.touched
+            self._phases = member.prepare(order.traffic)
+            if self._touched:
+                self._phases = with_reading(member, self._phases)
         elif isinstance(order, Check):
             checked_round(self._opened(), self._phases, order.step)
         elif isinstance(order, Run):
-            marks = timed_rounds(self._phases, order.first_step, order.num_warm + order.num_rounds)
+            before = partial(write_anew, self._opened()) if self._touched else None
+            marks = timed_rounds(self._phases, order.first_step, order.num_warm + order.num_rounds, before)
             del marks[: order.num_warm * (len(self._phases) + 1)]
             return Ran(phases=[phase.name for phase in self._phases], marks=marks.tobytes())
         return Done()
@@ -90,8 +96,28 @@ def checked_round(member: Member, phases: Sequence[Phase], step: int) -> None:
             member.check(step)
 
 
-def timed_rounds(phases: Sequence[Phase], first_step: int, num_rounds: int) -> "array[int]":
-    """Nanoseconds: per round its start and the end of each phase. No garbage collection meanwhile."""
+def write_anew(member: Member, step: int) -> None:
+    """Every byte of what the member sends."""
+    for payload in member.payloads():
+        payload.fill(step % 256)
+
+
+def with_reading(member: Member, phases: Sequence[Phase]) -> list[Phase]:
+    """The phases of a touched round: what arrived is read, every byte, before anything else."""
+
+    def read(step: int) -> None:
+        for payload in member.arrived(step):
+            payload.max()
+
+    read_phase = Phase(READ, read)
+    return [each for phase in phases for each in ((phase, read_phase) if phase.name == WAIT else (phase,))]
+
+
+def timed_rounds(
+    phases: Sequence[Phase], first_step: int, num_rounds: int, before: Callable[[int], None] | None = None
+) -> "array[int]":
+    """Nanoseconds: per round its start and the end of each phase; `before` runs ahead of a round's start. No garbage
+    collection meanwhile."""
     calls = [phase.run for phase in phases]
     clock = time.monotonic_ns
     marks: list[int] = []  # appending to an array parses its argument, which costs more
@@ -100,6 +126,8 @@ def timed_rounds(phases: Sequence[Phase], first_step: int, num_rounds: int) -> "
     gc.disable()
     try:
         for step in range(first_step, first_step + num_rounds):
+            if before is not None:
+                before(step)
             mark(clock())
             for call in calls:
                 call(step)

@@ -84,6 +84,7 @@ def _row(
     return {
         "transport": contestant.transport,
         "in_place": contestant.in_place,
+        "touched": traffic.touched,
         "direction": "both ways" if traffic.both_ways else "one way",
         "senders": traffic.num_senders,
         "receivers": traffic.num_receivers,
@@ -141,7 +142,7 @@ def _message(row: Mapping[str, Any]) -> str:
     text = format_bytes(row["message_bytes"])
     if len(set(row["receiver_bytes"])) > 1:
         text = f"{format_bytes(min(row['receiver_bytes']))} to {format_bytes(max(row['receiver_bytes']))}"
-    return f"{text} <->" if row["direction"] == "both ways" else text
+    return text + (" <->" if row["direction"] == "both ways" else "") + (" touched" if row["touched"] else "")
 
 
 def _times(ratio: float | None) -> str | None:

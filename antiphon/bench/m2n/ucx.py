@@ -70,6 +70,12 @@ class UcxMember:
             flow = message.flow
             check_pattern(message.data, flow.num_bytes, step, flow.source, flow.destination)
 
+    def payloads(self) -> Sequence[Bytes]:
+        return [message.data for message in self._outgoing]
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        return [message.data for message in self._incoming]
+
     def close(self) -> None:
         """UCX lets go of everything when the process ends; closing in good order would wait for peers."""
 
