@@ -73,6 +73,17 @@ uint64_t parse_size(const std::string& text) {
     return 0;
 }
 
+// What a folder holds, or as much as can be read of it.
+std::vector<std::filesystem::path> entries_of(const std::filesystem::path& folder) {
+    namespace fs = std::filesystem;
+    std::vector<fs::path> found;
+    std::error_code failed;
+    for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end; entry.increment(failed)) {
+        found.push_back(entry->path());
+    }
+    return found;
+}
+
 bool is_processor(const std::string& name) {
     return name.size() > 3 && name.starts_with("cpu") && name.find_first_not_of("0123456789", 3) == std::string::npos;
 }
@@ -82,16 +93,15 @@ bool is_processor(const std::string& name) {
 uint64_t last_level_cache_bytes(const std::string& processors) {
     namespace fs = std::filesystem;
     std::map<std::string, uint64_t> bytes_by_sharers;
-    std::error_code unreadable;
-    for (const fs::directory_entry& processor : fs::directory_iterator(processors, unreadable)) {
-        if (!is_processor(processor.path().filename())) continue;
+    for (const fs::path& processor : entries_of(processors)) {
+        if (!is_processor(processor.filename())) continue;
         std::string deepest_level;
         fs::path last;
-        for (const fs::directory_entry& cache : fs::directory_iterator(processor.path() / "cache", unreadable)) {
-            const std::string level = line_of(cache.path() / "level");  // one digit
+        for (const fs::path& cache : entries_of(processor / "cache")) {
+            const std::string level = line_of(cache / "level");  // one digit
             if (level <= deepest_level) continue;
             deepest_level = level;
-            last = cache.path();
+            last = cache;
         }
         if (!last.empty()) bytes_by_sharers[line_of(last / "shared_cpu_list")] = parse_size(line_of(last / "size"));
     }
@@ -107,10 +117,10 @@ ColdSlots::ColdSlots(const PairSpec& spec, uint64_t cache_bytes, uint64_t& sent_
 
 bool ColdSlots::write(SlotId slot, uint64_t length) {
     const uint64_t before = written_at_[slot];
-    const uint64_t sent_since = before == never ? 0 : sent_bytes_ - before;
+    const bool is_cold = before != never && sent_bytes_ - before >= cold_after_bytes_;
     written_at_[slot] = sent_bytes_;
     sent_bytes_ += length;
-    return length >= least_bytes && sent_since >= cold_after_bytes_ && before != never;
+    return is_cold && length >= least_bytes;
 }
 
 }  // namespace antiphon::m2n
