@@ -111,7 +111,7 @@ uint64_t last_level_cache_bytes(const std::string& processors) {
 }
 
 ColdSlots::ColdSlots(const PairSpec& spec, uint64_t cache_bytes, uint64_t& sent_bytes)
-    : cold_after_bytes_(cache_bytes == 0 ? never : cache_bytes / 4 * 3 / (2 * std::max(spec.sources, 1u))),
+    : cold_after_bytes_(cache_bytes == 0 ? never : cache_bytes / 4 * 3 / (uint64_t{2} * std::max(spec.sources, 1u))),
       sent_bytes_(sent_bytes),
       written_at_(spec.slots, never) {}
 

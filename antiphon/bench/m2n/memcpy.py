@@ -84,7 +84,7 @@ class MemcpyMember:
         return [source for _, source in self._copies]
 
     def arrived(self, step: int) -> Sequence[Bytes]:
-        """A share of all, most of it copied by others."""
+        """A share of all, part of it copied by others."""
         rank, num_seats, number = self._seat.rank, self._seat.num_seats, len(self._arrived)
         return self._arrived[number * rank // num_seats : number * (rank + 1) // num_seats]
 
