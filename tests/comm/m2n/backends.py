@@ -24,13 +24,17 @@ class Backend:
     shuffle_seed: int = 0
     scale: float = 1.0
 
-    def endpoint(self, name: str, **arguments: Any) -> _m2n.Endpoint:
-        """An endpoint of this kind that knows the tests' secret."""
+    def options(self) -> _m2n.TransportOptions:
+        """What makes a transport one of this kind."""
         options = _m2n.TransportOptions()
         options.shuffle_seed = self.shuffle_seed
         if self.transport == "libfabric":
             options.provider = "tcp"  # the one that every machine has
-        return _m2n.Endpoint(name, self.transport, **{"secret": SECRET, "options": options, **arguments})
+        return options
+
+    def endpoint(self, name: str, **arguments: Any) -> _m2n.Endpoint:
+        """An endpoint of this kind that knows the tests' secret."""
+        return _m2n.Endpoint(name, self.transport, **{"secret": SECRET, "options": self.options(), **arguments})
 
     @property
     def holds_back(self) -> bool:

@@ -21,17 +21,17 @@ SLOT_BYTES = 10_001
 @contextmanager
 def pair(backend: Backend, cache_bytes: int | None) -> Iterator[tuple[_m2n.Inbox, _m2n.Outbox]]:
     """One sender with two slots, of whose machine the caches are said to hold so much."""
-    options = _m2n.TransportOptions()
+    options = backend.options()
     options.cache_bytes = cache_bytes
-    if backend.transport == "libfabric":
-        options.provider = "tcp"
     receiver, sender = (backend.endpoint(name, options=options) for name in ("receiver", "sender"))
-    inbox = receiver.inbox(1, 2, SLOT_BYTES)
-    outbox = sender.connect(receiver.ticket(inbox), 0, PATIENCE_S)
-    inbox.wait_connected(1, PATIENCE_S)
-    yield inbox, outbox
-    sender.close()
-    receiver.close()
+    try:
+        inbox = receiver.inbox(1, 2, SLOT_BYTES)
+        outbox = sender.connect(receiver.ticket(inbox), 0, PATIENCE_S)
+        inbox.wait_connected(1, PATIENCE_S)
+        yield inbox, outbox
+    finally:
+        sender.close()
+        receiver.close()
 
 
 def exchange(inbox: _m2n.Inbox, outbox: _m2n.Outbox, lengths: list[int]) -> None:
