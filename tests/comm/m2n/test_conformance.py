@@ -1299,12 +1299,13 @@ def test_long_waits_are_in_the_right_bucket(shm: Net) -> None:
     assert 2 ** (bucket + 1) > 0.03 * 1e9
 
 
-MANY = {"shm": 1_000_000, "tcp": 100_000, "loopback": 200_000, "loopback-shuffled": 50_000, "libfabric": 50_000}
-
-
 def test_a_million_messages_need_no_more_memory(net: Net) -> None:
-    """Small ones, over many slots; the resident memory after a tenth of them is that of the end."""
-    slots, total = 32, MANY[net.backend.name]
+    """Small ones, over many slots; the resident memory after a tenth of them is that of the end.
+
+    Pools that are touched for the first time late may add a megabyte or two, once. A leak adds at least malloc's
+    smallest piece, 24 bytes, for every message: the bound lies between.
+    """
+    slots, total = 32, 1_000_000
     inbox, outbox = net.pair(slots=slots, slot_bytes=64)
     payload = pattern(0, 0, 24)
     resident = 0
@@ -1320,7 +1321,7 @@ def test_a_million_messages_need_no_more_memory(net: Net) -> None:
     gc.collect()
     growth = psutil.Process().memory_info().rss - resident
     assert inbox.counters()[0]["messages"] >= total
-    assert growth < 1 << 20, f"{growth} bytes more"
+    assert growth < 8 * total, f"{growth} bytes more"
 
 
 def test_every_back_end_of_the_build_is_tested() -> None:
