@@ -9,7 +9,9 @@
 
 #include <cstring>
 
+#include "m2n/congestion.h"
 #include "m2n/error.h"
+#include "m2n/socket.h"
 
 namespace antiphon::m2n {
 
@@ -78,6 +80,20 @@ LibfabricDomain::LibfabricDomain(const TransportOptions& options)
         throw Error(Code::invalid, "libfabric: host is '" + options.host +
                                        "', which no peer can reach: name an address of this machine");
     }
+    wants_knock_ = tell_listener(options.congestion);
+}
+
+bool LibfabricDomain::can_knock() const { return info_->tx_attr->inject_size >= credit_payload_bytes; }
+
+// True: connections that the data lane accepts will not have the system's congestion control.
+bool LibfabricDomain::tell_listener(const std::string& congestion) const {
+    if (!connects_over_tcp(provider()) || posts_receives()) return false;  // a knock has no receive posted for it
+    const int listener = find_listener(own_peer_.data_address);
+    if (listener >= 0) return choose_congestion(listener, congestion);
+    if (congestion.empty()) return false;
+    throw Error(Code::system, "libfabric: congestion control \"" + congestion +
+                                  "\" cannot be set: the listening socket of provider " + provider() +
+                                  " is not to be found; leave it out, or use the transport tcp");
 }
 
 void LibfabricDomain::check(int64_t result, const char* call) const {

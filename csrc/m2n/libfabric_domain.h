@@ -4,6 +4,12 @@
 // can have a traffic class of its own (MegaScale-Infer, section 5). Both report to one queue: a single descriptor to
 // sleep on, a single call to look. Tags tell what a completion belongs to (libfabric_wire.h).
 //
+// The provider tcp opens its connections with the system's congestion control, and has no option for another. But the
+// end that accepts a connection inherits from the socket that listened, which exists before any connection does. So
+// where data shall have another (congestion.h), the sender's listening socket is told, and the receiver opens the data
+// lane's connection: it knocks, with a write that nobody reads, and the sender writes nothing before it has come. Two
+// endpoints that send to each other share a connection, so then one of the directions keeps the system's.
+//
 // Nothing here locks; the caller holds one mutex around every call.
 #pragma once
 
@@ -26,6 +32,10 @@
 namespace antiphon::m2n {
 
 enum class Lane { data = 0, credit = 1 };
+
+// What a credit's write carries, and a knock's: nobody reads it, but not every provider is known to deliver an empty
+// write.
+constexpr size_t credit_payload_bytes = 4;
 
 // Where memory lies that is to be registered. Anything but the host needs a provider with FI_HMEM.
 enum class MemoryKind { host, cuda, rocm, level_zero, neuron, synapse };
@@ -66,6 +76,8 @@ class LibfabricDomain {
     const LibfabricPeer& own_peer() const { return own_peer_; }
     fid_ep* endpoint(Lane lane) const { return endpoints_[static_cast<size_t>(lane)].get(); }
     fid_cq* queue() const { return queue_.get(); }
+    bool wants_knock() const { return wants_knock_; }  // as a sender
+    bool can_knock() const;
     bool posts_receives() const { return (info_->mode & FI_RX_CQ_DATA) != 0; }
 
     // -1 where the provider cannot be waited for by descriptor.
@@ -92,6 +104,7 @@ class LibfabricDomain {
   private:
     void open_queue();
     void open_endpoint(Lane lane, int traffic_class);
+    bool tell_listener(const std::string& congestion) const;
     std::vector<std::byte> name_of(fid_ep* endpoint) const;
     void check(int64_t result, const char* call) const;
 
@@ -110,6 +123,7 @@ class LibfabricDomain {
     FabricInfo lane_info_[2];
     Fid<fid_ep> endpoints_[2];
     LibfabricPeer own_peer_;
+    bool wants_knock_ = false;
     std::map<std::vector<std::byte>, KnownAddress> known_;
     uint64_t under_way_ = 0;
 };

@@ -28,8 +28,9 @@ const char* note_for(const std::string& core) {
     }
     if (core == "tcp" || core == "net") {
         return "data_traffic_class FI_TC_BULK_DATA lets small segments be gathered, other classes change nothing; "
-               "congestion control is the system's (net.ipv4.tcp_congestion_control): within one machine reno is "
-               "faster than bbr, which paces every connection";
+               "congestion control of messages is cubic where the system's (net.ipv4.tcp_congestion_control) is bbr, "
+               "which paces every connection; of credits, and of one direction between two ends that send to each "
+               "other, it is the system's";
     }
     if (core == "shm") return "one machine only; cannot be waited for by descriptor: prefer --transport shm";
     return "not tested by this project";

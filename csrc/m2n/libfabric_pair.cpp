@@ -14,8 +14,7 @@ namespace {
 // copies it later by itself would crash.
 bool can_gather(const LibfabricDomain& domain) {
     const fi_info& info = domain.info();
-    const bool kernel_reads = domain.provider() == "tcp" || domain.provider() == "net";
-    return kernel_reads && (info.domain_attr->mr_mode & FI_MR_LOCAL) == 0 && info.tx_attr->iov_limit >= 2;
+    return connects_over_tcp(domain.provider()) && (info.domain_attr->mr_mode & FI_MR_LOCAL) == 0 && info.tx_attr->iov_limit >= 2;
 }
 
 }  // namespace
@@ -97,7 +96,22 @@ void LibfabricPair::submit(SlotId slot, uint16_t sequence, uint64_t num_bytes, c
     flush();
 }
 
+// Only opening the connection takes more than one try.
+void LibfabricPair::hand_over_knock() {
+    const int64_t result =
+        fi_inject_writedata(domain_.endpoint(Lane::data), credit_bytes_, credit_payload_bytes,
+                            Immediate{target_.tag, 0, 0}.pack(), other_address_, target_.base, target_.key);
+    if (result == -FI_EAGAIN) return;
+    knock_ = Knock::none;
+    if (result != 0) {
+        break_off("libfabric provider " + domain_.provider() + " does not connect: " +
+                  domain_.library().words_for(result));
+    }
+}
+
 void LibfabricPair::flush() {
+    if (knock_ == Knock::due && broken_.empty()) hand_over_knock();
+    if (knock_ != Knock::none) return;
     for (size_t left = waiting_.size(); left > 0 && broken_.empty(); --left) {
         const uint32_t index = waiting_.pop();
         PairWrite& write = writes_[index];
@@ -135,7 +149,9 @@ bool LibfabricPair::source_reusable(SlotId slot) const {
 }
 
 void LibfabricPair::on_immediate(SlotId slot, uint16_t sequence) {
-    if (slot >= spec_.slots) {
+    if (knock_ == Knock::awaited) {  // no credit can come before the first message
+        knock_ = Knock::none;
+    } else if (slot >= spec_.slots) {
         break_off("the peer wrote to slot " + std::to_string(slot) + " of " + std::to_string(spec_.slots));
     } else if (!news_.push(Immediate{spec_.source, slot, sequence}.pack())) {
         break_off("the peer sent more than its " + std::to_string(spec_.slots) + " slots allow");

@@ -65,6 +65,8 @@ struct PairTarget {
     PairTag tag = 0;
 };
 
+enum class Knock { none, due, awaited };  // of the receiver, by the sender (libfabric_domain.h)
+
 class LibfabricPair {
   public:
     static constexpr uint64_t least_gathered_bytes = 16 * 1024;  // below, a copy costs less than a second segment
@@ -84,12 +86,15 @@ class LibfabricPair {
     uint64_t memory_bytes() const { return spec_.slots * stride_; }
     Event event() const { return role_ == PairRole::sender ? Event::credit : Event::arrival; }
     uint32_t in_flight() const { return in_flight_; }
-    bool has_waiting() const { return !waiting_.empty(); }
+    bool has_waiting() const { return knock_ != Knock::none || !waiting_.empty(); }
     const std::string& broken() const { return broken_; }
     bool gathers(uint64_t payload_bytes) const { return gathers_ && payload_bytes >= least_gathered_bytes; }
 
     // Takes over one use of both addresses (of the lane to write on, and of the other one, which EFA must know).
     void set_target(const PairTarget& target, fi_addr_t other_address);
+
+    void knock() { knock_ = Knock::due; }  // `flush` does it
+    void await_knock() { knock_ = Knock::awaited; }
 
     // Starts the write of a slot's message (`num_bytes`, header included) or of its credit, or keeps it for `flush`.
     // With `payload` only the header lies in the slot; only where `gathers`.
@@ -114,6 +119,7 @@ class LibfabricPair {
     int64_t hand_over(PairWrite& write);
     int64_t write_gathered(PairWrite& write, SlotId slot);
     void keep(PairWrite& write);
+    void hand_over_knock();
 
     LibfabricDomain& domain_;
     PairRole role_;
@@ -128,15 +134,13 @@ class LibfabricPair {
     bool gathers_;
     PairTarget target_;
     fi_addr_t other_address_ = FI_ADDR_UNSPEC;
+    Knock knock_ = Knock::none;
     std::vector<PairWrite> writes_;  // by slot
     SlotQueue waiting_;              // slots of writes that the provider refused for now
     SlotQueue news_;                 // packed immediates
     uint32_t in_flight_ = 0;
     std::string broken_;  // why, once it is
 };
-
-// What a credit's write carries: nobody reads it, but not every provider is known to deliver an empty write.
-constexpr size_t credit_payload_bytes = 4;
 
 }  // namespace antiphon::m2n
 

@@ -113,6 +113,8 @@ std::string names_of(const LibfabricLibrary& library) {
 
 std::string core_provider(const std::string& name) { return name.substr(0, name.find(';')); }
 
+bool connects_over_tcp(const std::string& name) { return name == "tcp" || name == "net"; }
+
 FabricInfo copy_info(const LibfabricLibrary& library, const fi_info& info) {
     FabricInfo copy(library.dupinfo(&info), {library.freeinfo});
     if (!copy) throw Error(Code::system, "libfabric: no memory for a provider's description");

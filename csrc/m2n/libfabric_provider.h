@@ -41,6 +41,8 @@ FabricInfo copy_info(const LibfabricLibrary& library, const fi_info& info);
 
 // "verbs" of "verbs;ofi_rxm".
 std::string core_provider(const std::string& name);
+// Its datagrams travel through the kernel's TCP, one connection for each peer, with no layer between.
+bool connects_over_tcp(const std::string& name);
 
 }  // namespace antiphon::m2n
 

@@ -4,8 +4,8 @@ namespace antiphon::m2n {
 
 namespace {
 
-constexpr uint32_t introduction_magic = 0x3149464C;  // "LFI1", little endian
-constexpr uint32_t welcome_magic = 0x3157464C;       // "LFW1"
+constexpr uint32_t introduction_magic = 0x3249464C;  // "LFI2", little endian
+constexpr uint32_t welcome_magic = 0x3257464C;       // "LFW2"
 constexpr size_t longest_provider = 64;
 constexpr size_t longest_address = 512;
 
@@ -64,6 +64,7 @@ std::vector<std::byte> encode(const LibfabricIntroduction& introduction) {
     writer.u32(introduction_magic);
     put_peer(writer, introduction.peer);
     writer.u16(introduction.tag);
+    writer.u8(introduction.wants_knock);
     writer.u64(introduction.nonce);
     writer.u64(introduction.credit_base);
     writer.u64(introduction.credit_key);
@@ -78,6 +79,7 @@ std::vector<std::byte> encode(const LibfabricWelcome& welcome) {
     writer.u16(welcome.tag);
     writer.u16(welcome.introduced_tag);
     writer.u64(welcome.nonce);
+    writer.u8(welcome.knocks);
     writer.u64(welcome.slots_base);
     writer.u64(welcome.slots_key);
     writer.u64(welcome.slots_bytes);
@@ -90,6 +92,7 @@ LibfabricIntroduction decode_introduction(Bytes bytes) {
     LibfabricIntroduction introduction;
     introduction.peer = take_peer(reader);
     introduction.tag = take_tag(reader);
+    introduction.wants_knock = reader.u8() != 0;
     introduction.nonce = reader.u64();
     introduction.credit_base = reader.u64();
     introduction.credit_key = reader.u64();
@@ -105,6 +108,7 @@ LibfabricWelcome decode_welcome(Bytes bytes) {
     welcome.tag = take_tag(reader);
     welcome.introduced_tag = take_tag(reader);
     welcome.nonce = reader.u64();
+    welcome.knocks = reader.u8() != 0;
     welcome.slots_base = reader.u64();
     welcome.slots_key = reader.u64();
     welcome.slots_bytes = reader.u64();

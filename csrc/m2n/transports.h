@@ -19,7 +19,7 @@ struct TransportOptions {
     int data_type_of_service = 0x08;
     int credit_priority = 6;
     int credit_type_of_service = 0x10;
-    std::string congestion;      // TCP_CONGESTION, empty: the system's default
+    std::string congestion;      // TCP_CONGESTION, libfabric's provider tcp too; empty: see congestion.h
     // libfabric
     std::string library;         // path; empty: searched
     std::string provider;        // "tcp", "verbs", "efa", "shm"; empty: the best there is

@@ -30,6 +30,12 @@ void payload_in_place();
 void keeper_rests();
 void opening_beside_a_polling_owner();
 
+// knock_tests.cpp
+void knock_decides_who_connects();
+void knock_before_the_answer();
+void knock_of_the_departed();
+void unknown_congestion();
+
 // refusal_tests.cpp
 void refusals();
 void mangled_bytes();
