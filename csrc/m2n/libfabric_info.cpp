@@ -17,7 +17,8 @@ namespace antiphon::m2n {
 
 namespace {
 
-const char* note_for(const std::string& core) {
+const char* note_for(const std::string& name) {
+    const std::string core = core_provider(name);
     if (core == "efa") {
         return "credit_traffic_class FI_TC_LOW_LATENCY asks the card for its low-latency service; congestion is the "
                "card's affair; with FI_EFA_ENABLE_SHM_TRANSFER=0 it can be waited for by descriptor";
@@ -26,11 +27,15 @@ const char* note_for(const std::string& core) {
         return "traffic classes are not passed on: service level and DSCP are the connection manager's "
                "(cma_roce_tos); on RoCE set priority flow control or ECN on card and switch";
     }
-    if (core == "tcp" || core == "net") {
+    if (connects_over_tcp(name)) {
         return "data_traffic_class FI_TC_BULK_DATA lets small segments be gathered, other classes change nothing; "
                "congestion control of messages is cubic where the system's (net.ipv4.tcp_congestion_control) is bbr, "
                "which paces every connection; of credits, and of one direction between two ends that send to each "
                "other, it is the system's";
+    }
+    if (core == "tcp" || core == "net") {
+        return "one layer more than plain tcp, and slower; congestion control is the system's "
+               "(net.ipv4.tcp_congestion_control)";
     }
     if (core == "shm") return "one machine only; cannot be waited for by descriptor: prefer --transport shm";
     return "not tested by this project";
@@ -76,7 +81,7 @@ LibfabricProviderInfo describe(const LibfabricLibrary& library, fi_info& info) {
     if (info.nic != nullptr && info.nic->link_attr != nullptr) {
         provider.link_bits_per_s = info.nic->link_attr->speed;
     }
-    provider.note = note_for(core_provider(provider.name));
+    provider.note = note_for(provider.name);
     return provider;
 }
 

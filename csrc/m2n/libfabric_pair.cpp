@@ -14,7 +14,8 @@ namespace {
 // copies it later by itself would crash.
 bool can_gather(const LibfabricDomain& domain) {
     const fi_info& info = domain.info();
-    return connects_over_tcp(domain.provider()) && (info.domain_attr->mr_mode & FI_MR_LOCAL) == 0 && info.tx_attr->iov_limit >= 2;
+    const bool kernel_reads = connects_over_tcp(domain.provider());
+    return kernel_reads && (info.domain_attr->mr_mode & FI_MR_LOCAL) == 0 && info.tx_attr->iov_limit >= 2;
 }
 
 }  // namespace
