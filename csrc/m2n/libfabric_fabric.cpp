@@ -137,10 +137,13 @@ LibfabricPair& LibfabricFabric::adopt(PairTag tag, std::unique_ptr<LibfabricPair
     const Lane heard_on = entry.pair->role() == PairRole::receiver ? Lane::data : Lane::credit;
     receives_wanted_[static_cast<size_t>(heard_on)] += entry.pair->spec().slots;
     post_receives();
-    // Connections are made by looking, on both sides: the keeper does until the knock is through.
-    entry.pair->flush();
-    note_stalled(*entry.pair);
-    keeper_->note_write();
+    if (entry.pair->has_waiting()) {
+        // A knock. Connections are made by looking, on both sides: the keeper does until it is through.
+        entry.pair->flush();
+        alarm_ = alarm_ || !entry.pair->broken().empty();
+        note_stalled(*entry.pair);
+        keeper_->note_write();
+    }
     return *entry.pair;
 }
 

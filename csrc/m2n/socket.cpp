@@ -157,9 +157,10 @@ int find_listener(std::span<const std::byte> address) {
     SocketAddress wanted;
     if (address.size() > sizeof(wanted.storage)) return -1;
     std::memcpy(&wanted.storage, address.data(), address.size());
-    std::error_code error;  // a system without this folder has nothing to show
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-        const int fd = std::atoi(entry.path().filename().c_str());
+    std::error_code failed;  // where there is no such folder, or no end of it, there is nothing to find
+    using Entries = std::filesystem::directory_iterator;
+    for (Entries entry("/proc/self/fd", failed), end; !failed && entry != end; entry.increment(failed)) {
+        const int fd = std::atoi(entry->path().filename().c_str());
         int listens = 0;
         socklen_t size = sizeof(listens);
         if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;

@@ -124,7 +124,7 @@ void check_tcp_options(const TransportOptions& options) {
         if (service >= 0 && service <= 255 && set_option(fd.get(), IPPROTO_IP, IP_TOS, service)) continue;
         throw Error(Code::invalid, "tcp: type of service " + std::to_string(service) + ": it must be 0 to 255");
     }
-    if (!options.congestion.empty()) choose_congestion(fd.get(), options.congestion);
+    choose_congestion(fd.get(), options.congestion);
 }
 
 FileDescriptor connect_tcp(const std::string& host, uint16_t port, const TransportOptions& options, Deadline deadline) {

@@ -1303,7 +1303,7 @@ def test_a_million_messages_need_no_more_memory(net: Net) -> None:
     """Small ones, over many slots; the resident memory after a tenth of them is that of the end.
 
     Pools that are touched for the first time late may add a megabyte or two, once. A leak adds at least malloc's
-    smallest piece, 24 bytes, for every message: the bound lies between.
+    smallest piece, 32 bytes, for every message: the bound lies between.
     """
     slots, total = 32, 1_000_000
     inbox, outbox = net.pair(slots=slots, slot_bytes=64)

@@ -28,6 +28,7 @@ std::string other_congestion() {
     for (std::string name; file >> name;) {
         if (name != usual) return name;
     }
+    std::printf("  this system has only %s: nothing to choose from, not tested\n", usual.c_str());
     return {};
 }
 
@@ -59,8 +60,9 @@ int accepted_at(uint16_t port) {
 
 // With a congestion control of its own the sender's end is the accepted one; without, it connects by itself.
 void knock_decides_who_connects() {
+    if (provider != "tcp") return;
     const std::string other = other_congestion();
-    if (provider != "tcp" || other.empty()) return;
+    if (other.empty()) return;
     for (const bool knocks : {true, false}) {
         const auto receiver = make_with(default_congestion());
         const auto sender = make_with(knocks ? other : default_congestion());
@@ -78,8 +80,9 @@ void knock_decides_who_connects() {
 
 // The control connection and the data lane are two, so a knock may come before the answer that announces it.
 void knock_before_the_answer() {
+    if (provider != "tcp") return;
     const std::string other = other_congestion();
-    if (provider != "tcp" || other.empty()) return;
+    if (other.empty()) return;
     const auto receiver = make();
     const auto sender = make_with(other);
     const Blob introduction = sender->introduce();
@@ -97,8 +100,9 @@ void knock_before_the_answer() {
 
 // Whoever goes before the connection stands disturbs nobody.
 void knock_of_the_departed() {
+    if (provider != "tcp") return;
     const std::string other = other_congestion();
-    if (provider != "tcp" || other.empty()) return;
+    if (other.empty()) return;
     const auto receiver = make();
     const auto sender = make_with(other);
     for (uint32_t incarnation = 1; incarnation <= 30; ++incarnation) {
