@@ -11,6 +11,10 @@ TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 PYTEST_FLAGS ?=
 
+ifneq ($(words $(TORCH)) $(words $(filter $(foreach v,2.11 2.12 2.13,torch==$v torch==$v.%),$(TORCH))),1 1)
+$(error TORCH is '$(TORCH)': write torch==VERSION with a version from 2.11 to 2.13, for example TORCH=torch==2.12.1)
+endif
+
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -29,7 +33,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint format bench gpu-check ray-check peers yardstick lock clean distclean
+.PHONY: help setup demo serve test lint format bench gpu-check ray-check clients-check peers yardstick lock clean distclean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -70,6 +74,9 @@ gpu-check: setup  ## check and time what needs a GPU; says so and stops where th
 ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a cluster of two Ray nodes
 	$(PIP) install --quiet "ray>=2.60"
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/serve/test_ray.py
+
+clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain and LiteLLM against a server of ours (installs 7 GB)
+	TORCH_FLAGS="$(TORCH_FLAGS)" $(PY) benchmarks/clients_check.py
 
 peers: setup  ## install the engines we compare with, each in its own environment under .peers
 	bash benchmarks/peers.sh

@@ -62,7 +62,17 @@ def gate(
 ) -> None: ...
 
 class PackedExperts:
-    def __init__(self, is_bf16: bool, num_experts: int, hidden: int, intermediate: int, gelu: bool) -> None: ...
+    def __init__(
+        self,
+        is_bf16: bool,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        alpha: float,
+        limit: float,
+        has_bias: bool,
+    ) -> None: ...
     @property
     def num_bytes(self) -> int: ...
     def set_expert(
@@ -75,6 +85,7 @@ class PackedExperts:
         down_address: int,
         down_stride: int,
     ) -> None: ...
+    def set_bias(self, index: int, gate_address: int, up_address: int, down_address: int) -> None: ...
     def grouped_ffn(
         self,
         x_address: int,
@@ -135,6 +146,7 @@ class KVCache:
         num_heads: int,
         scale: float,
         sliding_window: int,
+        sinks_address: int,
         out_address: int,
     ) -> None: ...
 

@@ -40,23 +40,30 @@ if [ -z "$python" ]; then
         if new_enough "$candidate"; then python=$candidate && break; fi
     done
     [ -n "$python" ] || fail "no Python 3.11 or newer found: $(package_hint python3 "Python 3.11 or newer")," \
-        "or name one that is not on the PATH: make PYTHON=/path/to/python3.12"
+        "or name one that is not on the PATH: make setup PYTHON=/path/to/python3.12"
 fi
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run"
-new_enough "$python" || fail "$python is Python $version, 3.11 or newer is needed: name another, for example: make PYTHON=python3.12"
+example="name another, for example: make setup PYTHON=python3.12"
+command -v "$python" >/dev/null || fail "PYTHON is $python: there is no such program; $example"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+    version=
+[[ $version =~ ^[0-9]+\.[0-9]+$ ]] || fail "PYTHON is $python: it does not run as a Python; $example"
+new_enough "$python" || fail "PYTHON is $python: it is Python $version, 3.11 or newer is needed; $example"
+mkdir -p "$venv" 2>/dev/null && [ -w "$venv" ] ||
+    fail "cannot write to $PWD/$venv: copy the project to a folder of your own, or change its owner"
+"$python" -c 'import venv' 2>/dev/null ||
+    fail "PYTHON is $python: it has no venv module; $(package_hint "python$version-venv" "Python venv package")"
 compiler=${CXX:-c++}
 command -v "${compiler%% *}" >/dev/null ||
     fail "no C++ compiler ($compiler) found: $(package_hint g++ "C++ compiler (GCC 12 or newer, or Clang)") or set CXX"
 echo 'int main() { return 0; }' | $compiler -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
-    fail "$compiler does not compile C++20: install a newer one and name it, for example: CXX=g++-12 make"
+    fail "$compiler does not compile C++20: install a newer one and name it, for example: CXX=g++-12 make setup"
 
 # 1. The environment, with pip.
 if "$python" -c 'import venv, ensurepip; ensurepip.version()' 2>/dev/null; then
     "$python" -m venv "$venv"
 else
     echo "python3-venv is not installed; fetching pip into $venv instead"
-    "$python" -m venv --without-pip "$venv" 2>/dev/null ||
-        fail "$python has no venv module: $(package_hint "python$version-venv" "Python venv package")"
+    "$python" -m venv --without-pip "$venv"
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         unpack_debian_packages "$venv/debian" python3-pip-whl ||
             fail "$python cannot install pip into an environment: $(package_hint "python$version-venv" "Python venv package")"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fetch libfabric (library, providers, licences) and its headers into a folder of our own, without root and without a
 # compiler: fetch_libfabric.sh TARGET_DIR. Fills TARGET_DIR/lib, /include and /licenses; a second call does nothing.
+# fetch_libfabric.sh --headers TARGET_DIR fetches the headers alone, which is all that a build needs.
 #
 # The library comes out of a pinned wheel that carries one: building it from source takes minutes and more tools. The
 # headers come from the distribution's package, unpacked beside it, unless the system has them; their version need not
@@ -13,8 +14,10 @@ wheel_hashes="838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9
     75aa6c3592567fec7ee17db4dc05ae652a010297a69b828b059e20d61a7e0bc6" # x86-64, aarch64
 seconds=25
 
+headers_only=false
+if [ "${1:-}" = --headers ]; then headers_only=true && shift; fi
 [ $# -eq 1 ] && [ -n "$1" ] || {
-    echo "usage: $0 TARGET_DIR" >&2
+    echo "usage: $0 [--headers] TARGET_DIR" >&2
     exit 2
 }
 mkdir -p "$1"
@@ -31,6 +34,7 @@ lacking() {
 limited() { if command -v timeout >/dev/null; then timeout "$seconds" "$@"; else "$@"; fi; }
 has_headers() { [ -f "$target/include/rdma/fabric.h" ] || [ -f /usr/include/rdma/fabric.h ]; }
 
+if "$headers_only" && has_headers; then exit 0; fi
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wheel" ] && [ -f "$target/lib/libfabric.so.1" ] && has_headers; then exit 0; fi
 
 work=$(mktemp -d)
@@ -80,6 +84,8 @@ fetch_headers() {
     cp "$work/unpacked/usr/share/doc/libfabric-dev/copyright" "$target/licenses/libfabric-dev" 2>/dev/null || true
 }
 
-[ -f "$target/lib/libfabric.so.1" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wheel" ] || fetch_library
-echo "$wheel" >"$stamp"
+if ! "$headers_only"; then
+    [ -f "$target/lib/libfabric.so.1" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wheel" ] || fetch_library
+    echo "$wheel" >"$stamp"
+fi
 has_headers || fetch_headers

@@ -7,7 +7,6 @@ between the passes.
 
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,9 +32,9 @@ BLOCK_SIZE = 16
 
 def parse_contestant(text: str) -> tuple[Layout, int, int, int]:
     """(layout, attention workers, expert workers, micro-batches) of a contestant's name."""
-    if match := re.fullmatch(r"colocated(?:\*(\d+))?", text):
+    if match := re.fullmatch(r"colocated(?:\*([1-9]\d*))?", text):
         return "colocated", int(match.group(1) or 1), 0, 1
-    if match := re.fullmatch(r"(\d+)\+(\d+)/m(\d+)", text):
+    if match := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)/m([1-9]\d*)", text):
         return "disaggregated", int(match.group(1)), int(match.group(2)), int(match.group(3))
     raise UserError(f"{text!r} is no contestant: write colocated, colocated*2 or 1+1/m2")
 
@@ -51,7 +50,7 @@ class AntiphonEngine:
         max_concurrency: int,
         max_tokens: int,
         device: str = "cpu",
-        threads: int = 0,
+        threads: int | None = None,
         trace: bool = False,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
@@ -201,12 +200,12 @@ class AntiphonEngine:
         return sum(process.memory_info().rss for process in self._worker_processes())
 
     def pause(self) -> None:
-        for process in self._worker_processes():
-            process.send_signal(signal.SIGSTOP)
+        assert self._engine is not None, "start() comes first"
+        self._engine.pause_workers()
 
     def resume(self) -> None:
-        for process in self._worker_processes():
-            process.send_signal(signal.SIGCONT)
+        assert self._engine is not None, "start() comes first"
+        self._engine.resume_workers()
 
     def close(self) -> None:
         if self._engine is not None:

@@ -5,11 +5,12 @@
    bandwidth, products), until each has three repetitions with little foreign CPU
 3. one row per contestant and workload: medians, best, fraction of the bound, foreign share
 
+A peer that cannot be started, or fails later, is named in one line and left out: the others' rows are worth having.
+
 The limits are one contestant among others because machines drift: virtual ones may give two cores at one minute and two
 threads of one core at the next, and a bound measured at another minute says nothing.
 """
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ from antiphon.bench.limits import (
     measure_machine_limits,
     prefill_bound_tokens_per_s,
 )
-from antiphon.bench.peers.api import Peer, PeerUnavailableError, RunResult, Workload
+from antiphon.bench.peers.api import Peer, PeerError, RunResult, Workload
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
+from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.load import open_checkpoint
 
 Say = Callable[[str], None]
-Outcome = RunResult | MachineLimits
+Outcome = RunResult | MachineLimits | PeerError
 _LIMITS = "the machine's limits"
 _NO_SIZES = dict.fromkeys(("layout", "attention", "experts", "micro_batches"))
 
@@ -61,14 +64,19 @@ def bench_serve(
     say: Say,
     device: str = "cpu",
 ) -> tuple[list[dict[str, Any]], MachineLimits]:
-    """Rows of `bench serve`, and the machine's limits as measured between the runs (the last workload's median)."""
-    config = json.loads((model / "config.json").read_text())
+    """Rows of `bench serve`, and the machine's limits as measured between the runs (the last workload's median).
+
+    No rows if nobody could be started. What Antiphon itself refuses (`UserError`) ends the benchmark."""
+    open_checkpoint(model, load_model_spec(model))  # what is wrong with it is said before anybody starts
+    config = read_config(model)
     decoder = DecoderSizes.from_config(config)
-    running = _start(peers, say)
     rows: list[dict[str, Any]] = []
-    limits = measure_limits(device)
     try:
+        running = _start(peers, say)
+        limits = measure_limits(device)
         for size in sizes:
+            if not running:
+                break
             workload = make_workload(size, int(config["vocab_size"]))
             say(f"{size.concurrency} x {size.input_tokens} + {size.output_tokens} tokens")
             pids = [peer.pid for peer in running if peer.pid is not None]
@@ -76,6 +84,7 @@ def bench_serve(
             contestants |= {peer.name: partial(_run_alone, peer, workload) for peer in running}
             outcomes = repeat_until_quiet(contestants, max_rounds=max_rounds, extra_root_pids=pids)
             limits = median_limits(outcomes[_LIMITS])
+            running = _still_running(running, outcomes, say)
             for peer in running:
                 row = _row(peer, size, outcomes[peer.name])
                 rows.append(row | _bounds(row, decoder, limits))
@@ -97,27 +106,52 @@ def median_limits(repetitions: Repetitions[Outcome]) -> MachineLimits:
 
 
 def _start(peers: Sequence[Peer], say: Say) -> list[Peer]:
-    """Start everybody in turn; a peer that is not installed is named and left out."""
+    """Start everybody in turn; a peer that cannot be started is named, with the reason, and left out."""
     running = []
     for peer in peers:
         say(f"starting {peer.name}")
         try:
             details = peer.start()
-        except PeerUnavailableError as error:
-            say(f"without {peer.name}: {error}")
+            peer.pause()
+        except PeerError as error:
+            say(f"without {_one_line(peer, error)}")
             continue
         say(f"{peer.name}: " + ", ".join(f"{key} {value}" for key, value in details.items()))
-        peer.pause()
         running.append(peer)
     return running
 
 
-def _run_alone(peer: Peer, workload: Workload) -> RunResult:
-    peer.resume()
+def _still_running(peers: Sequence[Peer], outcomes: dict[str, Repetitions[Outcome]], say: Say) -> list[Peer]:
+    """The peers that did not fail in these repetitions; the others are named, with the reason."""
+    running = []
+    for peer in peers:
+        failures = [each.value for each in outcomes[peer.name].all if isinstance(each.value, PeerError)]
+        if failures:
+            say(f"from here on without {_one_line(peer, failures[0])}")
+        else:
+            running.append(peer)
+    return running
+
+
+def _one_line(peer: Peer, error: PeerError) -> str:
+    """The peer and the reason: what the error says first, and the last line of the engine's own output, if any."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = first.removeprefix(f"{peer.name}: ")
+    if rest:  # an engine that could say itself what is wrong has said it at the end of its output too
+        reason = reason.removesuffix("; its last lines:") if rest[-1] in reason else f"{reason} {rest[-1]}"
+    return f"{peer.name}: {reason}"
+
+
+def _run_alone(peer: Peer, workload: Workload) -> RunResult | PeerError:
+    """A run while everybody else is stopped; a failure is a result too, and costs little when it is repeated."""
     try:
-        return peer.run(workload)
-    finally:
-        peer.pause()
+        peer.resume()
+        try:
+            return peer.run(workload)
+        finally:
+            peer.pause()
+    except PeerError as error:
+        return error
 
 
 def _row(peer: Peer, size: WorkloadSize, outcomes: Repetitions[Outcome]) -> dict[str, Any]:

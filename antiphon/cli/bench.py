@@ -3,6 +3,7 @@
 import json as jsonlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import psutil
 import torch
 import typer
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.antiphon_engine import AntiphonEngine
 from antiphon.bench.limits import MachineLimits
 from antiphon.bench.peers.api import Peer
@@ -24,9 +25,13 @@ from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.kernels.select import resolve_device
+from antiphon.models.config import load_model_spec
+from antiphon.serve.config import MAX_THREADS
+from antiphon.specs.model import ModelSpec
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
 app.command(context_settings=CONTEXT_SETTINGS)(m2n)
+MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
 _COLUMNS = (
     "engine",
     "conc.",
@@ -56,18 +61,25 @@ def serve(
     output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated per request.")] = 64,
     prefill: Annotated[str, typer.Option(metavar="NxN,NxN", help="Prompts x tokens; '': none.")] = "1x512,8x512",
     layouts: Annotated[str, typer.Option(metavar="L,L", help="colocated, colocated*2, 1+1/m2")] = "colocated",
-    peers: Annotated[str, typer.Option(metavar="P,P", help="'': none.")] = "transformers,vllm",
+    peers: Annotated[
+        str | None, typer.Option(metavar="P,P", show_default="transformers,vllm", help="'': none.")
+    ] = None,
     against_url: Annotated[str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible server.")] = None,
     device: options.DeviceOption = "cpu",
-    threads: options.ThreadsOption = 0,
+    threads: options.ThreadsOption = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="At most this many repetitions.")] = 6,
     json: JsonOption = None,
 ) -> None:
     """Time serving MODEL beside other engines, in turns."""
+    options.check_count("--input-tokens", input_tokens, MOST_TOKENS)
+    options.check_count("--output-tokens", output_tokens, MOST_TOKENS)
     sizes = [WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
     sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
     if not sizes:
         raise UserError("nothing to measure: give --concurrency or --prefill")
+    check_sizes(sizes, load_model_spec(model))
+    options.check_count("--threads", threads, MAX_THREADS)
+    options.check_count("--rounds", rounds, MOST_ROUNDS)
     resolve_device(device, 0)
     contestants: list[Peer] = [
         AntiphonEngine(
@@ -81,19 +93,46 @@ def serve(
         for name in layouts.split(",")
         if name
     ]
-    contestants += [make_peer(name, model, device) for name in peers.split(",") if name]
+    names = default_peers(device) if peers is None else peers.split(",")
+    contestants += [make_peer(name, model, device) for name in names if name]
     if against_url is not None:
         contestants.append(OpenAIPeer(against_url))
+    if not contestants:
+        raise UserError("nobody to measure: give --layouts, --peers or --against-url")
     rows, limits = bench_serve(
         model,
         contestants,
         sizes,
         max_rounds=rounds,
-        say=lambda text: print(text, file=sys.stderr),
+        say=_say,
         device=device,
     )
+    if not rows:
+        raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     show(result_table(rows), json=json)
     emit_json(json, {"bench": "serve", **provenance(limits, device), "rows": rows})
+
+
+def check_sizes(sizes: Sequence[WorkloadSize], spec: ModelSpec) -> None:
+    """`UserError` for a request that the model's context cannot hold."""
+    for size in sizes:
+        if size.input_tokens + size.output_tokens > spec.max_position:
+            raise UserError(
+                f"{size.input_tokens} input and {size.output_tokens} output tokens are more than the model's context "
+                f"of {spec.max_position}: lower --input-tokens, --output-tokens or --prefill"
+            )
+
+
+def default_peers(device: str) -> tuple[str, ...]:
+    """The peers that this device has; says whom it leaves out."""
+    if device == "cpu":
+        return ("transformers", "vllm")
+    _say(f"without vllm: it is set up for the CPU, not for --device {device}")
+    return ("transformers",)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def make_peer(name: str, model: Path, device: str) -> Peer:
@@ -113,18 +152,22 @@ def parse_counts(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",") if part]
     except ValueError as error:
         raise UserError(f"--concurrency {text!r} is not a list of numbers: write for example 1,8,32") from error
-    if any(count < 1 for count in counts):
-        raise UserError(f"--concurrency {text!r}: every number must be at least 1")
+    for count in counts:
+        options.check_count(f"--concurrency {text!r}: a number", count, MOST_REQUESTS)
     return counts
 
 
 def parse_prefill(text: str) -> list[tuple[int, int]]:
     """``"8x512"`` -> ``[(8, 512)]``."""
     try:
-        pairs = [tuple(int(number) for number in part.split("x")) for part in text.split(",") if part]
-        return [(count, tokens) for count, tokens in pairs]
+        numbers = [tuple(int(number) for number in part.split("x")) for part in text.split(",") if part]
+        pairs = [(count, tokens) for count, tokens in numbers]
     except ValueError as error:
         raise UserError(f"--prefill {text!r} is not a list like 1x512,8x512") from error
+    for count, tokens in pairs:
+        options.check_count(f"--prefill {text!r}: a number of prompts", count, MOST_REQUESTS)
+        options.check_count(f"--prefill {text!r}: a prompt's length", tokens, MOST_TOKENS)
+    return pairs
 
 
 def provenance(limits: MachineLimits, device: str) -> dict[str, Any]:

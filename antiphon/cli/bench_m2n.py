@@ -18,8 +18,8 @@ from antiphon.bench.m2n.harness import Settings, bench_m2n
 from antiphon.bench.m2n.table import COLUMNS, table_cells
 from antiphon.bench.m2n.timeline import write_trace
 from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.options import parse_size
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
+from antiphon.cli.options import check_count, check_timeout, parse_size
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 
 SendersOption = Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")]
 ReceiversOption = Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")]
@@ -29,7 +29,9 @@ BytesOption = Annotated[
 FigureOption = Annotated[str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")]
 TransportOption = Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")]
 AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, memcpy-nt, mpi, ucx.")]
-RoundsOption = Annotated[int, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")]
+RoundsOption = Annotated[
+    int | None, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")
+]
 RepetitionsOption = Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")]
 InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Also with payloads written into the slots.")]
 DuplexOption = Annotated[bool, typer.Option("--duplex", help="Receivers send as much back meanwhile.")]
@@ -39,6 +41,8 @@ WaitingOption = Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spi
 TimelineOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write some rounds as a Perfetto trace.")]
 TimeoutOption = Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")]
 
+MOST_ROUNDS, MOST_REPETITIONS = 1_000_000, 1000  # of a block; its times lie in memory. More is a slip of the finger.
+
 
 def m2n(
     senders: SendersOption = None,
@@ -47,7 +51,7 @@ def m2n(
     figure: FigureOption = None,
     transport: TransportOption = "shm,tcp",
     against: AgainstOption = "gloo,memcpy",
-    rounds: RoundsOption = 0,
+    rounds: RoundsOption = None,
     repetitions: RepetitionsOption = 5,
     in_place: InPlaceOption = False,
     duplex: DuplexOption = False,
@@ -68,7 +72,8 @@ def m2n(
     show(table(COLUMNS, table_cells(outcome.rows)), json=json)
     emit_json(json, {"bench": "m2n", **provenance(), "rows": outcome.rows})
     if timeline is not None:
-        write_trace(timeline, outcome.recordings)
+        with whole_file("--timeline", timeline) as partial:
+            write_trace(partial, outcome.recordings)
 
 
 def choose_cases(
@@ -95,15 +100,12 @@ def choose_cases(
     return cases.figure_cases(figure, both_ways=both_ways)
 
 
-def make_settings(rounds: int, repetitions: int, timeout: float, *, record: bool) -> Settings:
-    """`UserError` for what cannot be."""
-    if rounds < 0:
-        raise UserError(f"--rounds is {rounds}: it must be at least 1, or 0 for as many as take 0.3 s")
-    if repetitions < 1:
-        raise UserError(f"--repetitions is {repetitions}: it must be at least 1")
-    if not timeout > 0:
-        raise UserError(f"--timeout is {timeout}: it must be above 0 s")
-    return Settings(num_rounds=rounds, num_repetitions=repetitions, timeout_s=timeout, record=record)
+def make_settings(rounds: int | None, repetitions: int, timeout: float, *, record: bool) -> Settings:
+    """`UserError` for what cannot be. `rounds` None: as many as take 0.3 s."""
+    check_count("--rounds", rounds, MOST_ROUNDS)
+    check_count("--repetitions", repetitions, MOST_REPETITIONS)
+    check_timeout("--timeout", timeout)
+    return Settings(num_rounds=rounds or 0, num_repetitions=repetitions, timeout_s=timeout, record=record)
 
 
 def provenance() -> dict[str, Any]:

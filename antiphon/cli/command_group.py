@@ -5,13 +5,23 @@ import. Help is click's plain text, one line an option: rich's boxes wrap every 
 """
 
 import importlib
-from collections.abc import Mapping
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from antiphon.cli.output import EXIT_INTERRUPTED
+
+FILE_METAVARS = ("FILE", "MODEL", "PLAN", "DIR")  # of parameters that are a path, or may be one
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -48,6 +58,40 @@ def single_command(function: Any) -> typer.Typer:
     return app
 
 
+@contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """While modules load, Ctrl-C ends the process at once: nothing is begun yet, and `KeyboardInterrupt` is swallowed
+    by whichever library tries an optional import and catches everything. The command would then go on."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"error: interrupted\n")
+        os._exit(EXIT_INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():  # handlers belong to the main one
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _expand_home(command: Any) -> None:
+    """Let ``~`` mean the home folder where a parameter names a file: no shell expands it in ``--cluster=~/my.toml``."""
+    for inner in getattr(command, "commands", {}).values():
+        _expand_home(inner)
+    for parameter in command.params:
+        if any(word in str(parameter.metavar) for word in FILE_METAVARS):
+            parameter.callback = partial(_expanded, parameter.callback)
+
+
+def _expanded(callback: Callable[..., Any] | None, context: Any, parameter: Any, value: Any) -> Any:
+    if isinstance(value, (str, Path)):
+        value = type(value)(os.path.expanduser(value))  # noqa: PTH111
+    return value if callback is None else callback(context, parameter, value)
+
+
 def lazy_group(places: Mapping[str, CommandPlace]) -> type[TyperGroup]:
     """A group class for `new_app(cls=...)` whose commands are `places`, listed in that order."""
 
@@ -58,8 +102,10 @@ def lazy_group(places: Mapping[str, CommandPlace]) -> type[TyperGroup]:
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             if cmd_name not in places:
                 return None
-            command = typer.main.get_command(places[cmd_name].load())
+            with _ended_by_interrupt():
+                command = typer.main.get_command(places[cmd_name].load())
             command.name = cmd_name
+            _expand_home(command)
             return command
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:

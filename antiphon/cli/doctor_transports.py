@@ -20,6 +20,8 @@ IDLE_GOVERNOR = Path("/sys/devices/system/cpu/cpuidle/current_governor")
 WANTED_HALT_POLL_NS = 200_000  # the kernel's own default
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
+LIBFABRIC_HEADERS = "install libfabric-dev (libfabric-devel) and reinstall: pip install . or make clean setup"
+
 
 def probe_transports() -> list[Finding]:
     return [probe_shared_memory(), probe_tcp(), *probe_libfabric(), *probe_idle_cores(), *probe_collectives()]
@@ -54,9 +56,10 @@ def probe_libfabric() -> list[Finding]:
     """The library, if there is one, and a line for each provider."""
     native: Any = importlib.import_module("antiphon._m2n")
     info = native.libfabric_info()
-    if info["problem"] or not info["providers"]:
-        detail = str(info["problem"] or "no usable provider")
-        return [_finding("libfabric", "missing", detail, "bash scripts/fetch_libfabric.sh .venv/libfabric, then make")]
+    if not info["built"]:  # whether there is a library does not matter then
+        return [_finding("libfabric", "missing", "built without libfabric's headers", LIBFABRIC_HEADERS)]
+    if info["problem"] or not info["providers"]:  # the problem holds its own advice
+        return [_finding("libfabric", "missing", str(info["problem"] or f"{info['library']} has no usable provider"))]
     found = [_finding("libfabric", "ok", f"{info['version']} ({info['library']}), would use {info['chosen']}")]
     domains: dict[tuple[str, str], list[str]] = {}
     for provider in info["providers"]:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.cli.output import show, table
+from antiphon.cli.output import show, table, whole_file
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
@@ -31,7 +31,8 @@ def start_with_progress(config: ServeConfig, check: Callable[[], None] = lambda:
 def report_timeline(engine: Engine, path: Path, json: str | None = None) -> None:
     """Write the trace and print what it says."""
     spans = engine.take_spans()
-    write_trace(path, spans)
+    with whole_file("--timeline", path) as partial:
+        write_trace(partial, spans)
     summary = summarise(spans)
     exposed = format_seconds(summary.exposed_communication_s)
     show(f"steps took {format_seconds(summary.step_s)}, of it {exposed} exposed communication", json=json)

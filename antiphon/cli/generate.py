@@ -17,7 +17,8 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.streams import ThreadSink
-from antiphon.serve.text.tokenizer import TextTokenizer, load_tokenizer
+from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 _CAPACITY = options.CapacityOptions(max_running=32)  # one request runs; memory is set aside for no more than a few

@@ -8,12 +8,12 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
-from antiphon.serve.config import Layout, ServeConfig
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 ThreadsOption = Annotated[
-    int, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
+    int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
 ]
 TimelineOption = Annotated[
     Path | None, typer.Option("--timeline", metavar="FILE", help="Write a Perfetto trace at the end.")
@@ -31,21 +31,27 @@ class CapacityOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """Which workers run a model, and how. 0 (or "auto") leaves the choice to us."""
+    """Which workers run a model, and how. What is None (or "auto") was left out: the choice is ours."""
 
     layout: Annotated[str, typer.Option(metavar="NAME", help="auto, colocated or disaggregated.")] = "auto"
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers, or replicas.")] = 1
-    experts: Annotated[int, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")] = 0
-    micro_batches: Annotated[int, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")] = 0
+    experts: Annotated[
+        int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
+    ] = None
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
+    ] = None
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     device: DeviceOption = "cpu"
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16, float32.")] = "auto"
     kernels: Annotated[str, typer.Option(metavar="NAME", help="cpu (native), reference.")] = "auto"
-    max_model_len: Annotated[int, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")] = 0
-    kv_bytes: Annotated[str, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")] = (
-        "0"
-    )
-    threads: ThreadsOption = 0
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
+    ] = None
+    kv_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
+    ] = None
+    threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
@@ -56,14 +62,14 @@ class WorkerOptions:
             model=model,
             layout=layout,
             num_attention=self.attention,
-            num_experts=self.experts or 1,
-            num_micro_batches=self.micro_batches or (2 if layout == "disaggregated" else 1),
+            num_experts=1 if self.experts is None else self.experts,
+            num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
             max_model_len=self.max_model_len,
-            kv_bytes=parse_size("--kv-bytes", self.kv_bytes),
+            kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
             max_running=capacity.max_running,
             max_batch_tokens=capacity.max_batch_tokens,
             max_waiting=capacity.max_waiting,
@@ -72,18 +78,21 @@ class WorkerOptions:
             trace=trace,
         )
 
+    def _num_micro_batches(self, layout: Layout) -> int:
+        if self.micro_batches is not None:
+            return self.micro_batches
+        return 2 if layout == "disaggregated" else 1
+
     def _resolve_layout(self) -> Layout:
-        for name, value in (("experts", self.experts), ("micro-batches", self.micro_batches)):
-            if value < 0:
-                raise UserError(f"--{name} is {value}: it must be at least 1, or 0 for the default")
         if self.layout not in {"auto", "colocated", "disaggregated"}:
             raise UserError(f"--layout {self.layout} does not exist: use auto, colocated or disaggregated")
         if self.layout == "disaggregated":
             return "disaggregated"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
-        if self.layout == "auto" and (self.experts > 0 or self.micro_batches > 1 or self.transport != "auto"):
+        several = self.micro_batches is not None and self.micro_batches > 1
+        if self.layout == "auto" and (self.experts is not None or several or self.transport != "auto"):
             return "disaggregated"
-        if self.experts > 0:
+        if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
         if self.transport != "auto":
             self._refuse_in_colocated(f"--transport {self.transport}")
@@ -92,6 +101,24 @@ class WorkerOptions:
     @staticmethod
     def _refuse_in_colocated(option: str) -> None:
         raise UserError(f"{option} does not apply to --layout colocated: leave it out or use disaggregated")
+
+
+def check_count(option: str, value: int | None, most: int) -> None:
+    """`UserError` unless `value` is 1 to `most`, or None: the option was left out."""
+    if value is not None and not 1 <= value <= most:
+        raise UserError(f"{option} is {value}: it must be 1 to {most}")
+
+
+def check_timeout(option: str, value_s: float) -> None:
+    """`UserError` unless somebody can wait so long."""
+    if not 0 < value_s <= MAX_TIMEOUT_S:
+        raise UserError(f"{option} is {value_s:g}: it must be above 0 s and at most {MAX_TIMEOUT_S:.0f}")
+
+
+def check_not_empty(option: str, value: str | None) -> None:
+    """`UserError` for an empty text: an unset shell variable leaves one, and it would pass for no option at all."""
+    if value is not None and not value.strip():
+        raise UserError(f"{option} is empty: give a value, or leave the option out")
 
 
 def parse_size(option: str, text: str) -> int:

@@ -4,11 +4,14 @@ Exit codes: 0 done, 1 could not do it, 2 asked wrongly, 130 interrupted. Results
 (progress, logs, errors) to standard error, so that `--json -` can be piped.
 """
 
+import errno
+import io
 import json as jsonlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +26,18 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 160  # columns of a table that no terminal limits
+
+
+def check_json(destination: str | None) -> str | None:
+    """For an option `--json`: `destination` unless it cannot be written, which is a `UserError` before any work."""
+    if destination not in (None, "-"):
+        check_output_file("--json", Path(str(destination)))
+    return destination
+
+
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; '-': standard output.")
+    str | None,
+    typer.Option("--json", metavar="FILE", callback=check_json, help="Write JSON to FILE; '-': standard output."),
 ]
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's; typer carries it without a public name
 
@@ -37,27 +50,58 @@ def emit_json(destination: str | None, payload: object) -> None:
     """
     if destination is None:
         return
-    text = jsonlib.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
+    plain = destination == "-" and not (sys.stdout.encoding or "").lower().startswith("utf")  # not every letter exists
+    text = jsonlib.dumps(payload, indent=2, ensure_ascii=plain, allow_nan=False, default=_plain) + "\n"
     if destination == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    path = Path(destination)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with whole_file("--json", Path(destination)) as path:
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(option: str, path: Path) -> Iterator[Path]:
+    """Yields the path to write; afterwards `path` has it, whole or not at all. `UserError` if that cannot be.
+
+    Pipes, devices and links are written as they are: a new file in the place of `/dev/null` would help nobody."""
+    special = path.is_symlink() or (path.exists() and not path.is_file())
+    partial = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        yield partial
+        if not special:
+            partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(
-            f"cannot write --json {destination}: {error.strerror}; name a file in a folder you can write to"
+            f"cannot write {option} {path}: {error.strerror}; name a file in a folder you can write to"
         ) from error
+    finally:
+        if not special:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def check_output_file(option: str, path: Path | None) -> None:
     """`UserError` now, not after minutes of work, if `path` cannot be written at the end."""
-    if path is not None and not path.resolve().parent.is_dir():
-        raise UserError(f"{option} {path}: the folder {path.resolve().parent} does not exist; create it")
+    if path is None:
+        return
+    real = path.resolve()
+    if not real.parent.is_dir():
+        raise UserError(f"{option} {path}: the folder {real.parent} does not exist; create it")
+    if real.is_dir():
+        raise UserError(f"{option} {path} is a folder: name a file in it")
+    try:
+        if real.exists() and (path.is_symlink() or not real.is_file()):
+            if not os.access(real, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:  # permissions do not tell of file systems that are read-only: only trying does
+            trial = real.with_name(f".{real.name}.{os.getpid()}.trial")
+            trial.touch()
+            trial.unlink()
+    except OSError as error:
+        raise UserError(
+            f"cannot write {option} {path}: {error.strerror}; name a file in a folder you can write to"
+        ) from error
 
 
 def _plain(value: object) -> str:
@@ -102,13 +146,10 @@ def run_command(command: Callable[[], object], *, debug: bool = False) -> int:
 
     What goes wrong becomes one line on standard error; `debug` adds the traceback.
     """
+    _accept_any_letter()
     try:
-        result = command()
+        result = _result_of(command)
         sys.stdout.flush()
-    except SystemExit as exit_request:
-        return _exit_code(exit_request.code)
-    except typer.Exit as exit_request:
-        return exit_request.exit_code
     except BrokenPipeError:  # the reader of our output is gone, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
@@ -119,6 +160,25 @@ def run_command(command: Callable[[], object], *, debug: bool = False) -> int:
     if result == EXIT_INTERRUPTED:  # how typer tells of Ctrl-C
         _print_error("interrupted", debug)
     return result if type(result) is int else 0
+
+
+def _result_of(command: Callable[[], object]) -> object:
+    """What `command` returns, or the code it exits with."""
+    try:
+        return command()
+    except SystemExit as exit_request:
+        return _exit_code(exit_request.code)
+    except typer.Exit as exit_request:
+        return exit_request.exit_code
+
+
+def _accept_any_letter() -> None:
+    """A terminal that is not one of Unicode shows ``?`` for what it does not have; that must not end a command. A
+    standard output that was closed takes everything and shows nothing."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _explain(error: BaseException, debug: bool) -> tuple[int, str]:

@@ -2,29 +2,38 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import RenderableType
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.option_groups import takes_groups
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
-from antiphon.cli.plan_list import show_list
-from antiphon.cli.plan_output import EMITTERS, emitted, write_page
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
 from antiphon.cost.profile_file import read_profile
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.size import smallest_cluster
+from antiphon.report.colocated import Target, nearest_colocated
+from antiphon.report.emit_k8s import kubernetes_manifest
+from antiphon.report.emit_sglang import sglang_command
+from antiphon.report.emit_vllm import vllm_command
 from antiphon.report.gather import gather
 from antiphon.report.page import html_page
 from antiphon.report.terminal import terminal_report
 from antiphon.report.training_page import training_page
 from antiphon.report.training_terminal import training_report
+from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
+from antiphon.specs.device import DeviceSpec
+from antiphon.specs.device_file import load_device
+from antiphon.specs.plan import Plan
 from antiphon.specs.plan_file import plan_to_json
 from antiphon.specs.training_plan_file import training_plan_to_json
+
+EMITTERS = ("vllm", "sglang", "k8s")
 
 
 def _print_list(wanted: bool) -> None:
@@ -51,8 +60,6 @@ class AnswerOptions:
     def check(self, json: str | None) -> None:
         """`UserError` now for what would fail after the search."""
         check_output_file("--html", self.html)
-        if json not in (None, "-"):
-            check_output_file("--json", Path(json))
         if self.emit is not None and self.emit not in EMITTERS:
             raise UserError(f"--emit is {self.emit}: it must be one of {', '.join(EMITTERS)}")
         if self.emit is not None and json == "-":
@@ -139,3 +146,68 @@ def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
     note = f"smallest cluster for {inputs.workload.requests_per_s:g} requests/s, in nodes: {nodes}"
     phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.result.plan.phases.items()}
     return replace(found.result, plan=replace(found.result.plan, phases=phases))
+
+
+def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
+    """The plan in the terms of another engine, or as objects for Kubernetes."""
+    if name == "k8s":
+        kinds = {group.device.name: group.device.kind for group in inputs.cluster.groups}
+        experts = inputs.model.router.num_experts
+        return kubernetes_manifest(found, model=served_path(inputs), num_experts=experts, device_kinds=kinds)
+    nearest = nearest_colocated(found, inputs.workload.slo)
+    used = {use.device for use in nearest.devices}
+    target = Target(
+        model=served_path(inputs),
+        precision=inputs.precision,
+        slo=inputs.workload.slo,
+        memory_reserve=inputs.cluster.efficiency.memory_reserve,
+        devices_per_node=min(group.devices_per_node for group in inputs.cluster.groups if group.device.name in used),
+    )
+    return vllm_command(found, target) if name == "vllm" else sglang_command(found, target)
+
+
+def served_path(inputs: PlanInputs) -> str:
+    """Where an engine finds the weights: the folder, where MODEL is one; else the usual place of a mount with the
+    model's name, for the reader to change."""
+    return str(inputs.path) if inputs.path.is_dir() else f"/models/{inputs.model_name}"
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write the HTML file; it appears whole or not at all."""
+    with whole_file("--html", path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def show_list() -> None:
+    """Everything that has a name, by kind; a user's own files go by their paths."""
+    for kind in get_args(Kind):
+        title = FOLDERS[kind].capitalize()
+        show(device_table(title) if kind == "device" else summary_table(kind, title))
+        show("")
+    show("A file of your own goes by its path; docs/planning.md shows what is in one.")
+
+
+def summary_table(kind: Kind, title: str) -> RenderableType:
+    return table((kind, "what it is"), [(entry.name, entry.summary) for entry in catalog(kind)], title=title)
+
+
+def device_table(title: str) -> RenderableType:
+    columns = ("device", "GB", "TB/s", "TFLOP/s bf16", "fp8", "GB/s scale-up", "scale-out", "W", "price")
+    return table(columns, [_device_row(load_device(name)) for name in names("device")], title=title)
+
+
+def _device_row(device: DeviceSpec) -> tuple[object, ...]:
+    def tera(rate: float | None) -> float | None:
+        return None if rate is None else rate / 1e12
+
+    return (
+        device.name,
+        device.memory_bytes / 1e9,
+        tera(device.memory_bytes_per_s),
+        tera(device.flops_per_s.get("bfloat16")),
+        tera(device.flops_per_s.get("fp8")),
+        device.scale_up_bytes_per_s / 1e9,
+        device.scale_out_bytes_per_s / 1e9,
+        device.power_w,
+        device.price,
+    )

@@ -13,14 +13,14 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import config_file, load_model_spec, read_json
+from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.cluster_file import load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.nearest import canonical, did_you_mean
-from antiphon.specs.plan import LAYOUTS, OBJECTIVES, Layout, Objective, PhaseName
+from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, OBJECTIVES, Layout, Objective, PhaseName
 from antiphon.specs.precision import BYTES_OF, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 from antiphon.specs.workload_file import load_workload
@@ -86,8 +86,8 @@ class SearchOptions:
         return parse_precision(split_list(self.precision))
 
     def num_micro_batches(self) -> int:
-        if self.max_micro_batches < 1:
-            raise UserError(f"--max-micro-batches is {self.max_micro_batches}: it must be at least 1")
+        if not 1 <= self.max_micro_batches <= MAX_MICRO_BATCHES:
+            raise UserError(f"--max-micro-batches is {self.max_micro_batches}: it must be 1 to {MAX_MICRO_BATCHES}")
         return self.max_micro_batches
 
 
@@ -170,7 +170,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     return PlanInputs(
         model=load_model_spec(path),
         model_name=model_name_of(path),
-        config=read_json(config_file(path)),
+        config=read_config(path),
         path=path,
         cluster=cluster,
         workload=overrides.apply_to_workload(load_workload(search.workload)),

@@ -34,7 +34,7 @@ def planned_config(
         workers,
         layout=served.layout,
         attention=served.num_attention,
-        experts=served.num_experts if served.layout == "disaggregated" else 0,
+        experts=served.num_experts if served.layout == "disaggregated" else None,
         micro_batches=served.num_micro_batches,
     )
     room = capacity.max_batch_tokens

@@ -15,7 +15,7 @@ from antiphon.base.progress import progress
 from antiphon.cli.option_groups import given_options
 from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
 from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision
-from antiphon.models.config import config_file, load_model_spec, read_json
+from antiphon.models.config import load_model_spec, read_config
 from antiphon.planner.training import plan_training
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
@@ -109,7 +109,7 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     return TrainingInputs(
         model=load_model_spec(path),
         model_name=model_name_of(path),
-        config=read_json(config_file(path)),
+        config=read_config(path),
         cluster=cluster,
         device=None if options.device is None else groups[0].device.name,
         num_devices=options.devices,

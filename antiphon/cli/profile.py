@@ -15,9 +15,10 @@ from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
 from antiphon.cli import options
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_times import LocalTimes, local_times_to_json
+from antiphon.serve.config import MAX_THREADS
 from antiphon.specs.cluster_file import cluster_to_json
 
 CLUSTER_FILE, LOCAL_FILE, PROFILE_FILE = "this-machine.json", "local.json", "profile.json"
@@ -43,6 +44,8 @@ def profile(
     DIR gets profile.json (plan --profile), this-machine.json (plan --cluster), local.json (benchmarks/predict.py)."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
+    if folder is not None:
+        _make_folder(folder)
     wanted = Wanted(
         model=model,
         effort=QUICK if quick else NORMAL,
@@ -56,15 +59,26 @@ def profile(
     spec = load_model_spec(model)
     measured = asdict(cost_profile(times, spec, " ".join(["antiphon", *sys.argv[1:]])))
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         contents = {PROFILE_FILE: measured, CLUSTER_FILE: cluster_to_json(this_cluster(times, spec))}
         for name, content in (contents | {LOCAL_FILE: local_times_to_json(times)}).items():
-            (folder / name).write_text(jsonlib.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            with whole_file("--folder", folder / name) as path:
+                path.write_text(jsonlib.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     show(workers_table(times), json=json)
     show(exchange_table(times), json=json)
     for line in remarks(times, folder):
         show(line, json=json)
     emit_json(json, measured)
+
+
+def _make_folder(folder: Path) -> None:
+    """`UserError` before minutes of measuring if nothing could be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--folder {folder} cannot be made: {error.strerror}; name one that you can write to"
+        ) from error
+    check_output_file("--folder", folder / CLUSTER_FILE)
 
 
 def parse_threads(text: str) -> tuple[int, ...]:
@@ -73,8 +87,8 @@ def parse_threads(text: str) -> tuple[int, ...]:
         counts = tuple(int(part) for part in text.split(",") if part)
     except ValueError as error:
         raise UserError(f"--threads {text!r} is not a list of numbers: write for example 2,1") from error
-    if any(count < 1 for count in counts) or len(set(counts)) != len(counts):
-        raise UserError(f"--threads {text!r}: give different numbers of at least 1")
+    if not all(1 <= count <= MAX_THREADS for count in counts) or len(set(counts)) != len(counts):
+        raise UserError(f"--threads {text!r}: give different numbers of 1 to {MAX_THREADS}")
     return counts
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Protocol
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.cli.options import check_not_empty
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
@@ -42,12 +43,13 @@ class RayOptions:
 
     ray: Annotated[bool, typer.Option("--ray", help="Place all workers on a Ray cluster.")] = False
     ray_address: Annotated[
-        str, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.")
-    ] = ""
+        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.")
+    ] = None
 
     @contextmanager
     def placed(self, config: ServeConfig) -> Iterator[PlacedWorkers]:
         """The workers on their way to their nodes; the configuration to start the engine with is theirs."""
+        check_not_empty("--ray-address", self.ray_address)
         if self.ray_address and not self.ray:
             raise UserError(f"--ray-address {self.ray_address} does nothing without --ray: add it")
         if not self.ray:

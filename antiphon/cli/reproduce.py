@@ -1,6 +1,5 @@
 """`antiphon reproduce`: the papers' figures and tables, theirs beside ours."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.reproduce.claim import PAPERS, Claim, Row
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.run import reproduce as run_claims
@@ -34,6 +33,7 @@ def reproduce(
     json: JsonOption = None,
 ) -> None:
     """The papers' figures and tables, theirs beside ours. All rows without ID; rows that do not hold say why."""
+    check_output_file("--markdown", markdown)
     claims = select(ids or (), paper)
     if list_only:
         if markdown is not None:
@@ -96,15 +96,8 @@ def _cells(row: Row) -> tuple[object, ...]:
 
 def write_page(path: Path, text: str) -> None:
     """The page appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with whole_file("--markdown", path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot write --markdown {path}: {error.strerror}; name a file in a folder you can write to"
-        ) from error
 
 
 def provenance() -> dict[str, Any]:

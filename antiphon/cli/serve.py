@@ -13,7 +13,7 @@ from antiphon.cli import options
 from antiphon.cli.banner import banner, server_facts
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
-from antiphon.cli.output import check_output_file, emit_json, show
+from antiphon.cli.output import check_json, check_output_file, emit_json, show
 from antiphon.cli.plan_option import check_plan_fits, machine_name, plan_lines, planned_config
 from antiphon.cli.ray_options import RayOptions
 from antiphon.models.config import load_model_spec
@@ -24,9 +24,12 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.join_secret import read_join_secret
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.structured import GrammarCompiler
-from antiphon.serve.text.tokenizer import load_tokenizer
+from antiphon.serve.text.tokenizer_files import load_tokenizer
 
-ReadyOption = Annotated[str | None, typer.Option(metavar="FILE", help="When ready, write URL and processes as JSON.")]
+ReadyOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", callback=check_json, help="When ready, write URL and processes as JSON."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +43,37 @@ class HttpOptions:
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
     ] = None
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = 1024
-    max_body_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.")] = "8MiB"
-    max_prompt_tokens: Annotated[int, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.")] = 0
+    # Out of the help, which fills its screen; the log and the metrics name them where they matter.
+    max_connections: Annotated[int, typer.Option(metavar="N", help="Connections at once; more: 503.", hidden=True)] = (
+        2048
+    )
+    send_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Patience with clients that do not read.", hidden=True)
+    ] = 60.0
+    max_body_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.")
+    ] = None
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.")
+    ] = None
     drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.")] = 30.0
 
     def settings(self) -> ServerSettings:
         """The validated settings; `UserError` for a wrong value or key file."""
+        options.check_not_empty("--host", self.host)  # would be every address of this machine
+        options.check_not_empty("--served-model-name", self.served_model_name)
         return ServerSettings(
             host=self.host,
             port=self.port,
             api_keys=read_api_keys(self.api_key_file) if self.api_key_file else (),
             served_model_name=self.served_model_name,
-            max_body_bytes=options.parse_size("--max-body-bytes", self.max_body_bytes),
-            max_prompt_tokens=self.max_prompt_tokens or None,
+            max_body_bytes=None
+            if self.max_body_bytes is None
+            else options.parse_size("--max-body-bytes", self.max_body_bytes),
+            max_prompt_tokens=self.max_prompt_tokens,
             max_concurrent_streams=self.max_streams,
+            max_connections=self.max_connections,
+            send_timeout_s=self.send_timeout,
             drain_timeout_s=self.drain_timeout,
         )
 
@@ -62,7 +82,7 @@ class HttpOptions:
 class JoinOptions:
     """Workers of other machines (`antiphon worker`)."""
 
-    join_address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where workers join.")] = ""
+    join_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where workers join.")] = None
     join_workers: Annotated[
         str, typer.Option(metavar="A+E", show_default=False, help="How many join: attention + experts, as in 0+2.")
     ] = "0+0"
@@ -70,12 +90,13 @@ class JoinOptions:
 
     def add_to(self, config: ServeConfig) -> ServeConfig:
         """The configuration with these workers from outside; validated."""
+        options.check_not_empty("--join-address", self.join_address)
         counts = re.fullmatch(r"(\d+)\+(\d+)", self.join_workers)
         if counts is None:
             raise UserError(f"--join-workers is {self.join_workers}: write attention + experts, for example 0+2")
         return replace(
             config,
-            join_address=self.join_address,
+            join_address=self.join_address or "",
             join_secret=read_join_secret(self.secret_file) if self.join_address else b"",
             joined_attention=int(counts.group(1)),
             joined_experts=int(counts.group(2)),
@@ -114,16 +135,19 @@ def run(
     timeline: Path | None,
     json: str | None,
 ) -> None:
-    """Start engine and server, serve until a signal, write the timeline, stop everything."""
+    """Start engine and server, serve until a signal, write the timeline, stop everything.
+
+    `StartFailed` if the engine gave up meanwhile."""
     spec = load_model_spec(asked.model)
     tokenizer = load_tokenizer(asked.model)
     address = reserve(settings.host, settings.port)
     with closing(address), ray.placed(asked) as placed:
         config = placed.config
         engine = start_with_progress(config, placed.check)
+        grammars: GrammarCompiler | None = None
         try:
             app = create_app(engine, tokenizer, settings)
-            grammars: GrammarCompiler | None = app.state.context.grammars
+            grammars = app.state.context.grammars
             if grammars is not None:
                 engine.make_matcher = grammars.matcher
 
@@ -136,8 +160,12 @@ def run(
                 emit_json(json, facts)
 
             run_server(app, settings, on_listening, address)
+            if engine.fatal is not None:
+                raise engine.failure()
             if timeline is not None:
                 report_timeline(engine, timeline, json)
         finally:
+            if grammars is not None:
+                grammars.close()
             placed.expect_end()
             engine.stop()

@@ -10,7 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_seconds
 from antiphon.cli.option_groups import given_options, takes_groups
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
 from antiphon.cli.simulate_output import shown
 from antiphon.cost.ping_pong import iteration
@@ -46,8 +46,6 @@ def simulate(
 ) -> None:
     """Serve requests by PLAN in a simulation: the engine's own scheduler, steps timed by the planner's costs."""
     check_output_file("--perfetto", perfetto)
-    if json not in (None, "-"):
-        check_output_file("--json", Path(json))
     found = read_plan(plan)
     if pipeline:
         if given := given_options(context, _SERVING_ONLY) - {"seed"}:
@@ -79,7 +77,8 @@ def serve(
     changed = [] if demand.skew is not None else differences(plan, setting)
     notes = changed + notes_of(plan, pools, options, run, result)
     if perfetto is not None:
-        write_serving_trace(perfetto, run)
+        with whole_file("--perfetto", perfetto) as partial:
+            write_serving_trace(partial, run)
         notes.append(f"trace written to {perfetto}: open it at ui.perfetto.dev")
     for item in shown(result, notes):
         show(item, json=json)
@@ -145,7 +144,8 @@ def show_pipeline(plan: Plan, perfetto: Path | None, json: str | None) -> None:
     ]
     show(table(("one decode step", ""), rows), json=json)
     if perfetto is not None:
-        write_trace(perfetto, result.bars)
+        with whole_file("--perfetto", perfetto) as partial:
+            write_trace(partial, result.bars)
         show(
             f"trace of {len(watched[0])} attention and {len(watched[1])} expert workers written to {perfetto}",
             json=json,

@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.cli.options import check_count, check_not_empty, check_timeout
 from antiphon.cli.output import show
+from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.join_secret import read_join_secret
 from antiphon.serve.joining import JoinRole
 from antiphon.serve.worker.joined import JoinOrder, run_joined_worker
@@ -19,13 +21,15 @@ def worker(
         Path | None, typer.Option("--model", metavar="MODEL", show_default="the engine's path", help="Checkpoint here.")
     ] = None,
     host: Annotated[
-        str,
+        str | None,
         typer.Option("--host", metavar="ADDRESS", show_default="as the engine sees it", help="Where others reach it."),
-    ] = "",
+    ] = None,
     secret_file: Annotated[
         Path | None, typer.Option("--secret-file", metavar="FILE", help="The secret shared with the engine.")
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", show_default="all cores", help="Threads.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", show_default="all cores", help="Threads.")
+    ] = None,
     patience: Annotated[float, typer.Option("--patience", metavar="S", help="Wait for the engine so long.")] = 60.0,
 ) -> None:
     """Join an engine as an attention or expert worker; ends when the engine ends, or says so.
@@ -33,13 +37,16 @@ def worker(
     The secret comes from --secret-file or from ANTIPHON_JOIN_SECRET."""
     if role not in {"attention", "experts"}:
         raise UserError(f"--role is {role}: it must be attention or experts")
+    check_count("--threads", threads, MAX_THREADS)
+    check_timeout("--patience", patience)
+    check_not_empty("--host", host)
     checked: JoinRole = "attention" if role == "attention" else "experts"
     order = JoinOrder(
         address=join,
         role=checked,
-        host=host,
+        host=host or "",
         model=str(model or ""),
-        num_threads=threads,
+        num_threads=threads or 0,
         patience_s=patience,
     )
     secret = read_join_secret(secret_file)

@@ -25,6 +25,7 @@ from antiphon.cost.shapes import (
     local_heads,
     score_width,
     share_of,
+    visible_tokens,
 )
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
@@ -45,7 +46,7 @@ def attention_decode(
 
     `moe_layer`: with gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
     attention = model.attention
-    visible = context if attention.sliding_window is None else np.minimum(context, attention.sliding_window)
+    visible = visible_tokens(attention, context)
     read_bytes = batch * visible * cached_width(attention, tp) * precision.kv_bytes
     scores = _scores(model, roofs, batch, batch * visible, read_bytes, tp, precision, absorbed=True)
     return (
@@ -71,9 +72,7 @@ def attention_prefill(
 
     Of prompts of unequal length `context` is the mean a *token* sees, E[X^2] / E[X], not the mean length."""
     attention = model.attention
-    visible = past + (context + 1) / 2
-    if attention.sliding_window is not None:
-        visible = np.minimum(visible, attention.sliding_window)
+    visible = visible_tokens(attention, past + (context + 1) / 2)
     num_sequences = tokens / np.maximum(context, 1e-9)
     cached = num_sequences * (past + context)
     read_bytes = cached * cached_width(attention, tp) * precision.kv_bytes

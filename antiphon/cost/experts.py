@@ -11,8 +11,8 @@ several times too slow.
 
 import numpy as np
 
-from antiphon.cost.gemm import grouped_gemm, grouped_gemm_by_expert, row_bytes_of
-from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.gemm import grouped_gemm, row_bytes_of
+from antiphon.cost.parts import Number, Parts
 from antiphon.cost.roofline import Roof, kernel
 from antiphon.cost.shapes import gated_matrices
 from antiphon.specs.model import ModelSpec
@@ -25,14 +25,6 @@ def expected_touched(num_held: Number, rows: Number, *, num_experts: Number, top
     tokens = rows * num_experts / (top_k * np.asarray(num_held, dtype=np.float64))
     touched = num_held * (1 - (1 - top_k / np.asarray(num_experts)) ** tokens)
     result: Number = np.minimum(np.minimum(touched, num_held), rows)
-    return result
-
-
-def expected_touched_by_shares(shares: FloatArray, tokens: Number, top_k: Number) -> Number:
-    """As `expected_touched` where expert e gets the share `shares[e]` of all rows (last axis: the experts held here,
-    out of shares that add up to 1 over all experts). `tokens`: tokens of the whole micro-batch."""
-    chosen = np.minimum(np.asarray(top_k)[..., None] * shares, 1.0)
-    result: Number = np.sum(1 - (1 - chosen) ** np.asarray(tokens)[..., None], axis=-1)
     return result
 
 
@@ -60,26 +52,6 @@ def expert_feed_forward(
             roof, rows, touched, matrix.inner, matrix.outputs, precision.weight_bytes, row_bytes
         )
     return total + kernel(roof, 0.0, rows * 1.5 * into.outputs * row_bytes)
-
-
-def expert_feed_forward_by_expert(
-    model: ModelSpec, roof: Roof, rows_by_expert: FloatArray, tp: Number, precision: PrecisionSpec
-) -> Parts:
-    """As `expert_feed_forward`, from the rows of each expert held (last axis), each expert by its own roofline.
-
-    Rows below 1 are expectations: such an expert's weights are read in that fraction of the steps."""
-    rows_by_expert = np.asarray(rows_by_expert, dtype=np.float64)
-    present = np.minimum(rows_by_expert, 1.0)
-    row_bytes = row_bytes_of(precision)
-    into, out = gated_matrices(model.hidden_size, model.feed_forward.intermediate, tp)
-    rows = np.sum(rows_by_expert, axis=-1)
-    total = _permutations(model, roof, rows, row_bytes) + kernel(roof, 0.0, rows * 1.5 * into.outputs * row_bytes)
-    for matrix in (into, out):
-        inner, outputs = (np.asarray(width)[..., None] for width in (matrix.inner, matrix.outputs))
-        total = total + grouped_gemm_by_expert(
-            roof, rows_by_expert, inner, outputs, precision.weight_bytes * present, row_bytes
-        )
-    return total
 
 
 def _permutations(model: ModelSpec, roof: Roof, rows: Number, row_bytes: float) -> Parts:

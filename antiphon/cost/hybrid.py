@@ -99,11 +99,6 @@ def _overlapped(
 # MixServe section III-D, Figure 9. n nodes; each inter-node round and each intra-node round takes the same time.
 
 
-def synchronous_dispatch_s(num_nodes: Number, inter_s: Number, intra_s: Number) -> Number:
-    """n - 1 rounds between nodes, then n - 1 all-gathers inside (the node's own rows need neither)."""
-    return (num_nodes - 1) * (inter_s + intra_s)
-
-
 def fused_dispatch_s(num_nodes: Number, inter_s: Number, intra_s: Number) -> Number:
     """Algorithm 2: the all-gather of round i's rows runs beside round i + 1's messages. Only the first round's messages
     and the last round's all-gather stand alone."""
@@ -111,11 +106,6 @@ def fused_dispatch_s(num_nodes: Number, inter_s: Number, intra_s: Number) -> Num
     busy = np.maximum(rounds * inter_s + intra_s, inter_s + rounds * intra_s)
     result: Number = np.where(np.asarray(rounds) > 0, busy, 0.0)
     return result
-
-
-def synchronous_combine_s(num_nodes: Number, inter_s: Number, intra_s: Number, gather_s: Number = 0.0) -> Number:
-    """n reduce-scatters inside and n - 1 rounds between nodes, then the all-gather."""
-    return num_nodes * intra_s + (num_nodes - 1) * inter_s + gather_s
 
 
 def fused_combine_s(num_nodes: Number, inter_s: Number, intra_s: Number, gather_s: Number = 0.0) -> Number:

@@ -11,13 +11,12 @@ Rejected: eq. 6 to the letter. It counts elements, and applies Util to all of a 
 message.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from antiphon.cost.network import Link
-from antiphon.cost.parts import FloatArray, Number, Parts, longest
+from antiphon.cost.parts import Number, Parts, longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +55,6 @@ def expected_distinct(num_experts: Number, top_k: Number, num_workers: Number) -
     smaller = (workers - num_larger) * (1 - np.asarray(probability_of_none(num_experts, top_k, held)))
     result: Number = larger + smaller
     return result
-
-
-def expected_distinct_placed(
-    placement: Sequence[Sequence[tuple[int, float]]], num_workers: int, top_k: int
-) -> tuple[float, FloatArray]:
-    """As `expected_distinct` for a given placement (`PhasePlan.placement`: per expert, (worker, fraction of its
-    tokens)), exactly: (expected number of destinations, probability by worker that a row goes there)."""
-    missed = np.ones((len(placement), num_workers))
-    for expert, owners in enumerate(placement):
-        for worker, fraction in owners:
-            missed[expert, worker] -= fraction
-    sums = np.zeros((top_k + 1, num_workers))  # elementary symmetric sums, divided by C(experts so far, chosen)
-    sums[0] = 1.0
-    for seen in range(1, len(placement) + 1):
-        for chosen in range(min(top_k, seen), 0, -1):
-            with_it = chosen / seen
-            sums[chosen] = sums[chosen] * (1 - with_it) + sums[chosen - 1] * missed[seen - 1] * with_it
-    reached: FloatArray = 1.0 - sums[top_k]
-    return float(reached.sum()), reached
 
 
 def message_bytes(rows_per_pair: Number, row_bytes: Number, sending_tp: Number, receiving_tp: Number) -> Number:
@@ -144,17 +124,6 @@ def combine(
     return m2n(
         experts, attention, rows_sent=rows_to_busiest, rows_received=rows_back, row_bytes=row_bytes, fixed_s=fixed_s
     )
-
-
-def eq6_exchange_s(
-    attention: Side, experts: Side, *, batch: Number, expert_batch: Number, hidden_bytes: Number, top_k: Number
-) -> Number:
-    """MegaScale-Infer eq. 6 as printed, but in bytes: max of b_a h K / tp_a and b_e h / tp_e over W * Util of all of
-    it, one expert per worker, no latency. `hidden_bytes`: h times bytes per element. For comparison with `m2n`."""
-    sent = batch * hidden_bytes * top_k / attention.tp
-    received = expert_batch * hidden_bytes / experts.tp
-    result: Number = np.maximum(attention.link.wire_s(sent), experts.link.wire_s(received))
-    return result
 
 
 def exchanged_rows(

@@ -200,16 +200,6 @@ def all_reduce_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Numbe
     return collective_bytes("all_reduce", size_bytes, degree, ranks_per_domain)
 
 
-def reduce_scatter_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
-    """(d - 1) / d of the size, in all."""
-    return collective_bytes("reduce_scatter", size_bytes, degree, ranks_per_domain)
-
-
-def all_gather_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
-    """(d - 1) / d of the size, in all."""
-    return collective_bytes("all_gather", size_bytes, degree, ranks_per_domain)
-
-
 def all_to_all_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
     """(d - 1) / d of the size, in all."""
     return collective_bytes("all_to_all", size_bytes, degree, ranks_per_domain)

@@ -20,7 +20,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.network import CollectiveName, Level, Link
+from antiphon.cost.network import CollectiveName
 from antiphon.cost.parts import Number, Parts
 
 PROFILE_VERSION = 1
@@ -150,15 +150,6 @@ class Profile:
         result: Number = np.minimum(message_bytes / (np.asarray(times.at(message_bytes)) * best), 1.0)
         return result
 
-    def balance_lines(self, context: float, num_held: float) -> tuple[float, float, float, float]:
-        """(k1, k2, k3, k4) of MegaScale-Infer section 4.2: T_a = k1 b_a + k2 at that context, T_e = k3 rows + k4 on a
-        worker that holds so many experts."""
-        attention, experts = self.attention_table(), self.expert_table()
-        if attention is None or experts is None:
-            raise UserError(f"the profile of {self.machine.name} has no decode attention or no experts: measure both")
-        times = tuple(float(experts.times.at(num_held, rows)) for rows in experts.times.second)
-        return (*attention.times.along_first(context).line(), *Curve(experts.times.second, times).line())
-
 
 def profiled_attention(table: AttentionTable, rows: Number, context: Number) -> Parts:
     """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each."""
@@ -175,22 +166,6 @@ def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number 
     total = np.asarray(num_messages * np.asarray(times.at(message_bytes)))
     fixed = np.minimum(total, num_messages * times.seconds[0])
     return Parts(scale_out_s=total - fixed, fixed_s=fixed)
-
-
-def measured_link(times: Curve, level: Level = "scale_out") -> Link:
-    """A link as `cost.m2n` and `cost.network` take it, from measured messages: the line k1 x + k2 gives 1 / k1 bytes
-    per second, and half = k2 / k1, so that every message costs k2; no latency beside that."""
-    per_byte_s, per_message_s = times.line()
-    if not per_byte_s > 0:
-        raise UserError(f"messages of {list(times.sizes)} bytes took {list(times.seconds)} s: measure larger ones too")
-    return Link(level=level, bytes_per_s=1 / per_byte_s, latency_s=0.0, half_bytes=per_message_s / per_byte_s)
-
-
-def profiled_collective(times: Curve, size_bytes: Number) -> Parts:
-    """One collective, booked as scale-up; the time of the smallest measured one as fixed."""
-    total = np.asarray(times.at(size_bytes))
-    fixed = np.minimum(total, times.seconds[0])
-    return Parts(scale_up_s=total - fixed, fixed_s=fixed)
 
 
 def covered(table: AttentionTable | ExpertTable, sizes: Sequence[tuple[float, float]]) -> bool:

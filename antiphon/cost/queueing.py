@@ -32,14 +32,6 @@ def mm1_wait(arrivals_per_s: Number, service_per_s: Number) -> Number:
     return _plain(wait)
 
 
-def mm1_wait_percentile(arrivals_per_s: Number, service_per_s: Number, percentile: float) -> Number:
-    """The wait that the fraction `percentile` of arrivals does not exceed: P(W > t) = rho exp(-(mu - lambda) t)."""
-    rho = np.asarray(arrivals_per_s / service_per_s, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        wait = np.log(rho / (1 - percentile)) / (service_per_s - arrivals_per_s)
-    return _plain(np.where(rho < 1, np.where(rho > 1 - percentile, wait, 0.0), np.inf))
-
-
 def mg1_wait(arrivals_per_s: Number, mean_s: Number, mean_square_s2: Number) -> Number:
     """Mean wait before a service whose time has that mean and mean square; infinite at or above saturation."""
     rho = np.asarray(arrivals_per_s * mean_s, dtype=np.float64)

@@ -46,6 +46,15 @@ def cached_width(attention: AttentionSpec, tp: Number) -> Number:
     return 2 * share_of(attention.num_kv_heads, tp) * attention.head_dim
 
 
+def visible_tokens(attention: AttentionSpec, context: Number) -> Number:
+    """Of `context` tokens those that a row sees. Where windowed layers alternate with full ones: the mean over them."""
+    if attention.sliding_window is None:
+        return context
+    share = attention.windowed_share
+    visible: Number = share * np.minimum(context, attention.sliding_window) + (1 - share) * context
+    return visible
+
+
 def score_width(attention: AttentionSpec, absorbed: bool) -> int:
     """Multiply-adds of one query head with one visible token: its score, and its share of the weighted values."""
     latent = attention.latent

@@ -54,12 +54,6 @@ def busiest_share(
     return float(worker_shares(shares, placement, num_workers).max())
 
 
-def even_busiest_share(num_experts: Number, num_workers: Number) -> Number:
-    """The same with equal shares and experts spread as evenly as they divide: ceil(E/N) / E."""
-    share: Number = np.ceil(num_experts / np.asarray(num_workers)) / num_experts
-    return share
-
-
 def expected_max_normal(count: Number) -> Number:
     """Expected maximum of `count` independent standard normals: 0 for 1, 0.564 for 2, 1.539 for 10, 2.508 for 100."""
     counts = np.asarray(count, dtype=np.float64)
@@ -112,14 +106,6 @@ def _integral(values: FloatArray, step: float) -> FloatArray:
     """Trapezoids along the last axis."""
     total: FloatArray = step * (values.sum(axis=-1) - (values[..., 0] + values[..., -1]) / 2)
     return total
-
-
-def batch_cv(mean: Number, mean_square: Number, batch: Number) -> Number:
-    """Coefficient of variation of the sum of `batch` independent lengths of that mean and mean square: that of one
-    length over the square root of the batch. Of an attention worker's KV reads, for `barrier_factor`."""
-    variance = np.maximum(mean_square - np.asarray(mean) ** 2, 0.0)
-    result: Number = np.sqrt(variance / np.maximum(batch, 1.0)) / mean
-    return result
 
 
 @functools.cache

@@ -60,6 +60,9 @@ class PackedExperts(Protocol):
     def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
         """Copy one expert's three matrices in (any float dtype; converted to the back-end's)."""
 
+    def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
+        """Copy one expert's three biases in, likewise. Only for experts that were made with room for them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBatch:
@@ -146,9 +149,12 @@ class KernelBackend(Protocol):
         *,
         scale: float,
         sliding_window: int | None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every row over its sequence's cached keys. Returns [T, N, value_dim].
 
+        `sinks_N` (float32) are logits of a key per head that every row sees and that has no value: exp(sink) is added
+        to the softmax's denominator (gpt-oss).
         A row's result must not depend on which other rows share the call, nor on how its prompt was cut into chunks."""
 
     def gate(
@@ -156,11 +162,23 @@ class KernelBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Router scores and choice: (expert ids int32 [T, K], weights float32 [T, K]), best first."""
 
-    def new_experts(self, num_experts: int, hidden: int, intermediate: int, activation: str) -> PackedExperts:
-        """Room for the weights of `num_experts` gated feed-forwards."""
+    def new_experts(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        has_bias: bool = False,
+    ) -> PackedExperts:
+        """Room for the weights of `num_experts` gated feed-forwards. For `activation`, `alpha` and `limit` see
+        `FeedForwardSpec`; with `has_bias` biases start as zeros."""
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         """y[t] = sum over j of weights[t, j] * FFN_{ids[t, j]}(x[t]); ids are local indices, -1 means "not held here".
 
-        FFN(x) = down(act(gate(x)) * up(x)). Each touched expert's weights are read once. Sums in float32 in ascending
-        local index, rounded once to dtype, so a row's bits do not depend on its neighbours."""
+        FFN(x) = down(act(gate(x)) * up(x)), biases included where there are any. Each touched expert's weights are
+        read once. Sums in float32 in ascending local index, rounded once to dtype, so a row's bits do not depend on its
+        neighbours."""

@@ -1,5 +1,7 @@
 """Chooses the kernel back-end once, at start, and says why."""
 
+import re
+
 import psutil
 import torch
 
@@ -40,16 +42,20 @@ def _native_fits(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def resolve_device(name: str, index: int) -> torch.device:
-    """The device of worker `index`: "cpu", "cuda" (workers take turns over the GPUs), or "cuda:2" for all of them."""
+    """The device of worker `index` of a machine, whatever its role: "cpu", "cuda" (workers take turns over the GPUs),
+    or "cuda:2" for all of them."""
     if name == "cpu":
         return torch.device("cpu")
-    if name.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise UserError("--device cuda: this PyTorch sees no CUDA device; use --device cpu or install a CUDA build")
-        if ":" in name:
-            return torch.device(name)
-        return torch.device("cuda", index % torch.cuda.device_count())
-    raise UserError(f"--device {name} is not supported: use cpu or cuda")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise UserError(f"--device {name} is not supported: use cpu or cuda")
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: this PyTorch sees no CUDA device; use --device cpu or install a CUDA build")
+    num_devices = torch.cuda.device_count()
+    wanted = index % num_devices if match.group(1) is None else int(match.group(1))
+    if wanted >= num_devices:
+        raise UserError(f"--device {name}: this machine has {num_devices} GPUs, use cuda:0 to cuda:{num_devices - 1}")
+    return torch.device("cuda", wanted)
 
 
 def free_memory_bytes(name: str) -> int:

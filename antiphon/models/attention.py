@@ -17,17 +17,20 @@ from antiphon.specs.model import AttentionSpec
 
 class Attention(Protocol):
     def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
-        """x + attention(y). Writes the rows' keys and values to the cache first."""
+        """x + attention(y), the second times the model's residual multiplier. Writes the rows' keys and values to the
+        cache first."""
 
 
 @dataclass(kw_only=True)
 class GroupedQueryWeights:
-    """`q_norm` and `k_norm` are [D] for per-head norms, [N * D] and [G * D] for norms of the whole projection."""
+    """`q_norm` and `k_norm` are [D] for per-head norms, [N * D] and [G * D] for norms of the whole projection.
+    `sinks_N` is float32."""
 
     qkv: PackedLinear
     out: PackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks_N: Tensor | None
 
 
 class GroupedQueryAttention:
@@ -38,12 +41,14 @@ class GroupedQueryAttention:
         backend: KernelBackend,
         weights: GroupedQueryWeights,
         rotary: RotaryTable,
+        residual_multiplier: float = 1.0,
     ) -> None:
         self.spec = spec
         self.eps = eps
         self.backend = backend
         self.weights = weights
         self.rotary = rotary
+        self.residual_multiplier = residual_multiplier
 
     def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
         spec, weights, backend = self.spec, self.weights, self.backend
@@ -65,8 +70,16 @@ class GroupedQueryAttention:
             eps=self.eps,
         )
         out_TND = backend.paged_attention(
-            q_TND, cache, layer, batch, scale=spec.scale, sliding_window=spec.sliding_window
+            q_TND,
+            cache,
+            layer,
+            batch,
+            scale=spec.scale,
+            sliding_window=spec.window_of(layer),
+            sinks_N=weights.sinks_N,
         )
+        if self.residual_multiplier != 1.0:  # two exact steps: a fused a + m * b would round by the row's place
+            return backend.linear(out_TND.flatten(1), weights.out).mul_(self.residual_multiplier).add_(x_TH)
         return backend.linear(out_TND.flatten(1), weights.out, residual_TO=x_TH)
 
     def _norm_whole(self, qkv_TX: Tensor) -> None:

@@ -68,7 +68,8 @@ class AttentionHalf:
         self._head = head
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        return self._embedding_WH.index_select(0, token_ids_T)
+        rows_TH = self._embedding_WH.index_select(0, token_ids_T)
+        return rows_TH if self.spec.embedding_multiplier == 1.0 else rows_TH.mul_(self.spec.embedding_multiplier)
 
     def attend(
         self, layer: int, x_TH: Tensor, delta_TH: Tensor | None, cache: KVCache, batch: AttentionBatch
@@ -100,7 +101,8 @@ class AttentionHalf:
     def head(self, x_TH: Tensor, delta_TH: Tensor | None = None) -> Tensor:
         """Float32 logits [T, W] of the rows given, which the caller selected; `delta_TH` is the last layer's."""
         y_TH = self._final_norm(x_TH) if delta_TH is None else self._final_norm.after_adding(x_TH, delta_TH)[1]
-        return self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
+        logits_TW = self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
+        return logits_TW if self.spec.logits_divisor == 1.0 else logits_TW.div_(self.spec.logits_divisor)
 
     def cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
         attention = self.spec.attention
@@ -118,7 +120,3 @@ class AttentionHalf:
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """`ResourceError` if the memory cannot be had."""
         return self.backend.new_kv_cache(self.cache_spec(num_blocks, block_size))
-
-    def kv_block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers."""
-        return self.cache_spec(1, block_size).block_bytes(self.backend.dtype.itemsize)

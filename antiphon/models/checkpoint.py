@@ -3,22 +3,21 @@
 1. Shards are opened when one of their tensors is first asked for; only headers are read until then.
 2. `read` returns a view on the memory map. Whoever copied it calls `release`, so that a loading process never holds
    more than what it keeps and the tensor in hand.
-3. A float8 tensor with `<name>_scale_inv` beside it is block-scaled (DeepSeek-V3, section 3.3): it is multiplied out
-   here, block row by block row, and comes back as a new tensor.
+3. A float8 tensor with a scale beside it (`models/float8`) is multiplied out here and comes back as a new tensor. So is
+   `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4 (`models/mxfp4`).
 """
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models import mxfp4
+from antiphon.models.float8 import SCALE_BLOCK, SCALE_SUFFIXES, multiply_out, scale_shapes
+from antiphon.models.names import BLOCKS_SUFFIX
 from antiphon.models.safetensors_file import SafetensorsFile
-
-INDEX_NAME = "model.safetensors.index.json"
-SCALE_SUFFIX = "_scale_inv"
-SCALE_BLOCK = 128
+from antiphon.models.shard_index import INDEX_NAME, file_of_each_tensor
 
 Rows = tuple[int, int] | None
 
@@ -29,8 +28,8 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
-        self._shards: dict[str, SafetensorsFile] = {}
-        self._file_of = _file_of_each_tensor(self.folder, self._shards)
+        self._file_of, opened = file_of_each_tensor(self.folder)
+        self._shards = {file: SafetensorsFile(self.folder / file, entries) for file, entries in opened.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -39,14 +38,24 @@ class Checkpoint:
     def names(self) -> list[str]:
         return sorted(self._file_of)
 
+    def open_shards(self) -> None:
+        """Read every shard's header now: `CheckpointError` if one is damaged, or lacks what the index says it has."""
+        for name in self._file_of:
+            self._shard(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shard(name).entries[name].shape
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds the tensor."""
+        return self._file_of[name]
+
     def stored_bytes(self, name: str, rows: Rows = None) -> int:
-        """Bytes that reading the tensor (or its rows) takes from the file, block scales included."""
-        shard = self._shard(name)
-        scale = self._scale_name(name)
-        return shard.num_bytes(name, rows) + (0 if scale is None else self._shard(scale).num_bytes(scale, rows))
+        """Bytes that reading the tensor (or its rows) takes from the file, scales included."""
+        num_bytes = self._shard(name).num_bytes(name, rows)
+        if scale := self._scale_name(name):
+            num_bytes += self._shard(scale).num_bytes(scale, self._scale_rows(name, scale, rows))
+        return num_bytes
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """`CheckpointError` unless the tensor is there and has this shape."""
@@ -58,7 +67,7 @@ class Checkpoint:
             )
 
     def read(self, name: str, *, dequantize_to: torch.dtype = torch.float32) -> Tensor:
-        """The whole tensor: a read-only view, or a new tensor where the stored one is block-scaled float8."""
+        """The whole tensor: a read-only view, or a new tensor where the stored one is scaled float8 or MXFP4."""
         return self._read(name, None, dequantize_to)
 
     def read_slice(self, name: str, start: int, stop: int, *, dequantize_to: torch.dtype = torch.float32) -> Tensor:
@@ -69,40 +78,60 @@ class Checkpoint:
         """Give the pages of a tensor read before back to the system; views of it stay valid and re-read the file."""
         self._shard(name).release(name, rows)
         if scale := self._scale_name(name):
-            self._shard(scale).release(scale, rows)
+            self._shard(scale).release(scale, self._scale_rows(name, scale, rows))
 
     def _read(self, name: str, rows: Rows, dequantize_to: torch.dtype) -> Tensor:
         self.bytes_read += self.stored_bytes(name, rows)
         view = self._shard(name).view(name, rows)
-        if view.dtype != torch.float8_e4m3fn:
+        if view.dtype not in (torch.float8_e4m3fn, torch.uint8):
             return view
-        scale = self._scale_name(name)
-        if scale is None:
-            raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name} is float8 without {name}{SCALE_SUFFIX}: "
-                f"only block-scaled float8 is supported"
-            )
-        return self._dequantize(name, view, self._shard(scale).view(scale, rows), dequantize_to)
+        if view.dtype == torch.uint8:
+            scale = self._scale_name(name)
+            scales = None if scale is None else self._shard(scale).view(scale, rows)
+            return self._expand(name, view, scales, dequantize_to)
+        return self._multiplied_out(name, rows, view, dequantize_to)
 
-    def _dequantize(self, name: str, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        num_rows, num_columns = weight.shape[-2:]
-        blocks = (-(-num_rows // SCALE_BLOCK), -(-num_columns // SCALE_BLOCK))
-        if tuple(scale.shape) != (*weight.shape[:-2], *blocks):
+    def _expand(self, name: str, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if scales is None or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
+            found = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
             raise CheckpointError(
-                f"{self._file_of[name]}: {name}{SCALE_SUFFIX} has shape {list(scale.shape)}, "
-                f"{list(weight.shape)} needs {[*weight.shape[:-2], *blocks]}: "
-                f"only blocks of {SCALE_BLOCK} x {SCALE_BLOCK} are supported"
+                f"{self._file_of[name]}: tensor {name} has dtype U8 and shape {list(blocks.shape)}, which is MXFP4 if "
+                f"scales of dtype U8 and shape {list(blocks.shape[:-1])} lie beside it; found {found}: use gpt-oss as "
+                f"published, or weights in bfloat16"
             )
-        out = torch.empty(weight.shape, dtype=dtype)
-        for block in range(blocks[0]):
-            rows = slice(block * SCALE_BLOCK, min((block + 1) * SCALE_BLOCK, num_rows))
-            factors = scale[..., block, :].float().repeat_interleave(SCALE_BLOCK, dim=-1)[..., :num_columns]
-            out[..., rows, :] = weight[..., rows, :].float() * factors.unsqueeze(-2)
-        return out
+        return mxfp4.expand(blocks, scales, dtype)
+
+    def _multiplied_out(self, name: str, rows: Rows, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        scale_name = self._scale_name(name)
+        if scale_name is None:
+            beside = " or ".join(name + suffix for suffix in SCALE_SUFFIXES)
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor {name} is float8 without {beside}: download the checkpoint again"
+            )
+        scale = self._shard(scale_name).view(scale_name, self._scale_rows(name, scale_name, rows))
+        if weight.ndim < 2:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor {name} is float8 and has shape {list(weight.shape)}: only matrices "
+                f"may be float8, download the checkpoint again"
+            )
+        supported = scale_shapes(weight.shape)
+        if list(scale.shape) not in supported:
+            raise CheckpointError(
+                f"{self._file_of[name]}: {scale_name} has shape {list(scale.shape)}, {list(weight.shape)} needs "
+                f"{supported[0]}, {supported[1]} or {supported[2]}: only scales of rows, of blocks of {SCALE_BLOCK} x "
+                f"{SCALE_BLOCK} and of tensors are supported"
+            )
+        return multiply_out(weight, scale, dtype)
 
     def _scale_name(self, name: str) -> str | None:
-        scale = name + SCALE_SUFFIX
-        return scale if scale in self._file_of else None
+        names = [name + suffix for suffix in SCALE_SUFFIXES]
+        if name.endswith(BLOCKS_SUFFIX):
+            names = [mxfp4.scales_name(name)]
+        return next((scale for scale in names if scale in self._file_of), None)
+
+    def _scale_rows(self, name: str, scale: str, rows: Rows) -> Rows:
+        """The rows of a scale that belong to `rows` of its weight: all where one scale serves the whole tensor."""
+        return rows if self.shape(scale)[:1] == self.shape(name)[:1] else None
 
     def _shard(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
@@ -119,30 +148,3 @@ class Checkpoint:
                 f"{file_name}: tensor {name} is missing, though {INDEX_NAME} says it is there: download both again"
             )
         return shard
-
-
-def _file_of_each_tensor(folder: Path, shards: dict[str, SafetensorsFile]) -> dict[str, str]:
-    """Which file holds each tensor. A lone file is opened for it and left in `shards`."""
-    index_path = folder / INDEX_NAME
-    files = sorted(folder.glob("*.safetensors"))
-    if not index_path.exists():
-        if not files:
-            raise CheckpointError(f"{folder}: no .safetensors file: give a folder in Hugging Face format")
-        if len(files) > 1:
-            raise CheckpointError(
-                f"{folder}: {len(files)} .safetensors files but no {INDEX_NAME}: download it from the publisher"
-            )
-        shard = shards[files[0].name] = SafetensorsFile(files[0])
-        return dict.fromkeys(shard.entries, files[0].name)
-    try:
-        weight_map = json.loads(index_path.read_text())["weight_map"]
-        file_of = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{INDEX_NAME}: damaged ({error}): download it again") from error
-    present = {path.name for path in files}
-    if missing := sorted(set(file_of.values()) - present):
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(set(file_of.values()))} shards missing, the first is {missing[0]}: "
-            f"download it"
-        )
-    return file_of

@@ -1,14 +1,34 @@
 """From a checkpoint's `config.json` to a `ModelSpec`, by the family that knows its keys."""
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from antiphon.base.errors import CheckpointError
-from antiphon.models.families import config_keys, dbrx, deepseek, mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe
+from antiphon.models.families import (
+    config_keys,
+    dbrx,
+    deepseek,
+    dots1,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from antiphon.models.families.config_values import RULES, check_value, check_values
+from antiphon.models.families.refused import refusal
+from antiphon.models.files import read_json
 from antiphon.models.names import TensorNames
+from antiphon.models.quantization import check_quantization, refuse_gguf
+from antiphon.models.spec_checks import check_spec, check_tokens
+from antiphon.models.stored_sizes import evidence_of
 from antiphon.specs.model import ModelSpec
 
 
@@ -25,69 +45,74 @@ FAMILIES = {
     "deepseek": Family(deepseek.v1_spec_from_config, deepseek.NAMES),
     "deepseek_v2": Family(deepseek.v2_spec_from_config, deepseek.NAMES),
     "deepseek_v3": Family(deepseek.v3_spec_from_config, deepseek.NAMES),
+    "dots1": Family(dots1.spec_from_config, deepseek.NAMES),
+    "ernie4_5_moe": Family(ernie4_5_moe.spec_from_config, ernie4_5_moe.NAMES),
+    "glm4_moe": Family(glm4_moe.spec_from_config, deepseek.NAMES),
+    "glm4_moe_lite": Family(deepseek.v3_spec_from_config, deepseek.NAMES),
+    "gpt_oss": Family(gpt_oss.spec_from_config, gpt_oss.NAMES),
+    "granitemoe": Family(granitemoe.spec_from_config, granitemoe.NAMES),
+    "granitemoeshared": Family(granitemoe.spec_from_config, granitemoe.NAMES),
+    "kimi_k2": Family(deepseek.v3_spec_from_config, deepseek.NAMES),
+    "minimax_m2": Family(minimax_m2.spec_from_config, minimax_m2.NAMES),
     "mixtral": Family(mixtral.spec_from_config, mixtral.NAMES),
     "olmoe": Family(olmoe.spec_from_config, olmoe.NAMES),
     "phimoe": Family(phimoe.spec_from_config, phimoe.NAMES),
     "qwen2_moe": Family(qwen2_moe.spec_from_config, qwen2_moe.NAMES),
     "qwen3_moe": Family(qwen3_moe.spec_from_config, qwen3_moe.NAMES),
+    "solar_open": Family(glm4_moe.solar_spec_from_config, deepseek.NAMES),
 }
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:
     """Read a checkpoint folder's `config.json`, or that file itself. `CheckpointError` for anything unsupported.
 
-    `generation_config.json` beside it, if there, knows better which tokens end a text (Qwen lists two).
+    `generation_config.json` beside it, if there, knows better which tokens end a text (Qwen lists two). Weights are
+    only looked at to say what they hold where a size is beyond all bounds.
     """
-    spec = model_spec(read_json(config_file(path)))
-    generation_file = config_file(path).with_name("generation_config.json")
-    if not generation_file.exists():
+    file = config_file(path)
+    spec = model_spec(read_config(path), lambda names: evidence_of(file.parent, names))
+    generation_file = file.with_name("generation_config.json")
+    if not os.path.lexists(generation_file):
         return spec
-    endings = config_keys.tokens(read_json(generation_file), "eos_token_id")
+    generation, where = read_json(generation_file), f"{generation_file.name}: eos_token_id"
+    if generation.get("eos_token_id") is None:
+        return spec
+    check_value(where, generation["eos_token_id"], RULES["eos_token_id"])
+    endings = config_keys.tokens(generation, "eos_token_id")
+    check_tokens(where, endings, spec.vocab_size)
     return replace(spec, eos_token_ids=endings) if endings else spec
 
 
-def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a parsed `config.json` describes."""
+def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str] = lambda _: "") -> ModelSpec:
+    """The model that a parsed `config.json` describes. `CheckpointError` for anything unsupported or impossible.
+
+    `evidence` tells what the weights say of a size that is beyond all bounds; it is asked for nothing else."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise CheckpointError(
-            f"config.json: model_type = {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}"
-        )
-    _check_quantization(config)
-    return FAMILIES[model_type].spec_from_config(config)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise refusal(config, sorted(FAMILIES))
+    family = FAMILIES[model_type]
+    check_values(config, lambda: evidence(family.names))
+    check_quantization(config)
+    spec = family.spec_from_config(config)
+    check_spec(spec)
+    return spec
 
 
 def config_file(path: str | Path) -> Path:
     path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.exists():
-        raise CheckpointError(f"{file} is missing: give a checkpoint folder in Hugging Face format")
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        if file.suffix == ".gguf" or not os.path.lexists(file):
+            refuse_gguf(path)
+    except OSError:  # reading it says what is wrong
+        return path
     return file
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error}): download it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: holds a {type(config).__name__}, not an object: download it again")
-    return config
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The keys of a checkpoint folder's `config.json`, or of that file itself. `CheckpointError` if it is damaged."""
+    return read_json(config_file(path), "give a checkpoint folder in Hugging Face format")
 
 
 def tensor_names(spec: ModelSpec) -> TensorNames:
     return FAMILIES[spec.family].names
-
-
-def _check_quantization(config: Mapping[str, Any]) -> None:
-    """Block-scaled float8 is multiplied out at load; every other quantisation is refused."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return
-    method = quantization.get("quant_method")
-    block = list(quantization.get("weight_block_size") or [])
-    if method != "fp8" or block != [128, 128]:
-        raise CheckpointError(
-            f"config.json: quant_method = {method!r} with weight_block_size = {block} is not supported: "
-            f"use a checkpoint in bfloat16, float16, float32, or fp8 with [128, 128]"
-        )

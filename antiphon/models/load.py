@@ -1,10 +1,12 @@
 """Building either half of a model from a checkpoint: only the bytes of that half are read.
 
-1. Plan: every tensor's name and shape, from the family's names and `config.json`; checked before anything is copied.
-2. Copy: tensor by tensor into the back-end's packed weights (`models/weights`).
+1. Sizes: those of `config.json` are the weights' own (`tensors.check_sizes`), before they decide how long a loop runs.
+2. Plan: every tensor's name and shape, from the family's names and `config.json`; checked before anything is copied.
+3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`).
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,11 +22,21 @@ from antiphon.models.feed_forward import LocalFeedForward
 from antiphon.models.latent_attention import LatentAttention, LatentWeights
 from antiphon.models.norm import LayerNorm, Norm, RMSNorm
 from antiphon.models.rotary import rotary_table
-from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, expert_refs, outer_plan
+from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, check_sizes, expert_refs, outer_plan
 from antiphon.models.weights import Progress, WeightReader
 from antiphon.specs.model import ModelSpec
 
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
+
+
+def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
+    """The checkpoint of `spec`, before anything is started for it: every header is read, all sizes are compared.
+
+    `CheckpointError` if a shard is missing or damaged, or the weights are of another model."""
+    checkpoint = Checkpoint(folder)
+    check_sizes(checkpoint, spec, tensor_names(spec))
+    checkpoint.open_shards()
+    return checkpoint
 
 
 def load_attention_half(
@@ -40,6 +52,7 @@ def load_attention_half(
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
     names = tensor_names(spec)
+    check_sizes(checkpoint, spec, names)
     outer = outer_plan(spec, names)
     plans = [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
     refs = [ref for plan in (outer, *plans) for part in plan.values() for ref in part]
@@ -73,8 +86,9 @@ def load_expert_half(
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
-    ids_of = _ids_of_each_layer(spec, range(spec.router.num_experts) if expert_ids is None else expert_ids)
     names = tensor_names(spec)
+    check_sizes(checkpoint, spec, names)
+    ids_of = _ids_of_each_layer(spec, range(spec.router.num_experts) if expert_ids is None else expert_ids)
     plans = {
         layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in ids] for layer, ids in ids_of.items()
     }
@@ -99,7 +113,15 @@ def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tupl
 
 def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader) -> PackedExperts:
     widths = spec.feed_forward
-    packed = reader.backend.new_experts(len(plan), spec.hidden_size, widths.intermediate, widths.activation)
+    packed = reader.backend.new_experts(
+        len(plan),
+        spec.hidden_size,
+        widths.intermediate,
+        widths.activation,
+        alpha=widths.alpha,
+        limit=widths.limit,
+        has_bias=widths.expert_bias,
+    )
     for index, refs in enumerate(plan):
         reader.expert(packed, index, refs)
     return packed
@@ -117,9 +139,14 @@ def _attention_layer(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: 
         attention=_attention(spec, plan, reader, rotary),
         post_norm=_norm(spec, plan, "post_norm", reader),
         router=reader.linear(plan, "router") if "router" in plan else None,
-        score_bias_E=reader.optional(plan, "score_bias", torch.float32),
+        score_bias_E=_score_bias(plan, reader),
         local=_local_feed_forward(spec, plan, reader),
     )
+
+
+def _score_bias(plan: Plan, reader: WeightReader) -> Tensor | None:
+    bias = reader.optional(plan, "score_bias", torch.float32)
+    return None if bias is None else bias.flatten()  # ERNIE stores it as one row
 
 
 def _norm(spec: ModelSpec, plan: Plan, purpose: str, reader: WeightReader) -> Norm:
@@ -137,8 +164,10 @@ def _attention(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: Rotary
             out=reader.linear(plan, "out"),
             q_norm=reader.optional(plan, "q_norm"),
             k_norm=reader.optional(plan, "k_norm"),
+            sinks_N=reader.optional(plan, "sinks", torch.float32),
         )
-        return GroupedQueryAttention(attention, spec.norm_eps, backend, grouped, rotary)
+        return GroupedQueryAttention(attention, spec.norm_eps, backend, grouped, rotary, spec.residual_multiplier)
+    assert spec.residual_multiplier == 1.0, "no model with latent attention has one"
     up = reader.tensor(plan["kv_up"])
     latent = LatentWeights(
         down=reader.linear(plan, "down"),
@@ -153,12 +182,13 @@ def _attention(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: Rotary
 
 def _local_feed_forward(spec: ModelSpec, plan: Plan, reader: WeightReader) -> LocalFeedForward | None:
     widths, backend = spec.feed_forward, reader.backend
-    purpose = next((kind for kind in ("dense", "shared") if f"{kind}.gate" in plan), None)
+    purpose = next((kind for kind in ("dense", "shared") if f"{kind}.gate_up" in plan), None)
     if purpose is None:
         return None
     width = widths.dense_intermediate if purpose == "dense" else widths.shared_intermediate
-    expert = backend.new_experts(1, spec.hidden_size, width, widths.activation)
-    refs = ExpertRefs(plan[f"{purpose}.gate"] + plan[f"{purpose}.up"], plan[f"{purpose}.down"][0])
+    expert = backend.new_experts(1, spec.hidden_size, width, widths.activation, alpha=widths.alpha, limit=widths.limit)
+    gate_up = plan[f"{purpose}.gate_up"]
+    refs = ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, plan[f"{purpose}.down"][0])
     reader.expert(expert, 0, refs)
     shared_gate = reader.linear(plan, "shared_gate") if "shared_gate" in plan else None
-    return LocalFeedForward(backend, expert, shared_gate)
+    return LocalFeedForward(backend, expert, shared_gate, spec.residual_multiplier)

@@ -8,14 +8,16 @@ Rejected: rewriting names with regular expressions, which cannot say what is mis
 from dataclasses import dataclass
 from typing import Literal
 
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"  # of a matrix in MXFP4
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatedNames:
-    """One gated feed-forward: three matrices under a common prefix."""
+    """One gated feed-forward: three matrices under a common prefix, or two where `gate` holds `up` below it."""
 
     prefix: str
     gate: str = "gate_proj.weight"
-    up: str = "up_proj.weight"
+    up: str | None = "up_proj.weight"
     down: str = "down_proj.weight"
 
 
@@ -36,14 +38,17 @@ class StackedLayout:
 
     "fused": gate_up [E, 2I, H] and down [E, H, I], as transformers 5 holds them.
     "rows": w1, v1, w2 [E * I, H] with the down projection transposed, as DBRX publishes them.
+    "columns": gate_up [E, H, 2I], gate and up in turns, and down [E, I, H], as transformers 5 holds gpt-oss.
+    "mxfp4": gate_up [E, 2I, H], gate and up in turns, and down [E, H, I], each as blocks and scales, as gpt-oss is
+    published (`models/mxfp4`).
     """
 
-    kind: Literal["fused", "rows"]
+    kind: Literal["fused", "rows", "columns", "mxfp4"]
     gate_up: tuple[str, ...]
     down: str
 
     def marker(self) -> str:
-        return self.gate_up[0]
+        return self.gate_up[0] + (BLOCKS_SUFFIX if self.kind == "mxfp4" else "")
 
 
 ExpertLayout = PerExpertLayout | StackedLayout
@@ -66,8 +71,9 @@ class TensorNames:
     out: str = "self_attn.o_proj.weight"
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
+    sinks: str = "self_attn.sinks"
     router: tuple[str, ...] = ("mlp.gate.weight",)
-    score_bias: str = "mlp.gate.e_score_correction_bias"
+    score_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     shared: GatedNames = GatedNames(prefix="mlp.shared_expert.")
     shared_gate: str = "mlp.shared_expert_gate.weight"
     dense: GatedNames = GatedNames(prefix="mlp.")

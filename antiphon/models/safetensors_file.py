@@ -1,19 +1,19 @@
 """One `.safetensors` file as a read-only memory map: tensors are views, and their pages can be given back.
 
-Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
-The header is parsed here because the safetensors package neither lets go of pages nor says in one line what is wrong.
+Rejected: the safetensors package, which does not let go of pages.
 """
 
-import json
 import mmap
+import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.files import open_regular
+from antiphon.models.safetensors_header import TensorEntry, read_header, truncated
 
 DTYPES = {
     "F64": torch.float64,
@@ -21,31 +21,17 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
 }
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where a tensor lies in its file, in bytes from the start of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
 
 
 class SafetensorsFile:
     """Header and lazily made memory map of one file. Views keep the map alive; they must not be written to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, entries: dict[str, TensorEntry] | None = None) -> None:
+        """`entries`: the header, where it was read before."""
         self.path = path
-        self.entries = read_header(path)
+        self.entries = read_header(path) if entries is None else entries
         self._map: mmap.mmap | None = None
 
     def view(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -89,54 +75,10 @@ class SafetensorsFile:
 
     def _mapped(self) -> mmap.mmap:
         if self._map is None:
-            with self.path.open("rb") as file:
+            needed = max(entry.stop for entry in self.entries.values())
+            with open_regular(self.path) as file:
+                file_bytes = os.fstat(file.fileno()).st_size
+                if file_bytes < needed:  # it may have changed since its header was read
+                    raise truncated(self.path, file_bytes, needed)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._map
-
-
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Names and places of all tensors, checked against the file's size."""
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if file_bytes < LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path.name}: not a safetensors file: its first 8 bytes promise a header of {header_bytes:,} bytes, "
-                f"the file has {file_bytes:,}: download it again"
-            )
-        data_start = LENGTH_BYTES + header_bytes
-        if data_start > file_bytes:
-            raise _truncated(path, file_bytes, data_start)
-        try:
-            header = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            entries = {name: _entry(fields, data_start) for name, fields in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path.name}: damaged safetensors header ({error}): download it again") from error
-    needed = max((entry.stop for entry in entries.values()), default=data_start)
-    if needed > file_bytes:
-        raise _truncated(path, file_bytes, needed)
-    return entries
-
-
-def _entry(fields: dict[str, object], data_start: int) -> TensorEntry:
-    shape, offsets = fields["shape"], fields["data_offsets"]
-    if not isinstance(shape, list) or not isinstance(offsets, list):
-        raise ValueError("shape or data_offsets is not a list")
-    start, stop = (int(offset) for offset in offsets)
-    entry = TensorEntry(str(fields["dtype"]), tuple(int(n) for n in shape), data_start + start, data_start + stop)
-    if start < 0 or stop < start:
-        raise ValueError(f"data_offsets {offsets}")
-    if entry.dtype in DTYPES:
-        elements = 1
-        for size in entry.shape:
-            elements *= size
-        if elements * DTYPES[entry.dtype].itemsize != entry.num_bytes:
-            raise ValueError(f"{entry.num_bytes} bytes for shape {shape} of {entry.dtype}")
-    return entry
-
-
-def _truncated(path: Path, file_bytes: int, needed: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name}: truncated: {file_bytes:,} bytes, its header promises {needed:,}: download it again"
-    )

@@ -5,11 +5,16 @@ A plan maps a purpose ("qkv", "router", ...) to one or several tensors; several 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models import mxfp4
 from antiphon.models.checkpoint import Checkpoint, Rows
-from antiphon.models.names import GatedNames, PerExpertLayout, StackedLayout, TensorNames
+from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, PerExpertLayout, StackedLayout, TensorNames
+from antiphon.models.stored_sizes import stored_counts
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
+
+_OTHER_MODEL = "weights and config.json are of different models, download both again"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,44 @@ def check(checkpoint: Checkpoint, refs: Iterable[TensorRef]) -> int:
         checkpoint.require(ref.name, ref.shape)
         total += checkpoint.stored_bytes(ref.name, ref.rows)
     return total
+
+
+def check_sizes(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
+    """`CheckpointError` unless layers, experts, vocabulary and hidden size are those of `config.json`.
+
+    One pass over the names of the stored tensors: it takes as long however large `config.json` says the model is."""
+    stored = stored_counts(checkpoint.names, names)
+    _check_layers(checkpoint, spec, stored.layers, names)
+    for layer, num_experts in sorted(stored.experts.items()):
+        if layer < spec.num_layers and num_experts != spec.router.num_experts:
+            raise CheckpointError(
+                f"config.json: {spec.router.num_experts} experts, but layer {layer} of the weights in "
+                f"{checkpoint.folder} has {num_experts}: {_OTHER_MODEL}"
+            )
+    checkpoint.require(names.embedding, (spec.vocab_size, spec.hidden_size))
+    first = names.layer.format(layer=spec.moe_layers.index(True))
+    router = next((first + name for name in names.router if first + name in checkpoint), None)
+    if router is not None:  # where experts are stacked, no name says how many they are
+        checkpoint.require(router, (spec.router.num_experts, spec.hidden_size))
+
+
+def _check_layers(checkpoint: Checkpoint, spec: ModelSpec, layers: frozenset[int], names: TensorNames) -> None:
+    if not layers:
+        raise CheckpointError(
+            f"{checkpoint.folder}: no tensor is named {names.layer.format(layer=0)}*, as those of {spec.family} are: "
+            f"{_OTHER_MODEL}"
+        )
+    num_stored = max(layers) + 1
+    if num_stored != spec.num_layers:
+        raise CheckpointError(
+            f"config.json: {spec.num_layers} layers, but the weights in {checkpoint.folder} have {num_stored}: "
+            f"{_OTHER_MODEL}"
+        )
+    if len(layers) != num_stored:
+        missing = next(layer for layer in range(num_stored) if layer not in layers)
+        raise CheckpointError(
+            f"{checkpoint.folder}: layer {missing} of {num_stored} is missing: the download is incomplete, repeat it"
+        )
 
 
 def outer_plan(spec: ModelSpec, names: TensorNames) -> Plan:
@@ -90,6 +133,8 @@ def _grouped_query(attention: AttentionSpec, hidden: int, names: TensorNames, pr
         whole = attention.qk_norm == "full"
         plan["q_norm"] = (TensorRef(prefix + names.q_norm, (q_size if whole else attention.head_dim,)),)
         plan["k_norm"] = (TensorRef(prefix + names.k_norm, (kv_size if whole else attention.head_dim,)),)
+    if attention.sinks:
+        plan["sinks"] = (TensorRef(prefix + names.sinks, (attention.num_heads,)),)
     return plan
 
 
@@ -116,10 +161,12 @@ def _latent(attention: AttentionSpec, latent: LatentSpec, hidden: int, names: Te
 
 def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: Checkpoint) -> Plan:
     hidden, num_experts, widths = spec.hidden_size, spec.router.num_experts, spec.feed_forward
-    found = next((name for name in names.router if prefix + name in checkpoint), names.router[0])
-    plan: Plan = {"router": (TensorRef(prefix + found, (num_experts, hidden)),)}
+    router = _stored(names.router, prefix, checkpoint)
+    plan: Plan = {"router": (TensorRef(router, (num_experts, hidden)),)}
+    if spec.router.has_logit_bias:
+        plan["router_bias"] = (TensorRef(bias_of(router), (num_experts,)),)
     if spec.router.has_score_bias:
-        plan["score_bias"] = (TensorRef(prefix + names.score_bias, (num_experts,)),)
+        plan["score_bias"] = (_score_bias(_stored(names.score_bias, prefix, checkpoint), num_experts, checkpoint),)
     if widths.shared_intermediate:
         plan |= _gated("shared", names.shared, prefix, hidden, widths.shared_intermediate)
     if widths.shared_gate:
@@ -127,52 +174,85 @@ def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: Checkp
     return plan
 
 
+def _stored(names: tuple[str, ...], prefix: str, checkpoint: Checkpoint) -> str:
+    """The first of `names` that the checkpoint has; the first of all, to be reported as missing, if it has none."""
+    return prefix + next((name for name in names if prefix + name in checkpoint), names[0])
+
+
+def _score_bias(name: str, num_experts: int, checkpoint: Checkpoint) -> TensorRef:
+    """One value an expert; ERNIE stores them as a matrix of one row."""
+    shape = (num_experts,)
+    in_one_row = name in checkpoint and checkpoint.shape(name) == (1, *shape)
+    return TensorRef(name, (1, *shape) if in_one_row else shape)
+
+
 def _gated(purpose: str, names: GatedNames, prefix: str, hidden: int, width: int) -> Plan:
     prefix += names.prefix
     return {
-        f"{purpose}.gate": (TensorRef(prefix + names.gate, (width, hidden)),),
-        f"{purpose}.up": (TensorRef(prefix + names.up, (width, hidden)),),
+        f"{purpose}.gate_up": _gate_up(names, prefix, hidden, width),
         f"{purpose}.down": (TensorRef(prefix + names.down, (hidden, width)),),
     }
 
 
+def _gate_up(names: GatedNames, prefix: str, hidden: int, width: int) -> tuple[TensorRef, ...]:
+    if names.up is None:
+        return (TensorRef(prefix + names.gate, (2 * width, hidden)),)
+    return tuple(TensorRef(prefix + name, (width, hidden)) for name in (names.gate, names.up))
+
+
 @dataclass(frozen=True)
 class ExpertRefs:
-    """Where the matrices of one expert lie. `gate_up` is one tensor holding both, or two. See `StackedLayout` for
-    "rows", whose down projection is stored transposed."""
+    """Where the matrices of one expert lie: `gate_up` is one tensor holding both, or two ("separate", "rows"). What
+    the other layouts mean is told by `StackedLayout`. `biases`: of gate and up, in turns, and of down; or none."""
 
+    layout: Literal["separate", "fused", "rows", "columns", "mxfp4"]
     gate_up: tuple[TensorRef, ...]
     down: TensorRef
-    transposed_down: bool = False
+    biases: tuple[TensorRef, ...] = ()
 
     @property
     def refs(self) -> tuple[TensorRef, ...]:
-        return (*self.gate_up, self.down)
+        return (*self.gate_up, self.down, *self.biases)
 
 
 def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, checkpoint: Checkpoint) -> ExpertRefs:
     """The tensors of one routed expert, in whichever layout the checkpoint stores this layer."""
     prefix = names.layer.format(layer=layer)
-    hidden, width, num_experts = spec.hidden_size, spec.feed_forward.intermediate, spec.router.num_experts
     for layout in names.experts:
         if prefix + layout.marker() not in checkpoint:
             continue
         if isinstance(layout, PerExpertLayout):
             stem = prefix + layout.names.prefix.format(expert=expert)
-            gate_up = tuple(TensorRef(stem + name, (width, hidden)) for name in (layout.names.gate, layout.names.up))
-            return ExpertRefs(gate_up, TensorRef(stem + layout.names.down, (hidden, width)))
-        return _stacked_refs(layout, prefix, expert, hidden, width, num_experts)
+            gate_up = _gate_up(layout.names, stem, spec.hidden_size, spec.feed_forward.intermediate)
+            down = TensorRef(stem + layout.names.down, (spec.hidden_size, spec.feed_forward.intermediate))
+            return ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, down)
+        return _stacked_refs(spec, layout, prefix, expert)
     tried = " or ".join(prefix + layout.marker() for layout in names.experts)
     raise CheckpointError(f"{checkpoint.folder}: experts of layer {layer} not found: expected {tried}")
 
 
-def _stacked_refs(
-    layout: StackedLayout, prefix: str, expert: int, hidden: int, width: int, num_experts: int
-) -> ExpertRefs:
+def _stacked_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, expert: int) -> ExpertRefs:
+    hidden, width, num_experts = spec.hidden_size, spec.feed_forward.intermediate, spec.router.num_experts
     if layout.kind == "rows":
         rows, shape = (expert * width, (expert + 1) * width), (num_experts * width, hidden)
-        gate_up = tuple(TensorRef(prefix + name, shape, rows) for name in layout.gate_up)
-        return ExpertRefs(gate_up, TensorRef(prefix + layout.down, shape, rows), transposed_down=True)
+        parts = tuple(TensorRef(prefix + name, shape, rows) for name in layout.gate_up)
+        return ExpertRefs("rows", parts, TensorRef(prefix + layout.down, shape, rows))
     rows = (expert, expert + 1)
-    fused = TensorRef(prefix + layout.gate_up[0], (num_experts, 2 * width, hidden), rows)
-    return ExpertRefs((fused,), TensorRef(prefix + layout.down, (num_experts, hidden, width), rows))
+    gate_up: tuple[int, ...] = (2 * width, hidden)
+    down: tuple[int, ...] = (hidden, width)
+    suffix = ""
+    if layout.kind == "columns":
+        gate_up, down = gate_up[::-1], down[::-1]
+    if layout.kind == "mxfp4":
+        gate_up, down, suffix = mxfp4.blocks_shape(gate_up), mxfp4.blocks_shape(down), BLOCKS_SUFFIX
+    first, second = prefix + layout.gate_up[0], prefix + layout.down
+    biases: tuple[TensorRef, ...] = ()
+    if spec.feed_forward.expert_bias:
+        gate_up_bias = TensorRef(first + "_bias", (num_experts, 2 * width), rows)
+        biases = (gate_up_bias, TensorRef(second + "_bias", (num_experts, hidden), rows))
+    return ExpertRefs(
+        layout.kind,
+        (TensorRef(first + suffix, (num_experts, *gate_up), rows),),
+        TensorRef(second + suffix, (num_experts, *down), rows),
+        biases,
+    )

@@ -2,6 +2,7 @@
 
 Every tensor is read, copied to where it stays, and its pages released before the next one is touched: a loading
 process holds what it keeps, plus the tensor in hand, plus one fused projection while its parts are put together.
+All but the experts' matrices is looked through for NaN and infinity on the way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear
 from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.finite import check_finite
 from antiphon.models.tensors import ExpertRefs, Plan, TensorRef
 
 Progress = Callable[[int, int], None]
@@ -30,12 +32,16 @@ class WeightReader:
         self.progress = progress
 
     @contextmanager
-    def stored(self, ref: TensorRef) -> Iterator[Tensor]:
-        """The tensor as stored (block-scaled float8: multiplied out), valid inside the block only."""
+    def stored(self, ref: TensorRef, *, checked: bool = True) -> Iterator[Tensor]:
+        """The tensor as stored (scaled float8 and MXFP4: multiplied out), valid inside the block only.
+
+        `checked`: `CheckpointError` if it holds NaN or infinity, for one more pass over it."""
         if ref.rows is None:
             tensor = self.checkpoint.read(ref.name, dequantize_to=self.backend.dtype)
         else:
             tensor = self.checkpoint.read_slice(ref.name, *ref.rows, dequantize_to=self.backend.dtype)
+        if checked:
+            check_finite(tensor, ref.name, self.checkpoint.file_of(ref.name))
         yield tensor
         del tensor
         self.checkpoint.release(ref.name, ref.rows)
@@ -64,15 +70,20 @@ class WeightReader:
         return self.backend.pack_linear(self._stacked(refs, torch.device("cpu"), self.backend.dtype), bias)
 
     def expert(self, experts: PackedExperts, index: int, refs: ExpertRefs) -> None:
-        """Copy one routed expert into place."""
-        with self.stored(refs.gate_up[0]) as first, self.stored(refs.down) as down:
-            down_HI = down.t() if refs.transposed_down else down.view(experts.hidden, experts.intermediate)
-            if len(refs.gate_up) == 2:
-                with self.stored(refs.gate_up[1]) as up_IH:
-                    experts.set_expert(index, first, up_IH, down_HI)
-                    return
-            gate_IH, up_IH = first.view(2, experts.intermediate, experts.hidden).unbind(0)
-            experts.set_expert(index, gate_IH, up_IH, down_HI)
+        """Copy one expert into place. Experts are nearly all of a checkpoint: their numbers are not looked at."""
+        with self.stored(refs.gate_up[0], checked=False) as first, self.stored(refs.down, checked=False) as down:
+            if refs.layout in ("separate", "rows"):
+                with self.stored(refs.gate_up[1], checked=False) as up_IH:
+                    experts.set_expert(index, first, up_IH, down.t() if refs.layout == "rows" else down)
+            elif refs.layout == "fused":
+                gate_IH, up_IH = first.view(2, experts.intermediate, experts.hidden).unbind(0)
+                experts.set_expert(index, gate_IH, up_IH, down.view(experts.hidden, experts.intermediate))
+            else:
+                gate_up, down_HI = (first[0].t(), down[0].t()) if refs.layout == "columns" else (first[0], down[0])
+                experts.set_expert(index, gate_up[0::2], gate_up[1::2], down_HI)
+        if refs.biases:
+            with self.stored(refs.biases[0]) as gate_up, self.stored(refs.biases[1]) as down:
+                experts.set_bias(index, gate_up[0, 0::2], gate_up[0, 1::2], down[0])
 
     def _stacked(self, refs: Sequence[TensorRef], device: torch.device, dtype: torch.dtype) -> Tensor:
         num_rows = sum(ref.shape[0] for ref in refs)

@@ -97,11 +97,6 @@ def predict(setting: Setting, plan: PhasePlan) -> Predicted:
     return predicted_of(setting, candidate_of(setting, plan), plan.num_instances)
 
 
-def plan_parts(setting: Setting, plan: PhasePlan) -> dict[str, Parts]:
-    """One layer and micro-batch of a plan, by part and by what it waits for; `exchange` is one way if disaggregated."""
-    return named_parts(step_parts_of(setting, candidate_of(setting, plan)))
-
-
 def step_parts_of(setting: Setting, one: Candidates) -> StepParts:
     """The parts of a single candidate."""
     return step_parts(setting, one, group_of(setting, one))

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from antiphon.base.errors import UserError
 from antiphon.report.colocated import chosen_phase, commented
 from antiphon.report.words import LAYOUT_TITLES, degrees_text, devices_text, plural
-from antiphon.report.yaml_text import yaml_text
 from antiphon.specs.plan import PhasePlan, Plan
 
 IMAGE = "antiphon:latest"
@@ -45,7 +46,21 @@ def kubernetes_manifest(plan: Plan, *, model: str, num_experts: int, device_kind
         "fill in: the image, the label 'accelerator' of the nodes, the claim 'model', the secret",
     )
     deployment = _Deployment(plan=plan, phase=phase, sizes=sizes, model=model, device_kinds=device_kinds)
-    return head + "---\n".join(yaml_text(item) for item in deployment.objects())
+    objects: str = yaml.dump_all(deployment.objects(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return head + objects
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Scripts as blocks of lines, which people read and edit; nothing by reference."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _sizes(phase: PhasePlan, num_experts: int) -> dict[str, int]:

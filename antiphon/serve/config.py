@@ -17,17 +17,22 @@ from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
 from antiphon.serve.reachable_host import refuse_wildcard
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
+from antiphon.specs.plan import MAX_MICRO_BATCHES
 
 Layout = Literal["colocated", "disaggregated"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
+MAX_THREADS = 256  # what the native kernels' pool has room for
+MAX_BATCH_TOKENS = 2**20
+MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """One running server. `num_attention` counts attention workers, or replicas in the colocated layout.
 
-    `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; 0: a share of free memory.
+    `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
+    memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. Of the attention and expert workers, the last `joined_attention` and `joined_experts`
     come from other machines: they connect to `join_address` and know `join_secret`.
@@ -41,13 +46,13 @@ class ServeConfig:
     device: str = "cpu"
     dtype: str = "auto"
     kernels: str = "auto"
-    max_model_len: int = 0
-    kv_bytes: int = 0
+    max_model_len: int | None = None
+    kv_bytes: int | None = None
     block_size: int = 16
     max_batch_tokens: int = 2048
     max_running: int = 256
     max_waiting: int = 1024
-    num_threads: int = 0
+    num_threads: int | None = None
     timeout_s: float = 30.0
     exchange: str = "auto"
     join_address: str = ""
@@ -67,9 +72,14 @@ class ServeConfig:
                 f"1 to {MAX_ATTENTION_WORKERS}",
             ),
             (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
-            (1 <= self.num_micro_batches <= 64, "micro-batches", self.num_micro_batches, "1 to 64"),
-            (self.max_model_len >= 0, "max-model-len", self.max_model_len, "at least 1, or 0 for the model's own"),
-            (self.kv_bytes >= 0, "kv-bytes", self.kv_bytes, "at least 1, or 0 for a share of free memory"),
+            (
+                1 <= self.num_micro_batches <= MAX_MICRO_BATCHES,
+                "micro-batches",
+                self.num_micro_batches,
+                f"1 to {MAX_MICRO_BATCHES}",
+            ),
+            (self.max_model_len is None or self.max_model_len >= 1, "max-model-len", self.max_model_len, "at least 1"),
+            (self.kv_bytes is None or self.kv_bytes >= 1, "kv-bytes", self.kv_bytes, "at least 1"),
             (self.block_size % 16 == 0 and self.block_size > 0, "block-size", self.block_size, "a multiple of 16"),
             (self.max_running >= 1, "max-running", self.max_running, "at least 1"),
             (
@@ -78,10 +88,26 @@ class ServeConfig:
                 self.max_batch_tokens,
                 f"at least --max-running, which is {self.max_running}",
             ),
+            (
+                self.max_batch_tokens <= MAX_BATCH_TOKENS,
+                "max-batch-tokens",
+                self.max_batch_tokens,
+                f"at most {MAX_BATCH_TOKENS}",
+            ),
             (self.max_waiting >= 1, "max-waiting", self.max_waiting, "at least 1"),
-            (self.num_threads >= 0, "threads", self.num_threads, "at least 1, or 0 to share the cores"),
+            (
+                self.num_threads is None or 1 <= self.num_threads <= MAX_THREADS,
+                "threads",
+                self.num_threads,
+                f"1 to {MAX_THREADS}",
+            ),
             (self.exchange in TRANSPORTS, "transport", self.exchange, ", ".join(TRANSPORTS)),
-            (self.timeout_s > 0, "timeout", self.timeout_s, "above 0 s"),
+            (
+                0 < self.timeout_s <= MAX_TIMEOUT_S,
+                "timeout",
+                self.timeout_s,
+                f"above 0 s and at most {MAX_TIMEOUT_S:.0f}",
+            ),
         )
         for holds, name, value, limit in checks:
             if not holds:
@@ -156,9 +182,11 @@ class ServeConfig:
 
     def context_length(self, spec: ModelSpec) -> int:
         """Tokens a sequence may have: what was asked for, at most what the model was trained for."""
+        if self.max_model_len is None:
+            return spec.max_position
         if self.max_model_len > spec.max_position:
             raise UserError(f"--max-model-len is {self.max_model_len}: the model's context ends at {spec.max_position}")
-        return self.max_model_len or spec.max_position
+        return self.max_model_len
 
 
 def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: int, free_bytes: int) -> int:
@@ -166,9 +194,9 @@ def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: 
 
     Without a budget, 30% of the memory free now, but no more than every running request at full length needs."""
     blocks_per_sequence = blocks_of(context_length, config.block_size)
-    budget = config.kv_bytes or int(free_bytes * 0.3)
+    budget = int(free_bytes * 0.3) if config.kv_bytes is None else config.kv_bytes
     num_blocks = blocks_in_budget(budget // config.num_attention, block_bytes)
-    if not config.kv_bytes:
+    if config.kv_bytes is None:
         num_blocks = min(num_blocks, config.max_running * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
         needed = blocks_per_sequence * block_bytes * config.num_attention

@@ -1,27 +1,75 @@
 """Places in the fleet that workers of other machines fill, and those who came before they were needed.
 
 A worker that joins takes the first free place of its role; one too many waits as a spare and takes the place of the
-next that is lost. The engine's thread asks for `arrivals`; workers arrive on the listener's threads.
+next that is lost. Workers of one machine are counted here, over all roles, because they take its GPUs in turn. The
+engine's thread asks for `arrivals`; workers arrive on the listener's threads.
 """
 
+import signal
 import threading
 from collections.abc import Callable, Set
+from itertools import count
 
 import msgspec
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.fleet import Arrival, WorkerName
+from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.serve.fleet import Arrival, WorkerName, WorkerProcess
 from antiphon.serve.joining import JoinedPeer, JoinListener
-from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.messages import Configure, FromWorker
 
 _log = get_logger("join")
+
+
+class JoinedWorker(WorkerProcess):
+    """A worker of another machine: only its channel can be reached, and its end is the end of the channel."""
+
+    is_remote = True
+
+    def __init__(self, name: WorkerName, peer: JoinedPeer) -> None:
+        super().__init__(name)
+        self.channel = peer.channel
+        self.channel.speak(str(name), FromWorker)
+        self._peer = peer
+
+    @property
+    def pid(self) -> int:
+        return self._peer.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Cannot be seen from here: only the timeouts of those who wait for it tell."""
+        return False
+
+    @property
+    def was_killed_from_outside(self) -> bool:
+        """How often it returns is the business of those who start it."""
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Its machine is not ours: nothing happens."""
+
+    def kill(self, reason: str = "") -> None:
+        """Hang up: the worker ends when it notices, and this end hears of it as of any other death."""
+        if self.channel is not None:
+            self.explanation = self.explanation or reason
+            self.channel.hang_up()
+
+    def wait_until_gone(self, timeout_s: float) -> None:
+        self.close()
+
+    def describe_exit(self) -> str:
+        return f"{self._peer.name} at {self._peer.host} left"
 
 
 class Door:
     """`start` opens it; `ask` names a place to fill; `on_arrival` is called when `arrivals` may have something."""
 
-    def __init__(self, address: str, secret: bytes, places: Set[WorkerName]) -> None:
+    def __init__(self, address: str, secret: bytes, places: Set[WorkerName], *, num_local: int = 0) -> None:
+        """`num_local`: workers that the engine starts itself, which come first where its address is."""
         self._places = places
+        self._num_local = {split_address(address)[0]: num_local}
+        self._seats: dict[WorkerName, tuple[str, int]] = {}  # host, and which worker of it
         self._listener = JoinListener(address, secret, self._welcome)
         self._lock = threading.Lock()
         self._asked: dict[WorkerName, Configure] = {}
@@ -49,6 +97,7 @@ class Door:
         """The place is free: whoever comes next takes it, or a spare at once."""
         with self._lock:
             self._asked[name] = configure
+            self._seats.pop(name, None)
             spare = any(peer.role == name.role for peer in self._peers)
         if spare:
             self._on_arrival()
@@ -68,13 +117,22 @@ class Door:
                 peer = next((peer for peer in self._peers if peer.role == name.role), None)
                 if peer is not None:
                     self._peers.remove(peer)
-                    found.append(Arrival(name, peer, _at(self._asked.pop(name), peer)))
+                    self._seats[name] = (peer.host, self._free_index(peer.host))
+                    _log.info("%s is %s at %s", name, peer.name, peer.host)
+                    configure = _at(self._asked.pop(name), peer, self._seats[name][1])
+                    found.append(Arrival(JoinedWorker(name, peer), configure))
             return found
 
+    def _free_index(self, host: str) -> int:
+        """The lowest number that no worker of `host` has."""
+        taken = {index for other, index in self._seats.values() if other == host}
+        return next(index for index in count(self._num_local.get(host, 0)) if index not in taken)
 
-def _at(configure: Configure, peer: JoinedPeer) -> Configure:
-    """The configuration for a worker on that machine: where others reach it; how it waits is its own choice there."""
+
+def _at(configure: Configure, peer: JoinedPeer, device_index: int) -> Configure:
+    """The configuration for a worker on that machine: where others reach it, and which of its workers it is; how it
+    waits is its own choice there."""
     exchange = configure.exchange
     assert exchange is not None, "only workers of an exchange join"
     exchange = msgspec.structs.replace(exchange, host=peer.host, waiting="auto", local_processes=0, secret=b"")
-    return msgspec.structs.replace(configure, exchange=exchange)
+    return msgspec.structs.replace(configure, exchange=exchange, device_index=device_index)

@@ -15,6 +15,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
@@ -35,7 +36,7 @@ from antiphon.serve.workforce import LOAD_TIMEOUT_S, Workforce
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
-_TICK_S = 0.5
+_TICK_S = 0.2
 
 
 class Engine:
@@ -72,16 +73,13 @@ class Engine:
         self._stopping = False
         self._fatal: str | None = None
         self._fatal_exit_code = 1
+        self._given_up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._random = random.SystemRandom()
 
     def bitmask_of(self, request_id: str) -> bytes | None:
         """The tokens a request's grammar allows next; None for free text."""
         return self._desk.tracked.bitmask_of(request_id)
-
-    def adopt_groups(self) -> None:
-        """Take note of the groups' workers; they were made after the engine because they ask it for bit masks."""
-        self.workforce.adopt_groups()
 
     # --- called from other threads -----------------------------------------------------------------------------------
 
@@ -94,7 +92,7 @@ class Engine:
         return self._fatal
 
     def failure(self) -> StartFailed:
-        """`fatal` as the error of a command that could not start the engine."""
+        """`fatal` as the error of a command that could not start the engine, or whose engine has given up."""
         return StartFailed(self._fatal or "the engine has not failed", self._fatal_exit_code)
 
     @property
@@ -123,6 +121,9 @@ class Engine:
         """Queue a request whose outputs go to `sink`. Raises as `AsyncEngine.submit` does, with nothing queued."""
         if params.grammar is not None and self.make_matcher is None:
             raise UserError("structured output needs a tokenizer: this engine was started without one")
+        matcher = None
+        if params.grammar is not None and self.make_matcher is not None:
+            matcher = self.make_matcher(params.grammar)  # here and not in the engine's thread, where all would wait
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         with self._lock:
             self._refuse_if_ending()
@@ -143,7 +144,7 @@ class Engine:
             if self._knows(request_id):
                 raise UserError(f"request id {request_id!r} is in use: choose another")
             self._arrivals += 1
-            self._new[request_id] = TrackedRequest(request, sink)
+            self._new[request_id] = TrackedRequest(request, sink, matcher=matcher)
         self._fleet.wake()
 
     def _refuse_if_ending(self) -> None:
@@ -168,7 +169,7 @@ class Engine:
         """See `AsyncEngine.drain`."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        while (unfinished := self._unfinished()) and time.monotonic() < deadline:
+        while (unfinished := self._unfinished()) and time.monotonic() < deadline and not self.workforce.stuck:
             await asyncio.sleep(0.05)  # asked once in an engine's life: not worth a signal from its thread
         for request_id in unfinished:
             self.abort(request_id)
@@ -184,14 +185,21 @@ class Engine:
             self.statistics,
             num_waiting=self._desk.num_waiting + len(self._new),
             num_blocks_per_worker=self._scheduler_config.num_blocks,
-            healthy=self._fatal is None and self.workforce.ready,
-            status=self._status(),
+            fatal=self._fatal,
+            draining=self._draining,
         )
 
-    def _status(self) -> str:
-        if self._fatal is not None or self._draining:
-            return self._fatal or "draining"
-        return "ok" if self.workforce.ready else "waiting for workers"
+    def call_when_given_up(self, callback: Callable[[], None]) -> None:
+        """See `AsyncEngine.call_when_given_up`."""
+        self._given_up.add_done_callback(lambda _: callback())
+
+    def pause_workers(self) -> None:
+        """Stop the worker processes, so that they leave the cores to others; nothing is found hanging meanwhile."""
+        self._fleet.pause()
+
+    def resume_workers(self) -> None:
+        """Undo `pause_workers`; without one nothing happens."""
+        self._fleet.resume()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, for those who measure or stop them."""
@@ -239,8 +247,12 @@ class Engine:
             self._fatal = str(error)
         except Exception as error:  # a bug ends the engine; those who wait for answers must hear of it in any case
             _log.exception("the engine thread failed")
-            self._fatal = f"{type(error).__name__}: {error}"
-        self._end_all("abort" if self._fatal is None else "error", self._fatal)
+            self._fatal = f"a bug ended the engine ({type(error).__name__}: {error}); the log has its traceback"
+        try:
+            self._end_all("abort" if self._fatal is None else "error", self._fatal)
+        finally:
+            if self._fatal is not None:
+                self._given_up.set_result(None)
 
     def _take_orders(self) -> None:
         """New requests and aborts, and requests for spans."""
@@ -251,7 +263,7 @@ class Engine:
             for tracked in arrived:
                 self._desk.tracked.add(tracked)
         for tracked in arrived:
-            self._desk.accept(tracked, self.make_matcher)
+            self._desk.accept(tracked.request)
         for request_id in aborts:
             self._desk.end(request_id, "abort", None)
         self._spans.begin(self._fleet)
@@ -272,10 +284,10 @@ class Engine:
         failure, homeless = self.workforce.on_death(event)
         self._spans.forget([event.worker.name])
         self._desk.take_back(homeless)
-        if failure is not None:
-            self._desk.on_failure(failure)
         if not self._stopping:
             self.workforce.replace(event)
+        if failure is not None:
+            self._desk.on_failure(failure)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         """The thread is about to end: nobody who waits may wait for ever."""

@@ -3,7 +3,7 @@
 The engine runs in its own thread (see `serve/engine.py`); these methods are called from the event loop's thread.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -11,7 +11,8 @@ from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+# "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
+FinishReason = Literal["stop", "length", "abort", "error", "grammar"]
 
 
 class QueueFull(UserError):
@@ -88,6 +89,7 @@ class EngineStats:
     exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker
     healthy: bool = True
     status: str = "ok"
+    missing: tuple[str, ...] = ()  # workers that cannot step now
 
 
 class AsyncEngine(Protocol):
@@ -108,4 +110,9 @@ class AsyncEngine(Protocol):
         """A reading of the counters. Never blocks on a step."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests (`ShuttingDown`), let the running ones finish, abort what is left at the timeout."""
+        """Refuse new requests (`ShuttingDown`), let the running ones finish, abort what is left at the timeout, or as
+        soon as nobody is there to compute it."""
+
+    def call_when_given_up(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, on any thread, once the engine has ended by itself and will serve nobody any more; all
+        requests have been told by then. At once if that has happened."""

@@ -74,7 +74,7 @@ class StepGroup:
         self._joined: set[WorkerName] = set()
         self._suspects: set[str] = set()
         self._step_started = 0.0
-        self._phase_started = time.monotonic()
+        self._waiting_since_s = fleet.clock.now_s  # for answers to a step, or for a phase to end
 
     @property
     def live_attention(self) -> list[WorkerName]:
@@ -105,6 +105,7 @@ class StepGroup:
         messages = self._step.begin(self.live_attention)
         if messages:
             self._step_started = time.monotonic()
+            self._waiting_since_s = self._fleet.clock.now_s
         for name, message in messages.items():
             self._fleet.send(self._fleet.workers[name], message)
 
@@ -209,7 +210,7 @@ class StepGroup:
     def on_tick(self) -> None:
         """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. Suspects have
         less time, once the step they hold up has been given up."""
-        waited_s = time.monotonic() - max(self._step_started, self._phase_started)
+        waited_s = self._fleet.clock.now_s - self._waiting_since_s
         owing = set(self._step.workers)
         if self._phase is Phase.JOINING:
             owing |= {worker.name for worker in self._loaded()} - self._joined
@@ -228,7 +229,7 @@ class StepGroup:
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._num_asked.clear()
-        self._phase_started = time.monotonic()
+        self._waiting_since_s = self._fleet.clock.now_s
 
     def _loaded(self) -> list[WorkerProcess]:
         names = (*self.attention, *self.experts)

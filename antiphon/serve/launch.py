@@ -9,13 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
-from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import load_model_spec
+from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.load import open_checkpoint
+from antiphon.models.quantization import left_out
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
@@ -39,7 +42,7 @@ class Launcher:
 
     def __init__(self, config: ServeConfig) -> None:
         self.spec = load_model_spec(config.model)
-        Checkpoint(config.model)  # a missing or damaged shard is found before any process starts
+        open_checkpoint(config.model, self.spec)  # wrong or damaged weights are found before any process starts
         self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
         self._dtype = resolve_dtype(self.config.dtype)
         check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
@@ -54,8 +57,13 @@ class Launcher:
                 f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
                 f"lower it"
             )
+        _say_who_shares(config)
         self._joined = self._joined_names()
-        self.door = Door(config.join_address, config.join_secret, self._joined) if self._joined else None
+        self.door = (
+            Door(config.join_address, config.join_secret, self._joined, num_local=config.num_workers)
+            if self._joined
+            else None
+        )
         self.fleet = Fleet(outside=self.door)
         # Shared by the workers of this run; those that join derive it themselves, so it never travels.
         self._secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
@@ -101,7 +109,7 @@ class Launcher:
                     timeout_s=config.timeout_s,
                 )
             )
-        engine.adopt_groups()
+        engine.workforce.adopt_groups()
         return engine
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
@@ -121,9 +129,10 @@ class Launcher:
         }
         return frozenset(WorkerName(role, index) for role, indices in places.items() for index in indices)
 
-    def _cores(self, name: WorkerName) -> list[int]:
+    def _local_index(self, name: WorkerName) -> int | None:
+        """Which of this machine's workers it is, over all roles; None: it comes from another machine."""
         local = [each for each in self.worker_names() if each not in self._joined]
-        return self.config.cores_of(local.index(name)) if name in local else []
+        return local.index(name) if name in local else None
 
     def worker_names(self) -> list[WorkerName]:
         return [name for attention, experts in self._membership() for name in (*attention, *experts)]
@@ -134,6 +143,7 @@ class Launcher:
 
     def _configure(self, name: WorkerName) -> Configure:
         config = self.config
+        local_index = self._local_index(name)
         roles: dict[str, Role] = {"replica": "colocated", "attention": "attention", "experts": "experts"}
         exchange = None
         if self._disaggregated:
@@ -153,10 +163,11 @@ class Launcher:
             index=name.index,
             model=str(config.model),
             device=config.device,
+            device_index=local_index or 0,  # of a machine from outside: the door counts
             dtype=config.dtype,
             kernels=config.kernels,
             num_threads=config.threads_per_worker(),
-            cores=self._cores(name),
+            cores=[] if local_index is None else config.cores_of(local_index),
             block_size=config.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
@@ -182,12 +193,20 @@ class Launcher:
         )
 
 
+def _say_who_shares(config: ServeConfig) -> None:
+    """One line if GPUs have several workers each: they halve its memory and its speed."""
+    if config.device == "cuda" and config.num_workers > torch.cuda.device_count():
+        _log.info("%d workers take turns over %d GPUs", config.num_workers, torch.cuda.device_count())
+
+
 def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> Engine:
     """Start all workers and wait until they can step. `report(done, total)` bytes of weights while loading.
 
     `UserError` (one line) if the checkpoint, the budget or a worker's start is at fault. The caller stops it."""
     launcher = Launcher(config)
     _log.info("layout: %s", config.layout)
+    if unread := left_out(read_config(config.model)):
+        _log.info("%s", unread)
     engine = launcher.engine()
     try:
         if launcher.door is not None:

@@ -11,8 +11,8 @@ def read_stats(
     *,
     num_waiting: int,
     num_blocks_per_worker: int,
-    healthy: bool,
-    status: str,
+    fatal: str | None,
+    draining: bool,
 ) -> EngineStats:
     """May be called from any thread; takes the queue times that have come since the last reading."""
     schedulers = workforce.schedulers.values()
@@ -37,6 +37,15 @@ def read_stats(
         balancedness_per_layer=statistics.balancedness_per_layer(),
         queue_times_s=statistics.take_queue_times(),
         exchange=statistics.exchange(),
-        healthy=healthy,
-        status=status,
+        healthy=fatal is None and workforce.ready,
+        status=fatal or ("draining" if draining else _status(workforce)),
+        missing=tuple(map(str, workforce.missing)),
     )
+
+
+def _status(workforce: Workforce) -> str:
+    """Who is missing and why, in words."""
+    missing = ", ".join(f"{name} ({why})" for name, why in workforce.missing.items())
+    if workforce.ready:
+        return f"degraded: waiting for {missing}" if missing else "ok"
+    return f"waiting for {missing}" if missing else "recovering: the workers begin anew"

@@ -6,7 +6,6 @@ or wait. To clear a group for somebody else means to take back all it has; prefi
 """
 
 import time
-from collections.abc import Callable
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import FinishReason
@@ -16,7 +15,7 @@ from antiphon.serve.policy.routing import choose_attention_worker
 from antiphon.serve.policy.suspects import Suspects, Verdict
 from antiphon.serve.running_step import Commit, StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
+from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.workforce import Workforce
 
 _log = get_logger("engine")
@@ -36,16 +35,9 @@ class RequestDesk:
         self._place: StepGroup | None = None
         self._to_clear: set[StepGroup] = set()
 
-    def accept(self, tracked: TrackedRequest, make_matcher: Callable[[str], Matcher] | None) -> None:
-        """Put a new request in line; one whose grammar cannot be used ends at once."""
-        grammar = tracked.request.params.grammar
-        if grammar is not None and make_matcher is not None:
-            try:
-                tracked.matcher = make_matcher(grammar)
-            except ValueError as error:
-                self.end(tracked.request.request_id, "error", str(error))
-                return
-        self._unassigned.append(tracked.request)
+    def accept(self, request: Request) -> None:
+        """Put a new request in line."""
+        self._unassigned.append(request)
 
     def take_back(self, requests: list[Request]) -> None:
         """These requests have no worker any more."""
@@ -118,7 +110,7 @@ class RequestDesk:
         """Hand out what a step made."""
         self._suspects.note_progress()
         for request_id, error in self.tracked.publish(commit):
-            self.end(request_id, "error", error)
+            self.end(request_id, "grammar", error)
 
     def on_failure(self, failure: StepFailure) -> None:
         """A step came to nothing: it is tried again as it was, unless that has failed before."""

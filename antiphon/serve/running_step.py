@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from antiphon.serve.fleet import WorkerName
-from antiphon.serve.policy.pieces import micro_batch_steps
+from antiphon.serve.policy.micro_batches import micro_batch_steps
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.policy.step import Progress, SequenceStep, StepPlan

@@ -22,7 +22,7 @@ from antiphon.models.config import model_spec
 from antiphon.serve.config import MAX_ATTENTION_WORKERS, Layout, ServeConfig
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
-from antiphon.specs.plan import Parallel, PhasePlan, Plan, Predicted
+from antiphon.specs.plan import MAX_MICRO_BATCHES, Parallel, PhasePlan, Plan, Predicted
 
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4
@@ -176,8 +176,8 @@ def _refuse_above_one(file: Path, sizes: Parallel, names: tuple[str, ...], why: 
 
 
 def _micro_batches(phase: PhasePlan, file: Path) -> int:
-    if not 1 <= phase.micro_batches <= 64:
-        raise UserError(f"{file} has {phase.micro_batches} micro-batches: it must be 1 to 64")
+    if not 1 <= phase.micro_batches <= MAX_MICRO_BATCHES:
+        raise UserError(f"{file} has {phase.micro_batches} micro-batches: it must be 1 to {MAX_MICRO_BATCHES}")
     return phase.micro_batches
 
 

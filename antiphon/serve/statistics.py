@@ -114,12 +114,3 @@ class EngineStatistics:
             if counts and max(counts) > 0:
                 result[layer] = sum(counts) / len(counts) / max(counts)
         return result
-
-    def rows_per_worker(self) -> dict[int, float]:
-        """Rows each expert worker was sent over all layers, in the window."""
-        totals: dict[int, float] = defaultdict(float)
-        with self._lock:
-            for per_worker in self._rows.values():
-                for index, rows in per_worker.items():
-                    totals[index] += rows
-        return dict(totals)

@@ -82,13 +82,17 @@ class TrackedRequests:
             tracked = self._by_id.get(request_id)
             if tracked is None:
                 continue
+            if tracked.matcher is not None and tracked.matcher.error is not None:
+                # The mask this token was drawn under says nothing: do not show the token, even if it seems the end.
+                broken.append((request_id, _broke_off(tracked.matcher)))
+                continue
             entry = commit.sampled.get(request_id)
             output = _output(tracked, progress.token_id, progress.finish_reason, entry)
             outputs.setdefault(id(tracked.sink), (tracked.sink, []))[1].append(output)
             if progress.finish_reason is not None:
                 del self._by_id[request_id]
             elif tracked.matcher is not None and tracked.matcher.error is not None:
-                broken.append((request_id, f"structured output broke off: {tracked.matcher.error}"))
+                broken.append((request_id, _broke_off(tracked.matcher)))
         for sink, batch in outputs.values():
             sink.deliver(batch)
         return broken
@@ -100,6 +104,10 @@ class TrackedRequests:
             return False
         tracked.sink.deliver([EngineOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)])
         return True
+
+
+def _broke_off(matcher: Matcher) -> str:
+    return f"structured output broke off: {matcher.error}"
 
 
 def _output(

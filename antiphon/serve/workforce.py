@@ -1,9 +1,11 @@
 """The workers of an engine, in their groups: whose message is whose, who loads, who died, who is started again.
 
-A worker may die `_MAX_RESTARTS` times in a row; then the engine gives up. A finished step begins the count anew, and so
-does a death in a step: the requests of that step answer for it, and they have a budget of their own
-(`policy/suspects`). So a poisonous request cannot use up the workers' budget, and a worker that dies without any
-request's doing (while it loads, or idle) is not restarted for ever.
+A worker that died is started again, for ever, at the pace of `policy/restarts`; requests that need it wait, the others
+are served. A worker that says itself why it cannot start, and that this will not pass (the checkpoint is gone, memory
+is too small), ends the engine. One from another machine does not: the next to join may do better.
+
+A worker is also killed, and then started again, if it hangs: in a step (see `StepGroup.on_tick`), while it loads, or
+because somebody stopped its process for `_STOPPED_S`. A short stop must harm nobody: debuggers and benchmarks do it.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +15,16 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.fleet import Event, Fleet, WorkerName, WorkerProcess
 from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.request import Request
+from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.running_step import Commit, StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Failure, FromWorker, Progress, Ready
 
 _log = get_logger("engine")
-_MAX_RESTARTS = 5  # of one worker, see above
 LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
+_STOPPED_S = 2.0  # a process that is stopped for so long is not about to go on
+_LOOK_S = 0.2  # between two looks for stopped processes
 
 
 class Workforce:
@@ -44,11 +48,14 @@ class Workforce:
         self._group_of: dict[WorkerName, StepGroup] = {}
         self._loading: dict[WorkerName, Progress] = {}
         self._ready: dict[WorkerName, Ready] = {}
-        self._num_deaths: dict[WorkerName, int] = {}
+        self._restarts: dict[WorkerName, Restarts] = {}
+        self._stopped_since_s: dict[WorkerProcess, float] = {}
+        self._looked_s = 0.0
 
     def adopt_groups(self) -> None:
         """Take note of the groups' workers; the groups may be made after this object."""
         self._group_of = {name: group for group in self.groups for name in _members(group)}
+        self._restarts = {name: Restarts() for name in self._group_of}
         self.schedulers = {name: scheduler for group in self.groups for name, scheduler in group.schedulers.items()}
 
     # --- read by any thread ----------------------------------------------------------------------------------------
@@ -66,6 +73,24 @@ class Workforce:
     def complete(self) -> bool:
         """All workers can step."""
         return all(group.complete for group in self.groups)
+
+    @property
+    def missing(self) -> dict[WorkerName, str]:
+        """The workers that cannot step now and why: they load, wait for their restart, or for somebody to join."""
+        now_s = self._fleet.clock.now_s
+        found = {}
+        for name, restarts in self._restarts.items():
+            worker = self._fleet.workers.get(name)
+            if worker is None or not worker.ready:
+                left = worker is not None and worker.is_remote and worker.channel is None
+                awaited = restarts.due_s is None and (worker is None or left)
+                found[name] = "waiting for a worker to join" if awaited else restarts.describe(now_s)
+        return found
+
+    @property
+    def stuck(self) -> bool:
+        """No group can step, and one waits to start a worker that died again and again."""
+        return not self.ready and any(restarts.due_s is not None for restarts in self._restarts.values())
 
     @property
     def kernels(self) -> set[str]:
@@ -94,12 +119,11 @@ class Workforce:
             self._loading[worker.name] = message
             return None
         if isinstance(message, Failure):
-            if worker.name not in self._ready:
-                raise StartFailed(message.message, message.exit_code)
-            _log.error("%s cannot start: %s", worker.name, message.message)
-            return None  # it worked before: its death, which follows, starts it again
+            self._on_refusal(worker, message)
+            return None
         if isinstance(message, Ready):
             self._ready[worker.name] = message
+            self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
         group = self._group_of[worker.name]
         outcome = group.on_message(worker, message)
         if isinstance(outcome, Commit):
@@ -107,6 +131,15 @@ class Workforce:
         elif outcome is not None:
             self._begin_count(_members(group))
         return outcome
+
+    def _on_refusal(self, worker: WorkerProcess, failure: Failure) -> None:
+        """It cannot start. Its death follows, and starts it again where that may help."""
+        if worker.name not in self._ready:
+            raise StartFailed(failure.message, failure.exit_code)
+        if not failure.passing and not worker.is_remote:
+            raise StartFailed(f"{worker.name} died and cannot start again: {failure.message}", failure.exit_code)
+        worker.explanation = failure.message
+        _log.error("%s cannot start: %s", worker.name, failure.message)
 
     def on_death(self, event: Event) -> tuple[StepFailure | None, list[Request]]:
         """Note that a worker is gone. Returns the failure of the step it was in, and its requests."""
@@ -117,25 +150,55 @@ class Workforce:
         return failure, homeless
 
     def replace(self, event: Event) -> None:
-        """Start a worker that died again; `UserError` if it has died too often."""
-        name = event.worker.name
-        self._num_deaths[name] = self._num_deaths.get(name, 0) + 1
-        if self._num_deaths[name] > _MAX_RESTARTS:
-            raise UserError(f"{name} died {self._num_deaths[name]} times in a row, the last time {event.reason}")
-        self._statistics.num_worker_restarts += 1
-        self._relaunch(name)
+        """Start a worker that died again, now or later; `UserError` if it never came up and died too often."""
+        self._note_death(event.worker.name, event.reason, from_outside=event.worker.was_killed_from_outside)
+        self._start_due()
+
+    def _note_death(self, name: WorkerName, reason: str, *, from_outside: bool) -> None:
+        restarts = self._restarts[name]
+        restarts.note_death(self._fleet.clock.now_s, reason, from_outside=from_outside)
+        if restarts.hopeless:
+            raise UserError(f"{name} died {restarts.num_deaths} times in a row, the last time {reason}")
+        if restarts.num_deaths > 1:
+            _log.warning("%s: %s", name, restarts.describe(self._fleet.clock.now_s))
+
+    def _start_due(self) -> None:
+        """Start the workers whose time has come. One that the system cannot start now is tried again later."""
+        for name, restarts in self._restarts.items():
+            if restarts.due_s is not None and self._fleet.clock.now_s >= restarts.due_s:
+                restarts.note_start()
+                try:
+                    self._relaunch(name)
+                except OSError as error:
+                    self._note_death(name, f"cannot be started ({error.strerror or error})", from_outside=False)
+                else:
+                    self._statistics.num_worker_restarts += 1
 
     def on_tick(self) -> None:
-        """Kill who hangs: in a step (see `StepGroup.on_tick`), or while it loads."""
+        """Start those who are due; kill who hangs, see the module's docstring."""
+        if self._fleet.clock.paused:
+            return
+        self._start_due()
         for group in self.groups:
             group.on_tick()
+        now_s = self._fleet.clock.now_s
         for worker in self._fleet.workers.values():
-            if not worker.ready and worker.channel is not None and worker.silent_s > self.load_timeout_s:
+            if not worker.ready and worker.channel is not None and now_s - worker.heard_s > self.load_timeout_s:
                 worker.kill(f"it has not said for {self.load_timeout_s:.1f} s how far it has loaded")
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._kill_stopped(now_s)
+
+    def _kill_stopped(self, now_s: float) -> None:
+        stopped = [worker for worker in self._fleet.workers.values() if worker.is_stopped]
+        self._stopped_since_s = {worker: self._stopped_since_s.get(worker, now_s) for worker in stopped}
+        for worker, since_s in self._stopped_since_s.items():
+            if now_s - since_s >= _STOPPED_S:
+                worker.kill(f"it was stopped, by SIGSTOP or the like, for {now_s - since_s:.1f} s")
 
     def _begin_count(self, names: Iterable[WorkerName]) -> None:
         for name in names:
-            self._num_deaths.pop(name, None)
+            self._restarts[name].begin_count()
 
 
 def _members(group: StepGroup) -> tuple[WorkerName, ...]:

@@ -74,10 +74,6 @@ class Destinations:
     def num_expert_workers(self) -> int:
         return len(self._by_experts.bounds) - 1
 
-    @property
-    def num_pairs(self) -> int:
-        return len(self._by_attention.columns)
-
     def targets(self, attention_worker: int) -> list[int]:
         return _row(self._by_attention, attention_worker)
 

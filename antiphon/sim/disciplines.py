@@ -1,16 +1,15 @@
 """In which order a resource that does one thing at a time serves what waits for it.
 
 A `Discipline` is asked for the next `Slice` whenever its resource is free: a whole activity, or a piece of one where
-work is cut into chunks. First come first served, given order, priority without and with preemption, priority between
-chunks. All ties fall to the activity that was added first, so that a simulation has one outcome. Rejected: generator
-processes as in SimPy, whose order of same-time events depends on how the processes were written.
+work is cut into chunks. First come first served, given order, priority; nothing is interrupted. All ties fall to the
+activity that was added first, so that a simulation has one outcome. Rejected: generator processes as in SimPy, whose
+order of same-time events depends on how the processes were written.
 """
 
 import heapq
 from dataclasses import dataclass
 from typing import Protocol
 
-from antiphon.base.errors import UserError
 from antiphon.sim.activity import Activity
 
 
@@ -38,12 +37,6 @@ class Discipline(Protocol):
     def served(self, now_s: float, done: Slice) -> None:
         """The slice was served in full."""
 
-    def preempts(self, running: Activity) -> bool:
-        """Whether something that waits must interrupt `running` now."""
-
-    def put_back(self, now_s: float, index: int, activity: Activity, remaining_s: float) -> None:
-        """`running` was interrupted with this much of its slice left."""
-
 
 class _Queue:
     """Common ground: a heap of waiting activities, most urgent first; whole activities are served."""
@@ -66,12 +59,6 @@ class _Queue:
     def served(self, now_s: float, done: Slice) -> None:
         pass
 
-    def preempts(self, running: Activity) -> bool:
-        return False
-
-    def put_back(self, now_s: float, index: int, activity: Activity, remaining_s: float) -> None:
-        raise AssertionError(f"{type(self).__name__} never interrupts")
-
     def _urgency(self, activity: Activity) -> float:
         return 0.0
 
@@ -82,44 +69,6 @@ class Fifo(_Queue):
 
 class Priority(_Queue):
     """The smallest `priority` first; what runs is never interrupted, as a collective call of NCCL is not."""
-
-    def _urgency(self, activity: Activity) -> float:
-        return activity.priority
-
-
-class PreemptivePriority(Priority):
-    """The smallest `priority` first; a more urgent arrival interrupts, and the interrupted activity resumes later."""
-
-    def preempts(self, running: Activity) -> bool:
-        return bool(self._waiting) and self._waiting[0][0] < running.priority
-
-    def put_back(self, now_s: float, index: int, activity: Activity, remaining_s: float) -> None:
-        heapq.heappush(self._waiting, (activity.priority, float("-inf"), index, remaining_s))
-
-
-class ChunkedPriority(_Queue):
-    """The smallest `priority` first, in chunks of at most `chunk_s`: urgent arrivals wait for one chunk at most."""
-
-    def __init__(self, chunk_s: float) -> None:
-        super().__init__()
-        if not chunk_s > 0:
-            raise UserError(f"chunks of {chunk_s} s: give a positive time")
-        self._chunk_s = chunk_s
-        self._begun: dict[int, tuple[float, float, float]] = {}  # index -> (priority, arrival, remaining_s)
-
-    def next_slice(self, now_s: float) -> Slice | None:
-        if not self._waiting:
-            return None
-        priority, arrival_s, index, remaining_s = heapq.heappop(self._waiting)
-        length_s = min(self._chunk_s, remaining_s)
-        if length_s < remaining_s:
-            self._begun[index] = (priority, arrival_s, remaining_s - length_s)
-        return Slice(index, length_s, is_last=length_s == remaining_s)
-
-    def served(self, now_s: float, done: Slice) -> None:
-        if not done.is_last:
-            priority, arrival_s, remaining_s = self._begun.pop(done.activity)
-            heapq.heappush(self._waiting, (priority, arrival_s, done.activity, remaining_s))
 
     def _urgency(self, activity: Activity) -> float:
         return activity.priority

@@ -192,11 +192,8 @@ class _Simulation:
             self._dirty.add(number)
 
     def _dispatch(self, now_s: float, number: int) -> None:
-        """Let a resource start what it can; note starts, cut slices and when to wake it again."""
+        """Let a resource start what it can; note starts and when to wake it again."""
         step = self._servers[number].dispatch(now_s)
-        for cut, start_s in step.cut:
-            if now_s > start_s:
-                self._result.slices_s[cut].append((start_s, now_s))
         for index in step.started:
             if not self._states[index].started:
                 self._start(now_s, index)

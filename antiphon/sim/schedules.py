@@ -155,9 +155,3 @@ class PolicyDiscipline:
         running = self._policy.in_flight
         assert running is not None, "a slice ends only while its micro-op is in flight"
         self._policy.finished(running)
-
-    def preempts(self, running: Activity) -> bool:
-        return False
-
-    def put_back(self, now_s: float, index: int, activity: Activity, remaining_s: float) -> None:
-        raise AssertionError("micro-ops are never interrupted")

@@ -1,8 +1,8 @@
 """Resources of the event core: one activity at a time by a discipline, or all at once at shared rates.
 
-The core tells a server of arrivals and asks it to `dispatch`; the server answers what started, what was cut short, and
-when to wake it. A version number makes wake-ups of the past worthless. Rejected: completion events that are searched
-for and removed from the heap.
+The core tells a server of arrivals and asks it to `dispatch`; the server answers what started, and when to wake it. A
+version number makes wake-ups of the past worthless. Rejected: completion events that are searched for and removed from
+the heap.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,9 @@ RELATIVE_TIE = 1e-12  # activities of a shared resource whose ends differ by les
 
 @dataclass(slots=True)
 class Step:
-    """What a server did at one moment: started activities, (activity, slice start) cut short, next wake-up."""
+    """What a server did at one moment: started activities, next wake-up."""
 
     started: list[int] = field(default_factory=list)
-    cut: list[tuple[int, float]] = field(default_factory=list)
     wake_s: float | None = None
     version: int = 0
 
@@ -44,7 +43,6 @@ class Exclusive:
 
     def __init__(self, discipline: Discipline) -> None:
         self._discipline = discipline
-        self._arrived: dict[int, Activity] = {}
         self._running: Slice | None = None
         self._start_s: float = 0
         self._version = 0
@@ -53,19 +51,12 @@ class Exclusive:
         self._discipline.register(index, activity)
 
     def arrive(self, now_s: float, index: int, activity: Activity) -> None:
-        self._arrived[index] = activity
         self._discipline.arrive(now_s, index, activity)
 
     def dispatch(self, now_s: float) -> Step:
         step = Step()
-        if (running := self._running) is not None:
-            activity = self._arrived[running.activity]
-            if not self._discipline.preempts(activity):
-                return step
-            remaining_s = running.duration_s - (now_s - self._start_s)
-            step.cut.append((running.activity, self._start_s))
-            self._discipline.put_back(now_s, running.activity, activity, remaining_s)
-            self._running = None
+        if self._running is not None:
+            return step
         if (chosen := self._discipline.next_slice(now_s)) is not None:
             self._running, self._start_s = chosen, now_s
             self._version += 1

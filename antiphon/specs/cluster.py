@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 from antiphon.specs.device import DeviceSpec
+from antiphon.specs.strict_table import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,8 @@ class NodeGroup:
     num_nodes: int
     devices_per_node: int
     scale_up_domain: int
-    scale_up_bytes_per_s: float
-    node_scale_out_bytes_per_s: float
+    scale_up_bytes_per_s: Positive
+    node_scale_out_bytes_per_s: Positive
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "devices_per_node", "scale_up_domain"):

@@ -14,7 +14,7 @@ full. Rejected: one file of fields per group on the command line, which nobody c
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,12 @@ def load_cluster(name_or_path: str | Path) -> ClusterSpec:
     return cluster_from_table(read_table(path), path.parent)
 
 
-def cluster_from_json(mapping: Mapping[str, Any], where: str = "cluster") -> ClusterSpec:
-    """The cluster that `cluster_to_json` wrote."""
-    return cluster_from_table(Table(mapping, where), Path())
-
-
 def cluster_from_table(table: Table, folder: Path) -> ClusterSpec:
     """`folder` is where a relative path of a device starts."""
     for key in ("aliases", "summary"):  # of the shipped files, for lists
         table.has(key)
     groups = tuple(_group(group, folder) for group in table.tables("groups"))
-    cluster = table.build(
-        ClusterSpec,
-        name=table.text("name"),
-        groups=groups,
-        scale_up_latency_s=table.number("scale_up_latency_s", ClusterSpec.scale_up_latency_s),
-        scale_out_latency_s=table.number("scale_out_latency_s", ClusterSpec.scale_out_latency_s),
-        oversubscription=table.number("oversubscription", ClusterSpec.oversubscription),
-        efficiency=_efficiency(table),
-        source=table.text("source", ""),
-    )
-    table.finish()
-    return cluster
+    return table.read(ClusterSpec, groups=groups, efficiency=_efficiency(table))
 
 
 def cluster_to_json(cluster: ClusterSpec) -> dict[str, Any]:
@@ -67,24 +51,17 @@ def cluster_to_json(cluster: ClusterSpec) -> dict[str, Any]:
 
 
 def _group(table: Table, folder: Path) -> NodeGroup:
+    """A group whose links are its device's own, where the table says nothing else."""
     device = _with_overrides(table, _device(table, folder))
     devices_per_node = table.whole("devices_per_node", DEVICES_PER_NODE)
     domain = device.scale_up_domain
-    group = table.build(
-        NodeGroup,
-        device=device,
-        num_nodes=table.whole("num_nodes"),
-        devices_per_node=devices_per_node,
-        scale_up_domain=table.whole(
-            "scale_up_domain", domain if device.scale_up_spans_nodes else min(domain, devices_per_node)
-        ),
-        scale_up_bytes_per_s=table.number("scale_up_bytes_per_s", device.scale_up_bytes_per_s, above=0),
-        node_scale_out_bytes_per_s=table.number(
-            "node_scale_out_bytes_per_s", devices_per_node * device.scale_out_bytes_per_s, above=0
-        ),
-    )
-    table.finish()
-    return group
+    own: dict[str, Any] = {
+        "devices_per_node": devices_per_node,
+        "scale_up_domain": domain if device.scale_up_spans_nodes else min(domain, devices_per_node),
+        "scale_up_bytes_per_s": device.scale_up_bytes_per_s,
+        "node_scale_out_bytes_per_s": devices_per_node * device.scale_out_bytes_per_s,
+    }
+    return table.read(NodeGroup, device=device, **{name: value for name, value in own.items() if not table.has(name)})
 
 
 def _device(table: Table, folder: Path) -> DeviceSpec:
@@ -107,12 +84,5 @@ def _with_overrides(table: Table, device: DeviceSpec) -> DeviceSpec:
 
 def _efficiency(cluster: Table) -> EfficiencySpec:
     table = cluster.optional_table("efficiency")
-    values: dict[str, Any] = {
-        field.name: table.text(field.name) if field.name == "source" else table.number(field.name)
-        for field in fields(EfficiencySpec)
-        if table.has(field.name)
-    }
-    table.finish()
-    if values and "source" not in values:
-        values["source"] = f"stated in {table.where}"
-    return cluster.build(EfficiencySpec, **values)
+    stated = not table.is_empty and not table.has("source")
+    return table.read(EfficiencySpec, **({"source": f"stated in {table.where}"} if stated else {}))

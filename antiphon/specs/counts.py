@@ -25,10 +25,10 @@ GATED_MATRICES = 3  # gate, up, down: the feed-forwards of all supported familie
 class ParameterCounts:
     """Elements of the checkpoint's tensors. The first five are of one layer that has such a part.
 
-    `router` includes the score bias, `shared_expert` its gate, `attention` the norms of queries, keys and latents,
-    `layer_norms` the two norms of a layer. `head` is 0 when it shares the embedding's table. `active` is what one
-    token uses: all but the routed experts that were not chosen (publishers differ on whether the embedding counts:
-    `active_without_embedding` leaves its table out).
+    `router` and `expert` include their biases, `shared_expert` its gate, `attention` the sinks and the norms of
+    queries, keys and latents, `layer_norms` the two norms of a layer. `head` is 0 when it shares the embedding's
+    table. `active` is what one token uses: all but the routed experts that were not chosen (publishers differ on
+    whether the embedding counts: `active_without_embedding` leaves its table out).
     """
 
     attention: int
@@ -75,8 +75,10 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     hidden, router, feed_forward = model.hidden_size, model.router, model.feed_forward
     num_moe, num_dense = model.num_moe_layers, model.num_layers - model.num_moe_layers
     attention = attention_parameters(model)
-    gate = hidden * router.num_experts + (router.num_experts if router.has_score_bias else 0)
+    gate = hidden * router.num_experts
+    gate += router.num_experts * (router.has_score_bias + router.has_logit_bias)
     expert = GATED_MATRICES * hidden * feed_forward.intermediate
+    expert += 2 * feed_forward.intermediate + hidden if feed_forward.expert_bias else 0
     shared = GATED_MATRICES * hidden * feed_forward.shared_intermediate + (hidden if feed_forward.shared_gate else 0)
     dense = GATED_MATRICES * hidden * feed_forward.dense_intermediate
     norm = 2 * hidden if model.norm == "layer" else hidden
@@ -111,6 +113,7 @@ def attention_parameters(model: ModelSpec) -> int:
     count = hidden * (query_width + 2 * kv_width) + query_width * hidden
     count += query_width + 2 * kv_width if attention.qkv_bias else 0
     count += hidden if attention.out_bias else 0
+    count += attention.num_heads if attention.sinks else 0
     return count + {"none": 0, "head": 2 * attention.head_dim, "full": query_width + kv_width}[attention.qk_norm]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from antiphon.base.errors import UserError
+from antiphon.specs.strict_table import Positive
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8"]
 
@@ -24,15 +25,15 @@ class DeviceSpec:
     """
 
     name: str
-    kind: Literal["gpu", "npu", "cpu"]
+    kind: Literal["gpu", "npu", "cpu"] = "gpu"
     memory_bytes: int
-    memory_bytes_per_s: float
-    flops_per_s: dict[ComputeDtype, float]
-    scale_up_bytes_per_s: float
+    memory_bytes_per_s: Positive
+    flops_per_s: dict[ComputeDtype, Positive]
+    scale_up_bytes_per_s: Positive
     scale_up_domain: int
-    scale_out_bytes_per_s: float
-    power_w: float
-    price: float | None = None
+    scale_out_bytes_per_s: Positive
+    power_w: Positive
+    price: Positive | None = None
     scale_up_spans_nodes: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 

@@ -7,14 +7,11 @@ rates; links are ONE direction (makers print both together); GB are decimal, as 
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from antiphon.specs.catalog import shipped_file
-from antiphon.specs.device import ComputeDtype, DeviceSpec
+from antiphon.specs.device import DeviceSpec
 from antiphon.specs.strict_table import Table, read_table
-
-COMPUTE_DTYPES: tuple[ComputeDtype, ...] = get_args(ComputeDtype)
-KINDS: tuple[Literal["gpu", "npu", "cpu"], ...] = ("gpu", "npu", "cpu")
 
 
 def load_device(name_or_path: str | Path) -> DeviceSpec:
@@ -27,26 +24,10 @@ def load_device(name_or_path: str | Path) -> DeviceSpec:
 
 def device_from_table(table: Table) -> DeviceSpec:
     """The device a table describes; unknown keys, wrong types and sizes of zero or less are refused."""
-    rates = table.table("flops_per_s")
     sources = table.optional_table("sources")
-    device = table.build(
-        DeviceSpec,
-        name=table.text("name"),
-        kind=table.choice("kind", KINDS, "gpu"),
-        memory_bytes=table.whole("memory_bytes"),
-        memory_bytes_per_s=table.number("memory_bytes_per_s", above=0),
-        flops_per_s={dtype: rates.number(dtype, above=0) for dtype in COMPUTE_DTYPES if rates.has(dtype)},
-        scale_up_bytes_per_s=table.number("scale_up_bytes_per_s", above=0),
-        scale_up_domain=table.whole("scale_up_domain"),
-        scale_up_spans_nodes=table.flag("scale_up_spans_nodes", False),
-        scale_out_bytes_per_s=table.number("scale_out_bytes_per_s", above=0),
-        power_w=table.number("power_w", above=0),
-        price=table.optional_number("price", above=0),
-        sources={field.name: sources.text(field.name) for field in fields(DeviceSpec) if sources.has(field.name)},
-    )
-    for read in (rates, sources, table):
-        read.finish()
-    return device
+    given = {field.name: sources.text(field.name) for field in fields(DeviceSpec) if sources.has(field.name)}
+    sources.finish()
+    return table.read(DeviceSpec, sources=given)
 
 
 def device_to_json(device: DeviceSpec) -> dict[str, Any]:

@@ -38,10 +38,6 @@ class TwoMatrixModel:
         layers = self.num_layers if num_layers is None else num_layers
         return layers * (self.attention_parameters + num_experts * self.expert_parameters)
 
-    def expert_flops(self) -> int:
-        """Forward FLOPs of one token in one expert."""
-        return 2 * self.expert_parameters
-
 
 def lina_models() -> dict[str, TwoMatrixModel]:
     table = read_toml(DATA / "models" / "lina.toml")

@@ -51,7 +51,9 @@ class AttentionSpec:
     """Grouped-query attention, or latent attention when `latent` is given.
 
     `head_dim` is the width of one query head; for latent attention qk_nope + qk_rope. `scale` multiplies the scores.
-    `qk_norm` "head" normalises each head (Qwen3), "full" the whole projection (OLMoE).
+    `qk_norm` "head" normalises each head (Qwen3), "full" the whole projection (OLMoE). `sliding_window` binds the
+    layers that `windowed_layers` marks, or all if it is empty. `sinks`: a learned logit per head joins the softmax and
+    has no value, so that a head may attend to nothing (gpt-oss).
     """
 
     num_heads: int
@@ -65,6 +67,19 @@ class AttentionSpec:
     out_bias: bool = False
     clip_qkv: float | None = None
     sliding_window: int | None = None
+    windowed_layers: tuple[bool, ...] = ()
+    sinks: bool = False
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens a row of this layer sees, its own included; None: all before it."""
+        return self.sliding_window if not self.windowed_layers or self.windowed_layers[layer] else None
+
+    @property
+    def windowed_share(self) -> float:
+        """Part of the layers that see `sliding_window` tokens only."""
+        if self.sliding_window is None:
+            return 0.0
+        return sum(self.windowed_layers) / len(self.windowed_layers) if self.windowed_layers else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +88,8 @@ class RouterSpec:
 
     `scoring` "sparsemixer" is Phi-3.5-MoE's two-pass top-2. With `num_groups` > 1 only the best `top_k_groups` groups
     of experts may be chosen; a group's score is its maximum ("max", DeepSeek-V2) or the sum of its two best biased
-    scores ("top2", DeepSeek-V3). `has_score_bias`: a per-expert bias steers the choice but not the weights.
+    scores ("top2", DeepSeek-V3). `has_score_bias`: a per-expert bias steers the choice but not the weights;
+    `has_logit_bias`: one is added to the logits, so that it does both (gpt-oss).
     `normalize` divides the chosen weights by their sum; `scaling` multiplies them at the end.
     """
 
@@ -83,6 +99,7 @@ class RouterSpec:
     normalize: bool = True
     softmax_after_top_k: bool = False
     has_score_bias: bool = False
+    has_logit_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
@@ -93,9 +110,16 @@ class RouterSpec:
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
     """Gated feed-forward widths: `intermediate` per routed expert, `shared_intermediate` (0: none) for the shared
-    expert all tokens pass, `shared_gate` if a sigmoid gate scales it, `dense_intermediate` without experts."""
+    expert all tokens pass, `shared_gate` if a sigmoid gate scales it, `dense_intermediate` without experts.
 
-    activation: Literal["silu", "gelu"] = "silu"
+    Activation "swiglu_oai" (gpt-oss) with g = min(gate, `limit`) and u = clamp(up, -`limit`, `limit`):
+    (u + 1) * g * sigmoid(`alpha` * g); the other activations read neither number. `expert_bias`: the routed experts'
+    matrices have biases."""
+
+    activation: Literal["silu", "gelu", "swiglu_oai"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    expert_bias: bool = False
     intermediate: int
     shared_intermediate: int = 0
     shared_gate: bool = False
@@ -104,7 +128,12 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One MoE decoder. `moe_layers[l]` says whether layer l routes to experts or has a dense feed-forward."""
+    """One MoE decoder. `moe_layers[l]` says whether layer l routes to experts or has a dense feed-forward.
+
+    Granite scales what others leave alone: `embedding_multiplier` what the embedding gives, `residual_multiplier` what
+    attention and the local feed-forward add to the residual stream (routed experts take it by `router.scaling`), and
+    `logits_divisor` the logits.
+    """
 
     family: str
     vocab_size: int
@@ -118,6 +147,9 @@ class ModelSpec:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     lm_head_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     max_position: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

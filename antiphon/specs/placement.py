@@ -3,6 +3,7 @@
 Contiguous by default; uneven splits and replicas are allowed. Placement functions produce it, engines obey it.
 """
 
+import math
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
@@ -35,6 +36,13 @@ class ExpertPlacement:
     def experts_of(self, worker: int) -> tuple[int, ...]:
         """The experts held by `worker`, ascending; their position in this tuple is their local index there."""
         return tuple(e for e, workers in enumerate(self.owners) if worker in workers)
+
+    def owner_table(self) -> list[list[int]]:
+        """`table[turn][expert]`: the worker for rows whose index is `turn` modulo the number of turns.
+
+        Rows take turns among an expert's owners by their index: the split is even and needs no random numbers."""
+        num_turns = math.lcm(*(len(workers) for workers in self.owners))
+        return [[workers[turn % len(workers)] for workers in self.owners] for turn in range(num_turns)]
 
 
 def contiguous_placement(num_experts: int, num_workers: int) -> ExpertPlacement:

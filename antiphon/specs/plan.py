@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.strict_table import CountFromZero, NotNegative
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
 PhaseName = Literal["prefill", "decode"]
 Objective = Literal["per-gpu", "per-cost", "per-power"]
 OBJECTIVES: tuple[Objective, ...] = ("per-gpu", "per-cost", "per-power")
+MAX_MICRO_BATCHES = 64  # of a phase: the most that the engine runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Parallel:
     attention_dp: int = 1
     expert_tp: int = 1
     expert_ep: int = 1
-    expert_workers: int = 0
+    expert_workers: CountFromZero = 0
     pp: int = 1
 
 
@@ -86,10 +88,10 @@ class PhasePlan:
 
     layout: Layout
     parallel: Parallel
-    num_instances: int
+    num_instances: int = 1
     micro_batches: int
     batch: int
-    devices: tuple[DeviceUse, ...]
+    devices: tuple[DeviceUse, ...] = ()
     placement: tuple[tuple[tuple[int, float], ...], ...]
     predicted: Predicted
     rejected: tuple[Rejected, ...] = ()
@@ -110,5 +112,5 @@ class Plan:
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     phases: dict[PhaseName, PhasePlan]
     model_config: dict[str, object] = field(default_factory=dict)
-    num_candidates: int = 0
-    search_s: float = 0.0
+    num_candidates: CountFromZero = 0
+    search_s: NotNegative = 0.0

@@ -6,34 +6,28 @@ A phase holds its parallel sizes beside `layout`, as plain keys (`attention_tp`,
 
 with every expert from 0 on, workers from 0 on, fractions above 0 that add up to 1. `rejected` lists the best
 candidate of every other layout. A plan without `precision` is in bfloat16. Unknown keys and other versions are refused
-by name. Rejected: a schema library, whose errors do not say the mend.
+by name.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from antiphon.base.errors import UserError
-from antiphon.specs.device import ComputeDtype
 from antiphon.specs.plan import (
     LAYOUTS,
-    OBJECTIVES,
-    DeviceUse,
     Layout,
     Parallel,
     PhaseName,
     PhasePlan,
     Plan,
-    Predicted,
     Rejected,
 )
-from antiphon.specs.precision import BYTES_OF, PrecisionSpec
 from antiphon.specs.strict_table import Table, read_json, write_json
 
 VERSION = 1
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
-ROLES: tuple[Literal["attention", "experts", "both"], ...] = ("attention", "experts", "both")
 FRACTION_TOLERANCE = 1e-6
 Placement = tuple[tuple[tuple[int, float], ...], ...]
 
@@ -116,52 +110,15 @@ def _plan(table: Table) -> Plan:
     phases.finish()
     if not by_name:
         raise table.error("phases", f"give at least one of {', '.join(PHASES)}")
-    plan = Plan(
-        version=version,
-        model=table.text("model"),
-        cluster=table.text("cluster"),
-        workload=table.text("workload"),
-        objective=table.choice("objective", OBJECTIVES),
-        precision=_precision(table.table("precision")) if table.has("precision") else PrecisionSpec(),
-        phases=by_name,
-        model_config=table.mapping("model_config"),
-        num_candidates=table.whole("num_candidates", 0, at_least=0),
-        search_s=table.number("search_s", 0.0, above=-1e-9),
-    )
-    table.finish()
-    return plan
-
-
-def _precision(table: Table) -> PrecisionSpec:
-    storage = tuple(BYTES_OF)
-    precision = PrecisionSpec(
-        weights=table.choice("weights", storage),
-        kv=table.choice("kv", storage),
-        dispatch=table.choice("dispatch", storage),
-        combine=table.choice("combine", storage),
-        compute=table.choice("compute", get_args(ComputeDtype)),
-    )
-    table.finish()
-    return precision
+    return table.read(Plan, version=version, phases=by_name)
 
 
 def _phase(table: Table) -> PhasePlan:
     layout = table.choice("layout", LAYOUTS)
     parallel = _parallel(table, layout)
-    phase = PhasePlan(
-        layout=layout,
-        parallel=parallel,
-        num_instances=table.whole("num_instances", 1),
-        micro_batches=table.whole("micro_batches"),
-        batch=table.whole("batch"),
-        devices=_devices(table),
-        placement=_placement(table.table("placement"), layout, parallel),
-        predicted=_predicted(table.table("predicted")),
-        rejected=tuple(_rejected(entry) for entry in table.tables("rejected")) if table.has("rejected") else (),
-        notes=_notes(table),
-    )
-    table.finish()
-    return phase
+    placement = _placement(table.table("placement"), layout, parallel)
+    rejected = tuple(_rejected(entry) for entry in table.tables("rejected")) if table.has("rejected") else ()
+    return table.read(PhasePlan, parallel=parallel, placement=placement, rejected=rejected)
 
 
 def _parallel(table: Table, layout: Layout) -> Parallel:
@@ -173,15 +130,6 @@ def _parallel(table: Table, layout: Layout) -> Parallel:
     if layout == "disaggregated" and not sizes["expert_workers"]:
         raise table.error("expert_workers", "a disaggregated layout needs at least 1")
     return Parallel(**sizes)
-
-
-def _devices(table: Table) -> tuple[DeviceUse, ...]:
-    uses = []
-    for entry in table.tables("devices") if table.has("devices") else ():
-        role, device = entry.choice("role", ROLES), entry.text("device")
-        uses.append(DeviceUse(role=role, device=device, num_devices=entry.whole("num_devices")))
-        entry.finish()
-    return tuple(uses)
 
 
 def _placement(table: Table, layout: Layout, parallel: Parallel) -> Placement:
@@ -204,44 +152,7 @@ def _shares(table: Table, num_workers: int) -> tuple[tuple[int, float], ...]:
     return tuple(shares)
 
 
-def _predicted(table: Table) -> Predicted:
-    memory, bound = table.optional_table("memory_bytes"), table.optional_table("bound_by")
-    predicted = Predicted(
-        tpot_s=table.optional_number("tpot_s"),
-        ttft_s=table.optional_number("ttft_s"),
-        tokens_per_s=table.number("tokens_per_s", 0.0),
-        per_gpu=table.number("per_gpu", 0.0),
-        per_cost=table.optional_number("per_cost"),
-        per_power=table.number("per_power", 0.0),
-        t_a_s=table.optional_number("t_a_s"),
-        t_e_s=table.optional_number("t_e_s"),
-        t_c_s=table.optional_number("t_c_s"),
-        queueing_s=table.optional_number("queueing_s"),
-        memory_bytes={role: memory.number(role) for role in memory.names()},
-        bound_by={part: bound.text(part) for part in bound.names()},
-    )
-    table.finish()
-    return predicted
-
-
 def _rejected(table: Table) -> Rejected:
     layout = table.choice("layout", LAYOUTS)
     given = [field.name for field in fields(Parallel) if table.has(field.name)]
-    rejected = Rejected(
-        layout=layout,
-        reason=table.text("reason"),
-        parallel=_parallel(table, layout) if given else None,
-        micro_batches=table.optional_whole("micro_batches"),
-        batch=table.optional_whole("batch"),
-        devices=_devices(table),
-        predicted=_predicted(table.table("predicted")) if table.has("predicted") else None,
-    )
-    table.finish()
-    return rejected
-
-
-def _notes(table: Table) -> tuple[str, ...]:
-    notes = tuple(table.items("notes")) if table.has("notes") else ()
-    if not all(isinstance(note, str) for note in notes):
-        raise table.error("notes", "a list of texts is needed")
-    return notes
+    return table.read(Rejected, parallel=_parallel(table, layout) if given else None)

@@ -48,6 +48,7 @@ class SamplingParams:
                 self.repetition_penalty,
                 "above 0, at most 100",
             ),
+            (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "between -2**63 and 2**63 - 1"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20"),
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,

@@ -1,24 +1,44 @@
-"""A table of a TOML or JSON file, read key by key with errors that name the file, the path of the key and the mend.
+"""Tables of TOML and JSON files as frozen dataclasses; errors name the file, the path of the key and the fix.
 
-    table = Table(mapping, "cluster.toml")
-    num_nodes = table.whole("num_nodes")
-    table.finish()                        # refuses keys that nobody asked for, offering the nearest known one
+    device = Table(mapping, "device.toml").read(DeviceSpec)
 
-Rejected: pydantic models beside the frozen dataclasses (every field twice, and errors in its words, not ours).
+1. `read` takes every field of a dataclass by its annotated type: text, number, whole number, true or false, one of a
+   `Literal`, a tuple, a table of names, another dataclass. `Annotated` types such as `Positive` limit a number; a whole
+   number is at least 1 unless its annotation says otherwise. Null means left out, where the field has a default.
+2. What a file spells unlike the dataclass is read key by key (`number`, `table`, ...) and handed to `read`.
+3. Keys that nobody asked for are refused, and the nearest known one is offered.
+
+Rejected: msgspec or pydantic on the same dataclasses. Neither refuses unknown keys of a dataclass, and their errors
+name types of Python, not what to write.
 """
 
 import json
 import math
 import tomllib
+import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from antiphon.base.errors import UserError
 from antiphon.specs.nearest import nearest_names
 
 Choice = TypeVar("Choice", bound=str)
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a number must be: greater than `above`, not below `at_least`."""
+
+    above: float = -math.inf
+    at_least: float = -math.inf
+
+
+Positive = Annotated[float, Limit(above=0)]
+NotNegative = Annotated[float, Limit(at_least=0)]
+CountFromZero = Annotated[int, Limit(at_least=0)]
 
 
 class Table:
@@ -29,10 +49,77 @@ class Table:
         self._asked: list[str] = []
         self.where = where
 
+    def read(self, kind: type[Item], **ready: Any) -> Item:
+        """An instance of the dataclass `kind`: its fields from this table, but for those in `ready`. Nothing else may
+        be in the table that was not asked for. What `kind` itself refuses is put behind this table's place."""
+        assert is_dataclass(kind)
+        hints = get_type_hints(kind, include_extras=True)
+        for entry in fields(kind):
+            if entry.name not in ready:
+                may_miss = entry.default is not MISSING or entry.default_factory is not MISSING
+                if self.has(entry.name) or not may_miss:
+                    ready[entry.name] = self._value(entry.name, hints[entry.name])
+        item = self.build(kind, **ready)
+        self.finish()
+        return item
+
+    def _value(self, key: str, hint: Any) -> Any:
+        """The value of `key`, which is needed, as the type that `hint` names."""
+        limit = Limit(at_least=1)
+        if get_origin(hint) in {Union, types.UnionType}:  # of something and None
+            hint = next(kind for kind in get_args(hint) if kind is not type(None))
+        if get_origin(hint) is Annotated:
+            hint, limit = get_args(hint)
+        elif hint is float:
+            limit = Limit()
+        readers: dict[Any, Callable[[], Any]] = {
+            Literal: lambda: self.choice(key, get_args(hint)),
+            tuple: lambda: self._list(key, get_args(hint)[0]),
+            dict: lambda: self._by_name(key, *get_args(hint)),
+            str: lambda: self.text(key),
+            bool: lambda: self.flag(key, default=False),
+            int: lambda: self.whole(key, at_least=int(limit.at_least)),
+            float: lambda: self.number(key, above=limit.above, at_least=limit.at_least),
+        }
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self.table(key).read(hint)
+        return readers[get_origin(hint) or hint]()
+
+    def _list(self, key: str, inner: Any) -> tuple[Any, ...]:
+        if isinstance(inner, type) and is_dataclass(inner):
+            return tuple(entry.read(inner) for entry in self.tables(key))
+        values = self.items(key)
+        if inner is str and not all(isinstance(value, str) for value in values):
+            raise self.error(key, "a list of texts is needed")
+        if inner is int and any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+            raise self.error(key, "a list of whole numbers is needed")
+        if inner is float:
+            if not all(map(is_number, values)):
+                raise self.error(key, "a list of numbers is needed")
+            return tuple(float(value) for value in values)
+        if get_origin(inner) is tuple:
+            rows = Table({str(number): value for number, value in enumerate(values)}, f"{self.where}: {key}")
+            return tuple(rows._list(name, get_args(inner)[0]) for name in rows.names())
+        return tuple(values)
+
+    def _by_name(self, key: str, names: Any, inner: Any) -> dict[str, Any]:
+        """A table whose keys are names: any, or those of a `Literal`."""
+        if inner in (object, Any):
+            return self.mapping(key)
+        table = self.table(key)
+        known = table.names() if names is str else [name for name in get_args(names) if table.has(name)]
+        values = {name: table._value(name, inner) for name in known}
+        table.finish()
+        return values
+
     def has(self, key: str) -> bool:
         """Whether the key is there and is not null."""
         self._ask(key)
         return self._mapping.get(key) is not None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._mapping
 
     def text(self, key: str, default: str | None = None) -> str:
         if default is not None and not self.has(key):
@@ -42,8 +129,10 @@ class Table:
             raise self.error(key, "a text that is not empty is needed")
         return value
 
-    def number(self, key: str, default: float | None = None, *, above: float = -math.inf) -> float:
-        """A finite number greater than `above`."""
+    def number(
+        self, key: str, default: float | None = None, *, above: float = -math.inf, at_least: float = -math.inf
+    ) -> float:
+        """A finite number greater than `above` and not below `at_least`."""
         if default is not None and not self.has(key):
             return default
         value = self._required(key)
@@ -51,10 +140,9 @@ class Table:
             raise self.error(key, "a number is needed")
         if not value > above:
             raise self.error(key, f"it must be above {above:g}")
+        if not value >= at_least:
+            raise self.error(key, f"it must be at least {at_least:g}")
         return float(value)
-
-    def optional_number(self, key: str, *, above: float = -math.inf) -> float | None:
-        return self.number(key, above=above) if self.has(key) else None
 
     def whole(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
         """A whole number; 96e9 is one too."""
@@ -67,9 +155,6 @@ class Table:
             raise self.error(key, f"it must be at least {at_least}")
         written = self._mapping[key]
         return written if isinstance(written, int) else int(value)
-
-    def optional_whole(self, key: str, *, at_least: int = 1) -> int | None:
-        return self.whole(key, at_least=at_least) if self.has(key) else None
 
     def flag(self, key: str, default: bool) -> bool:
         if not self.has(key):
@@ -121,23 +206,24 @@ class Table:
     def raw(self, key: str) -> Any:
         return self._required(key)
 
-    def error(self, key: str, mend: str) -> UserError:
-        return UserError(f"{self.where}: {key} is {self._mapping.get(key)!r}: {mend}")
+    def error(self, key: str, fix: str) -> UserError:
+        return UserError(f"{self.where}: {key} is {self._mapping.get(key)!r}: {fix}")
 
     def build(self, make: Callable[..., Item], **values: Any) -> Item:
         """`make(**values)`, whose own `UserError` is put behind this table's place."""
         try:
             return make(**values)
         except UserError as error:
-            raise UserError(f"{self.where}: {error}") from error
+            place = self.where.rpartition(": ")[2]
+            raise UserError(f"{self.where}: {str(error).removeprefix(place + ': ')}") from error
 
     def finish(self) -> None:
         """Refuse what was not asked for."""
         for key in self._mapping:
             if key not in self._asked:
                 near = nearest_names(key, self._asked)
-                mend = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(self._asked)}"
-                raise UserError(f"{self.where}: unknown key {key}: {mend}")
+                fix = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(self._asked)}"
+                raise UserError(f"{self.where}: unknown key {key}: {fix}")
 
     def _ask(self, key: str) -> None:
         if key not in self._asked:

@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from antiphon.specs.device import ComputeDtype
+from antiphon.specs.precision import StorageDtype
+from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLayout:
@@ -25,11 +29,11 @@ class TrainingLayout:
     micro_batch: int
     num_micro_batches: int
     rematerialized: tuple[str, ...] = ()
-    gradient_wire: str = "float32"
-    activation_wire: str = "bfloat16"
+    gradient_wire: StorageDtype = "float32"
+    activation_wire: StorageDtype = "bfloat16"
     overlap: Literal["none", "inter", "intra"] = "intra"
     deduplicate: bool = False
-    zero: int = 1
+    zero: CountFromZero = 1
 
     @property
     def num_devices(self) -> int:
@@ -53,15 +57,15 @@ class TrainingPredicted:
     `bubble_s` the pipeline stands, `exposed_s` layers wait for communication, `sync_exposed_s` gradients and
     parameters."""
 
-    iteration_s: float
-    tokens_per_s: float
-    tokens_per_s_per_device: float
-    mfu: float
-    bubble_s: float
-    communication_s: float
-    exposed_s: float
-    sync_exposed_s: float
-    memory_bytes: dict[str, float] = field(default_factory=dict)
+    iteration_s: Positive
+    tokens_per_s: Positive
+    tokens_per_s_per_device: Positive
+    mfu: Positive
+    bubble_s: NotNegative
+    communication_s: NotNegative
+    exposed_s: NotNegative
+    sync_exposed_s: NotNegative
+    memory_bytes: dict[str, NotNegative] = field(default_factory=dict)
     bound_by: str = ""
 
 
@@ -88,13 +92,13 @@ class TrainingPlan:
     sequence_length: int
     global_batch: int
     num_devices: int
-    weights: str = "bfloat16"
-    gradients: str = "float32"
-    compute: str = "bfloat16"
+    weights: StorageDtype = "bfloat16"
+    gradients: StorageDtype = "float32"
+    compute: ComputeDtype = "bfloat16"
     layout: TrainingLayout
     predicted: TrainingPredicted
     rejected: tuple[RejectedTraining, ...] = ()
     notes: tuple[str, ...] = ()
     model_config: dict[str, Any] = field(default_factory=dict)
-    num_candidates: int = 0
-    search_s: float = 0.0
+    num_candidates: CountFromZero = 0
+    search_s: NotNegative = 0.0

@@ -12,22 +12,14 @@ Rejected: one file format for serving and training. They share no size but a dev
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from antiphon.base.errors import UserError
-from antiphon.specs.device import ComputeDtype
-from antiphon.specs.precision import StorageDtype
 from antiphon.specs.strict_table import Table, read_json, write_json
 from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPlan, TrainingPredicted
 
 VERSION = 1
 PHASE: Literal["train"] = "train"
-ATTENTION: tuple[Literal["sequence", "tensor"], ...] = ("sequence", "tensor")
-EXPERTS: tuple[Literal["expert", "tensor"], ...] = ("expert", "tensor")
-DISPATCH: tuple[Literal["all_to_all", "all_gather"], ...] = ("all_to_all", "all_gather")
-OVERLAP: tuple[Literal["none", "inter", "intra"], ...] = ("none", "inter", "intra")
-FORMATS: tuple[StorageDtype, ...] = get_args(StorageDtype)
-COMPUTE: tuple[ComputeDtype, ...] = get_args(ComputeDtype)
 MOST_SHARDED = 3  # of ZeRO
 
 
@@ -81,54 +73,20 @@ def _plan(table: Table) -> TrainingPlan:
         raise UserError(f"{table.where}: this plan is one to serve: make one with `antiphon plan --phase {PHASE}`")
     version = table.whole("version", at_least=0)
     if version != VERSION:
-        mend = f"make the plan again with `antiphon plan --phase {PHASE}`"
-        raise table.error("version", f"this program reads version {VERSION}: {mend}")
+        fix = f"make the plan again with `antiphon plan --phase {PHASE}`"
+        raise table.error("version", f"this program reads version {VERSION}: {fix}")
     table.choice("phase", (PHASE,))
     num_devices, global_batch = table.whole("num_devices"), table.whole("global_batch")
-    plan = TrainingPlan(
-        version=version,
-        model=table.text("model"),
-        cluster=table.text("cluster"),
-        device=table.text("device"),
-        sequence_length=table.whole("sequence_length"),
-        global_batch=global_batch,
-        num_devices=num_devices,
-        weights=table.choice("weights", FORMATS, "bfloat16"),
-        gradients=table.choice("gradients", FORMATS, "float32"),
-        compute=table.choice("compute", COMPUTE, "bfloat16"),
+    rejected = table.tables("rejected") if table.has("rejected") else ()
+    return table.read(
+        TrainingPlan,
         layout=_layout(table.table("layout"), num_devices, global_batch),
-        predicted=_predicted(table.table("predicted")),
-        rejected=tuple(_rejected(entry, num_devices, global_batch) for entry in table.tables("rejected"))
-        if table.has("rejected")
-        else (),
-        notes=_texts(table, "notes"),
-        model_config=table.mapping("model_config"),
-        num_candidates=table.whole("num_candidates", 0, at_least=0),
-        search_s=table.number("search_s", 0.0, above=-1e-9),
+        rejected=tuple(_rejected(entry, num_devices, global_batch) for entry in rejected),
     )
-    table.finish()
-    return plan
 
 
 def _layout(table: Table, num_devices: int, global_batch: int) -> TrainingLayout:
-    layout = TrainingLayout(
-        attention=table.choice("attention", ATTENTION),
-        experts=table.choice("experts", EXPERTS),
-        dispatch=table.choice("dispatch", DISPATCH),
-        model_parallel=table.whole("model_parallel"),
-        pipeline=table.whole("pipeline"),
-        virtual_stages=table.whole("virtual_stages"),
-        data_parallel=table.whole("data_parallel"),
-        micro_batch=table.whole("micro_batch"),
-        num_micro_batches=table.whole("num_micro_batches"),
-        rematerialized=_texts(table, "rematerialized"),
-        gradient_wire=table.choice("gradient_wire", FORMATS, "float32"),
-        activation_wire=table.choice("activation_wire", FORMATS, "bfloat16"),
-        overlap=table.choice("overlap", OVERLAP, "intra"),
-        deduplicate=table.flag("deduplicate", False),
-        zero=table.whole("zero", 1, at_least=0),
-    )
-    table.finish()
+    layout = table.read(TrainingLayout)
     _check_layout(table, layout, num_devices, global_batch)
     return layout
 
@@ -152,37 +110,6 @@ def _check_layout(table: Table, layout: TrainingLayout, num_devices: int, global
         )
 
 
-def _predicted(table: Table) -> TrainingPredicted:
-    memory = table.optional_table("memory_bytes")
-    predicted = TrainingPredicted(
-        iteration_s=table.number("iteration_s", above=0),
-        tokens_per_s=table.number("tokens_per_s", above=0),
-        tokens_per_s_per_device=table.number("tokens_per_s_per_device", above=0),
-        mfu=table.number("mfu", above=0),
-        bubble_s=table.number("bubble_s", above=-1e-9),
-        communication_s=table.number("communication_s", above=-1e-9),
-        exposed_s=table.number("exposed_s", above=-1e-9),
-        sync_exposed_s=table.number("sync_exposed_s", above=-1e-9),
-        memory_bytes={part: memory.number(part, above=-1e-9) for part in memory.names()},
-        bound_by=table.text("bound_by", ""),
-    )
-    table.finish()
-    return predicted
-
-
 def _rejected(table: Table, num_devices: int, global_batch: int) -> RejectedTraining:
-    rejected = RejectedTraining(
-        name=table.text("name"),
-        reason=table.text("reason"),
-        layout=_layout(table.table("layout"), num_devices, global_batch) if table.has("layout") else None,
-        predicted=_predicted(table.table("predicted")) if table.has("predicted") else None,
-    )
-    table.finish()
-    return rejected
-
-
-def _texts(table: Table, key: str) -> tuple[str, ...]:
-    texts = tuple(table.items(key)) if table.has(key) else ()
-    if not all(isinstance(text, str) for text in texts):
-        raise table.error(key, "a list of texts is needed")
-    return texts
+    layout = _layout(table.table("layout"), num_devices, global_batch) if table.has("layout") else None
+    return table.read(RejectedTraining, layout=layout)

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
+from antiphon.specs.strict_table import Positive
+
+MOST_SKEW = 100.0  # beyond it all rows go to one expert, and shares leave the range of numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class WorkloadSpec:
     name: str = "workload"
     input_tokens: LengthSpec
     output_tokens: LengthSpec
-    requests_per_s: float | None = None
+    requests_per_s: Positive | None = None
     slo: SloSpec = field(default_factory=SloSpec)
     expert_skew: float = 0.0
     expert_loads: tuple[float, ...] = ()
@@ -80,8 +83,8 @@ class WorkloadSpec:
         self._check_limits()
         if self.requests_per_s is not None and not self.requests_per_s > 0:
             raise UserError(f"workload: requests_per_s is {self.requests_per_s}: it must be above 0, or be left out")
-        if not self.expert_skew >= 0:
-            raise UserError(f"workload: expert_skew is {self.expert_skew}: it must be at least 0")
+        if not 0 <= self.expert_skew <= MOST_SKEW:
+            raise UserError(f"workload: expert_skew is {self.expert_skew}: it must be 0 to {MOST_SKEW:g}")
         if self.expert_loads and (min(self.expert_loads) < 0 or abs(sum(self.expert_loads) - 1) > 1e-6):
             raise UserError(
                 f"workload: expert_loads add up to {sum(self.expert_loads):.6g}: give shares that add up to 1"

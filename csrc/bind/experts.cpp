@@ -3,6 +3,13 @@
 #include "kernels/isa.h"
 #include "kernels/pack.h"
 
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 namespace nb = nanobind;
 
 namespace antiphon::bind {
@@ -13,14 +20,27 @@ using kernels::ThreadPool;
 
 class PackedExperts {
   public:
-    PackedExperts(bool is_bf16, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gelu)
-        : weights_{element_type(is_bf16), gelu ? kernels::Activation::gelu : kernels::Activation::silu,
-                   num_experts, hidden, intermediate, nullptr},
-          buffer_(weights_.num_bytes()) {
+    PackedExperts(bool is_bf16, int64_t num_experts, int64_t hidden, int64_t intermediate,
+                  const std::string& activation, float alpha, float limit, bool has_bias)
+        : weights_{.type = element_type(is_bf16),
+                   .activation = activation_named(activation),
+                   .alpha = alpha,
+                   .limit = limit,
+                   .num_experts = num_experts,
+                   .hidden = hidden,
+                   .intermediate = intermediate,
+                   .data = nullptr,
+                   .bias = nullptr},
+          buffer_(weights_.num_bytes()),
+          bias_(has_bias ? static_cast<size_t>(num_experts * weights_.bias_width()) : 0) {
         weights_.data = buffer_.data();
+        if (has_bias) weights_.bias = bias_.data();
     }
+    // weights_ points into bias_.
+    PackedExperts(const PackedExperts&) = delete;
+    PackedExperts& operator=(const PackedExperts&) = delete;
 
-    size_t num_bytes() const { return buffer_.size(); }
+    size_t num_bytes() const { return buffer_.size() + bias_.size() * sizeof(float); }
 
     // gate and up are [intermediate][hidden], down is [hidden][intermediate], all of the element type.
     void set_expert(int64_t index, uintptr_t gate, int64_t gate_stride, uintptr_t up, int64_t up_stride, uintptr_t down,
@@ -29,6 +49,14 @@ class PackedExperts {
         kernels::pack_expert(weights_, index, rows(gate, weights_.intermediate, gate_stride),
                              rows(up, weights_.intermediate, up_stride), rows(down, weights_.hidden, down_stride),
                              ThreadPool::instance());
+    }
+
+    // gate and up are float32 [intermediate], down is float32 [hidden].
+    void set_bias(int64_t index, uintptr_t gate, uintptr_t up, uintptr_t down) {
+        if (bias_.empty()) throw std::invalid_argument("these experts were made without room for biases");
+        float* to = bias_.data() + index * weights_.bias_width();
+        kernels::pack_gate_up_bias(weights_, pointer<const float>(gate), pointer<const float>(up), to);
+        std::copy_n(pointer<const float>(down), weights_.hidden, to + weights_.gate_up_bias_width());
     }
 
     void grouped_ffn(uintptr_t x, int64_t num_rows, int64_t x_stride, uintptr_t ids, uintptr_t weights, int64_t top_k,
@@ -44,20 +72,31 @@ class PackedExperts {
     }
 
   private:
+    static kernels::Activation activation_named(const std::string& name) {
+        if (name == "silu") return kernels::Activation::silu;
+        if (name == "gelu") return kernels::Activation::gelu;
+        if (name == "swiglu_oai") return kernels::Activation::swiglu_oai;
+        throw std::invalid_argument("activation '" + name + "' is not known to the cpu back-end: use silu, gelu or swiglu_oai");
+    }
+
     kernels::ExpertWeights weights_;
     HugeBuffer buffer_;
+    std::vector<float> bias_;
 };
 
 }  // namespace
 
 void bind_experts(nb::module_& module) {
     nb::class_<PackedExperts>(module, "PackedExperts")
-        .def(nb::init<bool, int64_t, int64_t, int64_t, bool>(), nb::arg("is_bf16"), nb::arg("num_experts"),
-             nb::arg("hidden"), nb::arg("intermediate"), nb::arg("gelu"))
+        .def(nb::init<bool, int64_t, int64_t, int64_t, const std::string&, float, float, bool>(), nb::arg("is_bf16"),
+             nb::arg("num_experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("activation"),
+             nb::arg("alpha"), nb::arg("limit"), nb::arg("has_bias"))
         .def_prop_ro("num_bytes", &PackedExperts::num_bytes)
         .def("set_expert", &PackedExperts::set_expert, nb::arg("index"), nb::arg("gate_address"),
              nb::arg("gate_stride"), nb::arg("up_address"), nb::arg("up_stride"), nb::arg("down_address"),
              nb::arg("down_stride"))
+        .def("set_bias", &PackedExperts::set_bias, nb::arg("index"), nb::arg("gate_address"), nb::arg("up_address"),
+             nb::arg("down_address"))
         .def("grouped_ffn", &PackedExperts::grouped_ffn, nb::arg("x_address"), nb::arg("num_rows"),
              nb::arg("x_stride"), nb::arg("ids_address"), nb::arg("weights_address"), nb::arg("top_k"),
              nb::arg("out_address"));

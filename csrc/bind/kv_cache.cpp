@@ -72,10 +72,19 @@ class KVCache {
     }
 
     void paged_attention(int64_t layer, const BatchAddresses& batch, uintptr_t q, int64_t num_heads, float scale,
-                         int64_t sliding_window, uintptr_t out) const {
+                         int64_t sliding_window, uintptr_t sinks, uintptr_t out) const {
         const nb::gil_scoped_release released;
-        const kernels::AttentionCall call{layout_, layer,          batch.view,         pointer<const void>(q), num_heads,
-                                          scale,   sliding_window, pointer<void>(out)};
+        const kernels::AttentionCall call{
+            .cache = layout_,
+            .layer = layer,
+            .batch = batch.view,
+            .q = pointer<const void>(q),
+            .num_heads = num_heads,
+            .scale = scale,
+            .sliding_window = sliding_window,
+            .sinks = pointer<const float>(sinks),
+            .out = pointer<void>(out),
+        };
         kernels::kernels().of(layout_.type).paged_attention(call, ThreadPool::instance());
     }
 
@@ -104,7 +113,8 @@ void bind_kv_cache(nb::module_& module) {
              nb::arg("qkv_address"), nb::arg("num_heads"), nb::arg("q_norm_address"), nb::arg("k_norm_address"),
              nb::arg("eps"), nb::arg("q_address"))
         .def("paged_attention", &KVCache::paged_attention, nb::arg("layer"), nb::arg("batch"), nb::arg("q_address"),
-             nb::arg("num_heads"), nb::arg("scale"), nb::arg("sliding_window"), nb::arg("out_address"));
+             nb::arg("num_heads"), nb::arg("scale"), nb::arg("sliding_window"), nb::arg("sinks_address"),
+             nb::arg("out_address"));
 }
 
 }  // namespace antiphon::bind

@@ -3,6 +3,7 @@
 // Keys are taken in tiles of 64 from position 0 on, whatever the rows: a tile in which a row sees nothing changes
 // nothing, bit for bit, so a row's result depends neither on its neighbours nor on how its prompt was cut.
 //   s = scale * q k^T;  m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p;  o = o exp(m - m') + p v
+// A sink (gpt-oss) is a key of score `sink` without a value, taken before all others: m = sink, l = 1.
 // All query heads of a group share one pass over keys and values, which are fetched one tile ahead.
 #pragma once
 
@@ -114,6 +115,12 @@ void start_item(const AttentionCall& call, const AttentionItem& item, AttentionS
     }
     std::memset(state.out, 0, static_cast<size_t>(state.num_rows * state.out_stride) * 4);
     std::memset(state.sums, 0, static_cast<size_t>(state.num_rows * panel_width) * 4);
+    for (int64_t r = 0; call.sinks != nullptr && r < state.num_rows; ++r) {
+        const float sink = call.sinks[item.kv_head * group + r % group];
+        if (sink <= lowest_score) continue;
+        state.max[r] = sink;
+        state.sums[r * panel_width] = 1.0f;
+    }
 }
 
 // scores = q k^T for keys [first, first + count).

@@ -1,4 +1,5 @@
 // The grouped feed-forward: y[t] = sum over chosen experts e of weight * down_e(act(gate_e(x[t])) * up_e(x[t])).
+// Each of the three may have a bias, and gate and up may be joined by another formula (vector_math.h).
 //
 // 1. Sort the (row, expert) pairs by expert (counting sort, stable) and gather their rows.
 // 2. One item per (touched expert, group of 32 intermediate columns): gate and up panels lie side by side in one stream.
@@ -77,15 +78,28 @@ Rows gather_pairs(const GroupedFfnCall& call, const ExpertPairs& pairs, ThreadPo
     return {gathered, pairs.num_pairs, stride};
 }
 
+template <class V>
+ANTIPHON_INLINE typename V::F join(const ExpertWeights& experts, typename V::F gate, typename V::F up) {
+    if (experts.activation == Activation::silu) return V::mul(silu<V>(gate), up);
+    if (experts.activation == Activation::gelu) return V::mul(gelu<V>(gate), up);
+    return swiglu_oai<V>(gate, up, experts.alpha, experts.limit);
+}
+
 // act(gate) * up for one group: sums hold [gate panels | up panels], out gets the group's intermediate columns.
 template <class V, class E>
-void activate_group(Activation activation, const float* sums, int64_t num_rows, int gate_panels,
-                    typename E::Storage* out, int64_t out_stride) {
+void activate_group(const ExpertWeights& experts, const float* bias, const float* sums, int64_t num_rows,
+                    int gate_panels, typename E::Storage* out, int64_t out_stride) {
     for (int64_t m = 0; m < num_rows; ++m) {
         for (int panel = 0; panel < gate_panels; ++panel) {
-            const float* gate = sums + m * group_width + panel * panel_width;
-            const auto hidden = V::mul(activate<V>(activation, V::load(gate)), V::load(gate + gate_panels * panel_width));
-            V::store(out + m * out_stride + panel * panel_width, hidden);
+            const int64_t at = panel * panel_width;
+            const int64_t up_at = at + gate_panels * panel_width;
+            auto gate = V::load(sums + m * group_width + at);
+            auto up = V::load(sums + m * group_width + up_at);
+            if (bias != nullptr) {
+                gate = V::add(gate, V::load(bias + at));
+                up = V::add(up, V::load(bias + up_at));
+            }
+            V::store(out + m * out_stride + at, join<V>(experts, gate, up));
         }
     }
 }
@@ -121,21 +135,25 @@ void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const 
                 .next = next,
                 .sums = sums,
             });
-            activate_group<typename Arch::Vector, E>(experts.activation, sums, num_rows, num_panels / 2,
+            activate_group<typename Arch::Vector, E>(experts, experts.gate_up_bias(pairs.touched[index], group), sums,
+                                                     num_rows, num_panels / 2,
                                                      hidden + row * hidden_stride + group * group_width / 2,
                                                      hidden_stride);
         }
     });
 }
 
-// acc[token] += weight * product for the rows of one expert.
+// acc[token] += weight * (product + bias) for the rows of one expert.
 template <class V>
-void add_weighted(const float* products, const ExpertPairs& pairs, int64_t first, int64_t num_rows, float* sums) {
+void add_weighted(const float* products, const float* bias, const ExpertPairs& pairs, int64_t first, int64_t num_rows,
+                  float* sums) {
     for (int64_t m = 0; m < num_rows; ++m) {
         const auto weight = V::set1(pairs.weights[first + m]);
         float* sum = sums + static_cast<int64_t>(pairs.tokens[first + m]) * group_width;
         for (int i = 0; i < group_width; i += panel_width) {
-            V::store(sum + i, V::fma(weight, V::load(products + m * group_width + i), V::load(sum + i)));
+            auto product = V::load(products + m * group_width + i);
+            if (bias != nullptr) product = V::add(product, V::load(bias + i));
+            V::store(sum + i, V::fma(weight, product, V::load(sum + i)));
         }
     }
 }
@@ -166,7 +184,7 @@ void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const type
                 .next = last ? nullptr : experts.down(pairs.touched[index + 1]).group(group),
                 .sums = products,
             });
-            add_weighted<V>(products, pairs, row, num_rows, sums);
+            add_weighted<V>(products, experts.down_bias(pairs.touched[index], group), pairs, row, num_rows, sums);
         }
     }
     const int64_t first = group * group_width;

@@ -28,14 +28,18 @@ struct RmsNormCall {
     float eps;
 };
 
-// Packed weights of the experts of one layer. Gate and up share one matrix: groups of two gate and two up panels.
+// Packed weights of the experts of one layer. Gate and up share one matrix: groups of two gate and two up panels. Biases
+// lie likewise, zero where there is no output.
 struct ExpertWeights {
     ElementType type;
     Activation activation;
+    float alpha;  // of swiglu_oai, as is limit
+    float limit;
     int64_t num_experts;
     int64_t hidden;
     int64_t intermediate;
-    const char* data;  // all gate_up matrices, then all down matrices
+    const char* data;   // all gate_up matrices, then all down matrices
+    const float* bias;  // of each expert gate_up, then down; null: none
 
     int64_t gate_up_outputs() const { return 2 * round_up(intermediate, panel_width); }
     int64_t num_gate_up_groups() const { return divide_up(intermediate, group_width / 2); }
@@ -47,6 +51,16 @@ struct ExpertWeights {
 
     PackedMatrix gate_up(int64_t expert) const {
         return packed_matrix(type, data + static_cast<size_t>(expert) * gate_up_bytes(), gate_up_outputs(), hidden);
+    }
+    // Whole groups, so that kernels may read past the last output.
+    int64_t gate_up_bias_width() const { return round_up(gate_up_outputs(), group_width); }
+    int64_t bias_width() const { return gate_up_bias_width() + round_up(hidden, group_width); }
+    // Biases of one group of outputs, or null.
+    const float* gate_up_bias(int64_t expert, int64_t group) const {
+        return bias == nullptr ? nullptr : bias + expert * bias_width() + group * group_width;
+    }
+    const float* down_bias(int64_t expert, int64_t group) const {
+        return bias == nullptr ? nullptr : gate_up_bias(expert, group) + gate_up_bias_width();
     }
     PackedMatrix down(int64_t expert) const {
         const char* first = data + static_cast<size_t>(num_experts) * gate_up_bytes();
@@ -98,6 +112,7 @@ struct AttentionCall {
     int64_t num_heads;
     float scale;
     int64_t sliding_window;  // keys visible to a row, its own included; 0: all
+    const float* sinks;      // [num_heads] or null: logits of a key that every row sees and that has no value
     void* out;               // [rows][num_heads][value_dim]
 };
 

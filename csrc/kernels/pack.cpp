@@ -59,4 +59,15 @@ void pack_expert(const ExpertWeights& experts, int64_t index, const Rows& gate, 
     pack_matrix(experts.type, down, experts.intermediate, const_cast<char*>(experts.down(index).data), pool);
 }
 
+void pack_gate_up_bias(const ExpertWeights& experts, const float* gate, const float* up, float* packed) {
+    const PackedMatrix gate_up = experts.gate_up(0);
+    for (int64_t i = 0; i < experts.intermediate; ++i) {
+        const int64_t panel = i / panel_width;
+        const int64_t group = panel / 2;
+        float* to = packed + group * group_width + panel % 2 * panel_width + i % panel_width;
+        to[0] = gate[i];
+        to[gate_up.group_size(group) / 2 * panel_width] = up[i];
+    }
+}
+
 }  // namespace antiphon::kernels

@@ -5,7 +5,7 @@
 
 namespace antiphon::kernels {
 
-enum class Activation { silu, gelu };
+enum class Activation { silu, gelu, swiglu_oai };
 
 // e^x to about 1 unit in the last place; exactly 0 below -88, NaN stays NaN.
 // x = n ln 2 + r with |r| <= ln(2)/2, e^r by its Taylor series to degree 6.
@@ -47,9 +47,15 @@ ANTIPHON_INLINE typename V::F gelu(typename V::F x) {
     return V::sub(V::max(V::zero(), x), V::mul(V::mul(V::set1(0.5f), V::abs(x)), tail));
 }
 
+// gpt-oss: (u + 1) g sigmoid(alpha g) with g = min(gate, limit), u = clamp(up, -limit, limit). NaN stays NaN.
 template <class V>
-ANTIPHON_INLINE typename V::F activate(Activation activation, typename V::F x) {
-    return activation == Activation::silu ? silu<V>(x) : gelu<V>(x);
+ANTIPHON_INLINE typename V::F swiglu_oai(typename V::F gate, typename V::F up, float alpha, float limit) {
+    const auto one = V::set1(1.0f);
+    const auto highest = V::set1(limit);
+    const auto g = V::min(highest, gate);
+    const auto u = V::max(V::set1(-limit), V::min(highest, up));
+    const auto swish = V::div(g, V::add(one, exp<V>(V::mul(V::set1(-alpha), g))));
+    return V::mul(V::add(u, one), swish);
 }
 
 }  // namespace antiphon::kernels

@@ -125,12 +125,16 @@ namespace antiphon::m2n {
 LibfabricInfo libfabric_info(const TransportOptions& options) {
     LibfabricInfo result;
     try {
+        result.problem = make_libfabric(options)->name();  // throws: it says what this build lacks
+    } catch (const Error& error) {
+        result.problem = error.what();
+    }
+    try {
         const LibfabricLibrary library = open_libfabric(options.library);
         result.library = library.path;
         result.version = library.version_text();
-        result.problem = make_libfabric(options)->name();  // says what this build lacks
-    } catch (const Error& error) {
-        result.problem = error.what();
+    } catch (const Error&) {
+        // No library either. The back-end is what has to come first.
     }
     return result;
 }

@@ -110,9 +110,10 @@ LibfabricLibrary open_libfabric(const std::string& path) {
         if (reason.empty()) return library;
         reasons += (reasons.empty() ? "" : "; ") + reason;
     }
-    throw Error(Code::invalid, "libfabric cannot be opened (" + reasons +
-                                   "): install it, name it with ANTIPHON_LIBFABRIC=/path/to/libfabric.so.1, or fetch a "
-                                   "copy with scripts/fetch_libfabric.sh");
+    throw Error(Code::invalid, "library libfabric.so.1 not found (" + reasons +
+                                   "): install libfabric (libfabric1), name it with "
+                                   "ANTIPHON_LIBFABRIC=/path/to/libfabric.so.1, or fetch a copy into a checkout with "
+                                   "bash scripts/fetch_libfabric.sh .venv/libfabric");
 }
 
 }  // namespace antiphon::m2n

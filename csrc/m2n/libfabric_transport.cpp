@@ -118,8 +118,8 @@ namespace antiphon::m2n {
 
 std::unique_ptr<Transport> make_libfabric(const TransportOptions&) {
     throw Error(Code::invalid,
-                "this build has no libfabric back-end: rdma/fabric.h was not found when it was compiled; run "
-                "scripts/fetch_libfabric.sh .venv/libfabric (or install libfabric-dev) and build again");
+                "built without libfabric's headers: install them (libfabric-dev, libfabric-devel) and build again with "
+                "pip install . or make clean setup");
 }
 
 }  // namespace antiphon::m2n

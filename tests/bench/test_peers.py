@@ -95,7 +95,7 @@ def test_engine_failure_names_engine_reason_and_log(process: EngineProcess) -> N
 
 def test_missing_vllm_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(PeerUnavailableError, match="run `make peers`"):
-        vllm_peer(tmp_path, environment=tmp_path / "absent")
+        vllm_peer(tmp_path, environment=tmp_path / "absent").start()
 
 
 class StubServer(BaseHTTPRequestHandler):

@@ -15,13 +15,14 @@ from antiphon.bench.profile.profile import Wanted, default_threads, measure
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
-from antiphon.cost.profile_file import profile_from_json, read_profile, write_profile
+from antiphon.cost.profile_file import read_profile, write_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local import LocalChoice, predict_decode
 from antiphon.planner.local_times import LocalTimes
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
-from antiphon.specs.cluster_file import cluster_from_json, cluster_to_json
+from antiphon.specs.cluster_file import cluster_from_table, cluster_to_json
+from antiphon.specs.strict_table import Table
 
 ROWS, CONTEXT = 3, 20
 
@@ -113,7 +114,7 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
     profile = cost_profile(measured, spec, "antiphon profile tiny")
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
-    assert profile_from_json(json.loads(json.dumps(asdict(profile)))) == profile
+    assert Table(json.loads(json.dumps(asdict(profile))), "profile").read(type(profile)) == profile
     fewest = min(measured.threads, key=lambda each: each.num_threads)
     table = profile.attention_table("decode", num_threads=fewest.num_threads)
     assert table is not None
@@ -128,7 +129,7 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
 
 def test_this_machine_is_a_cluster_that_the_planner_reads(measured: LocalTimes, checkpoint: Path) -> None:
     cluster = this_cluster(measured, load_model_spec(checkpoint))
-    assert cluster_from_json(json.loads(json.dumps(cluster_to_json(cluster)))) == cluster
+    assert cluster_from_table(Table(json.loads(json.dumps(cluster_to_json(cluster))), "cluster"), Path()) == cluster
     (group,) = cluster.groups
     assert group.devices_per_node == measured.num_cores
     assert group.device.kind == "cpu"

@@ -1,5 +1,6 @@
 """The doctor's report: complete, honest about what is broken, never a traceback."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -98,7 +99,22 @@ def test_libfabric_is_reported_with_its_providers_or_with_the_way_to_it() -> Non
         assert "would use" in first.detail
         assert providers
     else:
-        assert "fetch_libfabric.sh" in first.mend
+        assert "fetch_libfabric.sh" in first.detail + first.mend
+
+
+def test_a_build_without_libfabric_is_told_from_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = importlib.import_module("antiphon._m2n")
+    info = {"built": False, "problem": "", "library": "/usr/lib/libfabric.so.1", "providers": []}
+    monkeypatch.setattr(native, "libfabric_info", lambda: info)
+    (finding,) = doctor_transports.probe_libfabric()
+    assert (finding.status, finding.detail) == ("missing", "built without libfabric's headers")
+    assert finding.mend.startswith("install libfabric-dev (libfabric-devel) and reinstall: pip install .")
+    monkeypatch.undo()
+    monkeypatch.setenv("ANTIPHON_LIBFABRIC", "/nowhere/libfabric.so.1")
+    (finding,) = doctor_transports.probe_libfabric()
+    if "libfabric" in native.transports():
+        assert finding.detail.startswith("library libfabric.so.1 not found (/nowhere/libfabric.so.1: ")
+        assert "ANTIPHON_LIBFABRIC=" in finding.detail
 
 
 def test_cpuinfo_is_read_for_the_instructions_we_use(tmp_path: Path) -> None:

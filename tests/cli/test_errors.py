@@ -81,18 +81,33 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
         "--transport tcp does not apply to --layout colocated: leave it out or use disaggregated",
     ),
     ("--token-ids 1 --transport rope", 2, "--transport is rope: it must be auto, shm, tcp, libfabric"),
-    ("--token-ids 1 --experts -1", 2, "--experts is -1: it must be at least 1, or 0 for the default"),
+    ("--token-ids 1 --experts -1", 2, "--experts is -1: it must be at least 1"),
+    ("--token-ids 1 --experts 0", 2, "--experts is 0: it must be at least 1"),
+    ("--token-ids 1 --layout disaggregated --experts 0", 2, "--experts is 0: it must be at least 1"),
+    (
+        "--token-ids 1 --layout colocated --experts 0",
+        2,
+        "--experts 0 does not apply to --layout colocated: leave it out or use disaggregated",
+    ),
     ("--token-ids 1 --experts 9", 2, "9 expert workers for 8 experts: use 1 to 8"),
     ("--token-ids 1 --experts 100000", 2, "100000 expert workers for 8 experts: use 1 to 8"),
     ("--token-ids 1 --attention 0", 2, "--attention is 0: it must be 1 to 64"),
     ("--token-ids 1 --attention 65", 2, "--attention is 65: it must be 1 to 64"),
+    ("--token-ids 1 --micro-batches 0", 2, "--micro-batches is 0: it must be 1 to 64"),
+    ("--token-ids 1 --micro-batches -1", 2, "--micro-batches is -1: it must be 1 to 64"),
     ("--token-ids 1 --micro-batches 65", 2, "--micro-batches is 65: it must be 1 to 64"),
     ("--token-ids 1 --dtype int3", 2, "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
     ("--token-ids 1 --device tpu", 2, "--device tpu is not supported: use cpu or cuda"),
     ("--token-ids 1 --kernels fast", 2, "--kernels fast do not exist: use auto, cpu or reference"),
     ("--token-ids 1 --kernels cpu --dtype float16", 2, "--kernels cpu: the native kernels .* use --kernels reference"),
-    ("--token-ids 1 --threads -1", 2, "--threads is -1: it must be at least 1, or 0 to share the cores"),
-    ("--token-ids 1 --timeout 0", 2, "--timeout is 0.0: it must be above 0 s"),
+    ("--token-ids 1 --threads -1", 2, "--threads is -1: it must be 1 to 256"),
+    ("--token-ids 1 --threads 0", 2, "--threads is 0: it must be 1 to 256"),
+    ("--token-ids 1 --threads 99999999999999999999", 2, "--threads is 9*: it must be 1 to 256"),
+    ("--token-ids 1 --timeout 0", 2, "--timeout is 0.0: it must be above 0 s and at most 1000000"),
+    ("--token-ids 1 --timeout inf", 2, "--timeout is inf: it must be above 0 s and at most 1000000"),
+    ("--token-ids 1 --seed 99999999999999999999", 2, r"seed is 9*: it must be between -2\*\*63 and 2\*\*63 - 1"),
+    ("--token-ids 1 --max-model-len 0", 2, "--max-model-len is 0: it must be at least 1"),
+    ("--token-ids 1 --kv-bytes 0", 2, "--kv-bytes is 0: it must be at least 1"),
     ("--token-ids 1 --max-model-len 9000", 2, "--max-model-len is 9000: the model's context ends at 8192"),
     ("--token-ids 1 --kv-bytes much", 2, "--kv-bytes 'much' is not a size in bytes: write for example 4GiB.*"),
     (
@@ -122,8 +137,14 @@ WRONG_SERVER_OPTIONS: list[tuple[str, str]] = [
     ("--max-streams 0", "--max-streams is 0: it must be at least 1"),
     ("--max-waiting 0", "--max-waiting is 0: it must be at least 1"),
     ("--max-prompt-tokens -4", "--max-prompt-tokens is -4: it must be at least 1"),
+    ("--max-prompt-tokens 0", "--max-prompt-tokens is 0: it must be at least 1"),
+    ("--max-batch-tokens 99999999999999999999", "--max-batch-tokens is 9*: it must be at most 1048576"),
+    ("--host=", "--host is empty: give a value, or leave the option out"),
+    ("--served-model-name=", "--served-model-name is empty: give a value, or leave the option out"),
+    ("--join-address=", "--join-address is empty: give a value, or leave the option out"),
+    ("--ray-address=", "--ray-address is empty: give a value, or leave the option out"),
     ("--max-running 4000", "--max-batch-tokens is 2048: it must be at least --max-running, which is 4000"),
-    ("--drain-timeout -1", "--drain-timeout is -1 s: it must be at least 0"),
+    ("--drain-timeout -1", "--drain-timeout is -1 s: it must be 0 to 1000000"),
 ]
 
 
@@ -206,6 +227,9 @@ def test_cuda_without_a_device(antiphon: Cli, checkpoint: Path, monkeypatch: pyt
     antiphon.refuses(2, message, "serve", checkpoint, "--device", "cuda", "--port", 0)
 
 
+WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,12 +237,34 @@ def test_cuda_without_a_device(antiphon: Cli, checkpoint: Path, monkeypatch: pyt
         (("serve",), "Missing argument 'MODEL'; see 'antiphon serve --help'"),
         (("bench", "nothing"), "No such command 'nothing'; see 'antiphon bench --help'"),
         (("bench", "serve", "x", "--concurrency", "a"), "--concurrency 'a' is not a list of numbers: .*"),
-        (("bench", "serve", "x", "--layouts", "1+"), "'1\\+' is no contestant: write colocated, .*"),
-        (("bench", "serve", "x", "--peers", "y"), "peer 'y' is not known: use transformers or vllm, or --against-url"),
+        (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be 1 to 256"),
+        (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),
+        (("worker", *WORKER, "--host", ""), "--host is empty: give a value, or leave the option out"),
     ],
 )
-def test_wrong_commands(antiphon: Cli, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_commands(antiphon: Cli, arguments: tuple[object, ...], message: str) -> None:
     antiphon.refuses(2, message, *arguments)
+
+
+WRONG_BENCHMARKS: list[tuple[str, str]] = [
+    ("--layouts 1+", r"'1\+' is no contestant: write colocated, .*"),
+    ("--layouts 1+0/m2", r"'1\+0/m2' is no contestant: write colocated, .*"),
+    ("--layouts colocated*0", r"'colocated\*0' is no contestant: write colocated, .*"),
+    ("--peers y", "peer 'y' is not known: use transformers or vllm, or --against-url"),
+    ("--concurrency 1,0", "--concurrency '1,0': a number is 0: it must be 1 to 65536"),
+    ("--prefill 0x5", "--prefill '0x5': a number of prompts is 0: it must be 1 to 65536"),
+    ("--prefill 1x-1", "--prefill '1x-1': a prompt's length is -1: it must be 1 to 10000000"),
+    ("--input-tokens 0", "--input-tokens is 0: it must be 1 to 10000000"),
+    ("--output-tokens -1", "--output-tokens is -1: it must be 1 to 10000000"),
+    ("--input-tokens 9000", "9000 input and 64 output tokens are more than the model's context of 8192: lower .*"),
+    ("--rounds 0", "--rounds is 0: it must be 1 to 1000"),
+    ("--threads 0", "--threads is 0: it must be 1 to 256"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_BENCHMARKS)
+def test_wrong_benchmarks(antiphon: Cli, checkpoint: Path, options: str, message: str) -> None:
+    antiphon.refuses(2, message, "bench", "serve", checkpoint, *options.split())
 
 
 @pytest.mark.parametrize("arguments", [("--debug", "serve", "none"), ("serve", "none", "--debug")])

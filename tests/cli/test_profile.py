@@ -51,8 +51,8 @@ def test_profile_writes_what_plan_and_predict_read(
     ("options", "message"),
     [
         ("--threads 1,x", "--threads '1,x' is not a list of numbers: write for example 2,1"),
-        ("--threads 0", "--threads '0': give different numbers of at least 1"),
-        ("--threads 2,2", "--threads '2,2': give different numbers of at least 1"),
+        ("--threads 0", "--threads '0': give different numbers of 1 to 256"),
+        ("--threads 2,2", "--threads '2,2': give different numbers of 1 to 256"),
         ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
         ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
         ("--kernels fast", "--kernels fast do not exist: use auto, cpu or reference"),

@@ -74,4 +74,4 @@ def test_the_page_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "page.md").read_text(encoding="utf-8").startswith("# Reproduction\n")
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
     assert call("msi-table3-l20", "--markdown", str(tmp_path / "missing" / "page.md")) == 2
-    assert "cannot write --markdown" in capsys.readouterr().err
+    assert "missing does not exist" in capsys.readouterr().err

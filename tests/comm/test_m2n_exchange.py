@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.owners import owner_table
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from tests.comm.exchange_harness import TIMEOUT_S, Exchange, Traffic, dense, exchange, random_traffic
 from tests.comm.m2n.backends import Backend, by_name
@@ -93,7 +92,7 @@ def run_step(made: Exchange, step: int, rows_of: dict[tuple[int, int], int], num
 
 def bytes_of(made: Exchange, data: Traffic) -> int:
     """Each row once per worker that serves one of its experts: the row, and an id and a weight for each expert."""
-    table = owner_table(made.placement)
+    table = made.placement.owner_table()
     messages = sum(
         len({table[row % len(table)][expert] for expert in ids}) for row, ids in enumerate(data.ids_TK.tolist())
     )
@@ -153,7 +152,7 @@ def test_any_exchange_equals_one_dense_process(backend: Backend) -> None:
 @settings(max_examples=100, deadline=None)
 @given(placement=placements())
 def test_turns_go_to_every_copy_equally_often(placement: ExpertPlacement) -> None:
-    table = owner_table(placement)
+    table = placement.owner_table()
     for expert, workers in enumerate(placement.owners):
         turns = [owners[expert] for owners in table]
         assert {worker: turns.count(worker) for worker in workers} == dict.fromkeys(workers, len(table) // len(workers))

@@ -12,10 +12,8 @@ from antiphon.cost.m2n import (
     Side,
     combine,
     dispatch,
-    eq6_exchange_s,
     exchanged_rows,
     expected_distinct,
-    expected_distinct_placed,
     m2n,
     message_bytes,
     probability_of_none,
@@ -36,13 +34,6 @@ def test_the_paper_s_message_size() -> None:
     assert message_bytes(rows_sent / 8, 6144 * 2, 2, 2) == pytest.approx(196_608)
 
 
-def test_equation_6_in_bytes() -> None:
-    # b_a h K / tp_a = 4 * 10 * 2 / 2 = 40 bytes: 50 / 100 s. b_e h / tp_e = 6 * 10 / 1 = 60: 70 / 100 s.
-    assert eq6_exchange_s(side(2, tp=2), side(4), batch=4, expert_batch=6, hidden_bytes=10, top_k=2) == pytest.approx(
-        0.7
-    )
-
-
 def test_expected_distinct_by_hand() -> None:
     # 4 experts, top 2, 2 workers of 2: the second expert is on the first one's worker with probability 1/3.
     assert expected_distinct(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
@@ -60,19 +51,6 @@ def test_expected_distinct_equals_enumeration(experts: int, top_k: int, workers:
     counts = [len({owner[e] for e in chosen}) for chosen in itertools.combinations(range(experts), top_k)]
     mean = sum(counts) / len(counts)
     assert expected_distinct(experts, top_k, workers) == pytest.approx(mean)
-    placed, by_worker = expected_distinct_placed([[(w, 1.0)] for w in owner], workers, top_k)
-    assert placed == pytest.approx(mean)
-    assert by_worker.sum() == pytest.approx(mean)
-
-
-def test_replicas_share_their_expert() -> None:
-    # Expert 0 on both workers, half each; experts 1 and 2 on one each. Top 1: always exactly one destination.
-    placement = [[(0, 0.5), (1, 0.5)], [(0, 1.0)], [(1, 1.0)]]
-    assert expected_distinct_placed(placement, 2, 1)[0] == pytest.approx(1)
-    # Top 2, choices {0,1}, {0,2}, {1,2}: worker 0 is missed by {0,2} half the time, so reached 5/6 each.
-    distinct, by_worker = expected_distinct_placed(placement, 2, 2)
-    np.testing.assert_allclose(by_worker, 5 / 6)
-    assert distinct == pytest.approx(5 / 3)
 
 
 def test_probability_of_none_for_many_at_once() -> None:

@@ -59,16 +59,9 @@ def test_at_saturation_the_wait_has_no_end(arrivals: int) -> None:
     assert not queueing.stable(arrivals / 4)
     assert queueing.mm1_wait(arrivals, 4) == math.inf
     assert queueing.mg1_wait(arrivals, 0.25, 0.1) == math.inf
-    assert queueing.mm1_wait_percentile(arrivals, 4, 0.9) == math.inf
+    assert queueing.mm1_wait(0, 4) == 0
     assert queueing.throughput(100, 10, math.inf, 1.0, 0.1) == 0
     np.testing.assert_array_equal(queueing.stable(np.array([0.5, 1.0])), [True, False])
-
-
-def test_percentile_of_the_wait() -> None:
-    # P(W > t) = 3/4 e^-t: the 90th percentile is ln(7.5); at 20% nobody waits yet.
-    assert queueing.mm1_wait_percentile(3, 4, 0.9) == pytest.approx(math.log(7.5))
-    assert queueing.mm1_wait_percentile(3, 4, 0.2) == 0
-    assert queueing.mm1_wait(0, 4) == 0
 
 
 def test_equation_8() -> None:
@@ -96,12 +89,10 @@ def test_equations_12_and_13_on_the_network() -> None:
 
 def test_fused_rounds_of_figure_9() -> None:
     # 4 nodes, 3 s between nodes, 2 s inside. Dispatch: 3 + 3 + 3 and the last all-gather.
-    assert hybrid.synchronous_dispatch_s(4, 3, 2) == 15
     assert hybrid.fused_dispatch_s(4, 3, 2) == 11
     assert hybrid.fused_dispatch_s(4, 2, 3) == 11, "the first messages, then three all-gathers"
     assert hybrid.fused_dispatch_s(1, 3, 2) == 0
     # Combine: the own reduce-scatter starts at once; 9 s of messages, the last one's reduce-scatter, the all-gather.
-    assert hybrid.synchronous_combine_s(4, 3, 2, 1) == 18
     assert hybrid.fused_combine_s(4, 3, 2, 1) == 12
     assert hybrid.fused_combine_s(4, 2, 3, 1) == 13
     assert hybrid.fused_combine_s(1, 3, 2, 1) == 3

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from antiphon.cost.network import (
     Link,
-    all_gather_bytes,
     all_reduce_bytes,
     all_to_all_bytes,
     network,
-    reduce_scatter_bytes,
 )
 from tests.cost.specimens import PERFECT, ROUND, round_cluster, round_group
 
@@ -96,9 +94,7 @@ def test_util_is_of_the_message() -> None:
 
 
 def test_counted_bytes_by_hand() -> None:
-    assert (float(reduce_scatter_bytes(12, 4).inside), float(reduce_scatter_bytes(12, 4, 2).across)) == (9, 3)
     assert (float(all_reduce_bytes(12, 4, 2).inside), float(all_reduce_bytes(12, 4, 2).across)) == (12, 6)
-    assert (float(all_gather_bytes(12, 3, 1).inside), float(all_gather_bytes(12, 3, 1).across)) == (0, 8)
     assert (float(all_to_all_bytes(12, 4, 2).inside), float(all_to_all_bytes(12, 4, 2).across)) == (3, 6)
 
 

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from antiphon.base.errors import UserError
 from antiphon.cost.skew import (
     barrier_factor,
-    batch_cv,
     busiest_share,
-    even_busiest_share,
     expected_max_normal,
     expected_max_rows,
     expected_max_rows_of,
@@ -37,11 +35,6 @@ def test_shares_of_workers_follow_the_placement() -> None:
         worker_shares([0.5, 0.5], placement, 2)
 
 
-def test_equal_shares_on_uneven_workers() -> None:
-    assert even_busiest_share(5, 3) == pytest.approx(2 / 5)
-    np.testing.assert_allclose(even_busiest_share(8, np.array([1.0, 3.0, 8.0])), [1.0, 3 / 8, 1 / 8])
-
-
 def test_expected_maximum_of_normals_is_the_known_one() -> None:
     np.testing.assert_allclose(
         expected_max_normal(np.array([1, 2, 3, 10, 100])), [0, 0.56419, 0.84628, 1.53875, 2.50759], atol=2e-5
@@ -53,12 +46,6 @@ def test_barrier_by_hand() -> None:
     assert barrier_factor(1, 0.3) == 1
     assert barrier_factor(2, 0.3) == pytest.approx(1 + 0.3 * 0.56419, abs=1e-5)
     assert barrier_factor(64, 0.0) == 1
-
-
-def test_a_large_batch_evens_lengths_out() -> None:
-    # Lengths 1 and 3, equally often: mean 2, mean square 5, so cv 1/2; of 16 of them 1/8.
-    assert batch_cv(2, 5, 1) == 0.5
-    assert batch_cv(2, 5, 16) == 0.125
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.models.batch import make_attention_batch
-from antiphon.models.decoder import Decoder
 from antiphon.specs.model import RouterSpec
 from tests.models.conftest import load_decoder, random_ids
+from tests.models.decoder import Decoder
 from tests.serve.engine_harness import (
     Prompts,
     TinyModel,
@@ -29,7 +29,7 @@ from tests.serve.engine_harness import (
 from tests.serve.server_harness import ServerProcess, event_texts, serve
 
 DEVICE = "cuda"
-FAMILIES = ("mixtral", "dbrx", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("mixtral", "dbrx", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),

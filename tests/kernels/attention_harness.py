@@ -23,6 +23,7 @@ class Heads:
     norm: bool = True
     block_size: int = 16
     window: int | None = None
+    sinks: bool = False
 
     @property
     def row_width(self) -> int:
@@ -51,6 +52,7 @@ class Sequences:
         self.rotary = RotaryTable(cos=angles.cos(), sin=angles.sin(), interleaved=heads.interleaved)
         self.norms = [(torch.rand(heads.key_dim, generator=generator) + 0.5).to(dtype) if heads.norm else None
                       for _ in range(2)]  # fmt: skip
+        self.sinks = torch.randn(heads.num_heads, generator=generator) * 3 if heads.sinks else None
         widest = -(-max(lengths) // heads.block_size)
         self.num_blocks = len(lengths) * widest + 3
         self.tables = torch.randperm(self.num_blocks, generator=generator)[: len(lengths) * widest].int()
@@ -69,7 +71,13 @@ class Sequences:
                 num_heads=self.heads.num_heads, q_norm_D=self.norms[0], k_norm_D=self.norms[1], eps=EPS,
             )  # fmt: skip
             out = backend.paged_attention(
-                q, cache, 1, batch, scale=self.heads.key_dim**-0.5, sliding_window=self.heads.window
+                q,
+                cache,
+                1,
+                batch,
+                scale=self.heads.key_dim**-0.5,
+                sliding_window=self.heads.window,
+                sinks_N=self.sinks,
             )
             for (s, count), part in zip(chosen, out.split([count for _, count in chosen]), strict=True):
                 outputs[s].append(part)
@@ -110,7 +118,10 @@ class Sequences:
         visible = position[None] <= position[:, None]
         if heads.window is not None:
             visible &= position[None] > position[:, None] - heads.window
-        return torch.einsum("nqk,knv->qnv", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double().view(-1, 1, 1).expand(-1, length, 1)), -1)
+        return torch.einsum("nqk,knv->qnv", scores.softmax(-1)[..., :length], v)
 
     @staticmethod
     def _normed(x: Tensor, weight: Tensor | None) -> Tensor:

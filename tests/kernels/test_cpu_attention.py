@@ -22,6 +22,10 @@ HEADS = {
         num_heads=2, key_dim=256, value_dim=256, rotary_dim=64, norm=False, block_size=64
     ),
     "odd widths, not rotated": Heads(num_heads=5, num_kv_heads=5, key_dim=33, value_dim=17, rotary_dim=0, norm=False),
+    "sinks": Heads(sinks=True),
+    "sinks, window, odd groups": Heads(
+        num_heads=15, num_kv_heads=3, key_dim=24, value_dim=20, rotary_dim=24, window=19, norm=False, sinks=True
+    ),
     "more heads than rows in an item": Heads(num_heads=56, num_kv_heads=1, key_dim=32, value_dim=32, rotary_dim=32),
 }  # fmt: skip
 LENGTHS = [130, 1, 77]
@@ -43,15 +47,40 @@ def test_values_and_chunks(isa: str, dtype: torch.dtype, heads: Heads) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("heads", [Heads(), Heads(sinks=True, window=40)], ids=["plain", "sinks and window"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_batch_mates(isa: str, num_threads: int, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_batch_mates(isa: str, num_threads: int, dtype: torch.dtype, heads: Heads) -> None:
     backend = CpuBackend(dtype)
-    sequences = Sequences(Heads(), LENGTHS, dtype)
+    sequences = Sequences(heads, LENGTHS, dtype)
     spec = sequences.heads.cache_spec(sequences.num_blocks)
     together = sequences.run(backend, backend.new_kv_cache(spec), [[100, 1, 70], [30, 0, 7]])
     alone = sequences.run(backend, backend.new_kv_cache(spec), [[130, 0, 0], [0, 1, 0], [0, 0, 77]])
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_may_weigh_nothing_or_all(isa: str, dtype: torch.dtype) -> None:
+    """Head 0 as if there were no sink, to the bit; heads 1 to 3 attend to nothing."""
+    backend = CpuBackend(dtype)
+    sequences = Sequences(Heads(sinks=True), LENGTHS, dtype)
+    spec = sequences.heads.cache_spec(sequences.num_blocks)
+    sequences.sinks = torch.tensor([float("-inf"), 1e4, 1e30, 3e38])
+    found = sequences.run(backend, backend.new_kv_cache(spec), [[100, 1, 70], [30, 0, 7]])
+    sequences.sinks = None
+    without = sequences.run(backend, backend.new_kv_cache(spec), [LENGTHS])
+    for one, other in zip(found, without, strict=True):
+        assert torch.equal(one[:, 0], other[:, 0])
+        assert one[:, 1:].eq(0).all()
+
+
+def test_sinks_must_fit_the_heads() -> None:
+    backend = CpuBackend(torch.bfloat16)
+    sequences = Sequences(Heads(sinks=True), [3], torch.bfloat16)
+    sequences.sinks = torch.zeros(5)
+    cache = backend.new_kv_cache(sequences.heads.cache_spec(sequences.num_blocks))
+    with pytest.raises(ValueError, match=r"sinks are torch.float32 \(5,\): 4 in float32 are needed"):
+        sequences.run(backend, cache, [[3]])
 
 
 @pytest.mark.parametrize("stale", [3.0, float("inf"), float("nan")])

@@ -20,16 +20,27 @@ SIZES = [  # experts, hidden, intermediate, rows, top_k
 ]
 
 
+ALPHA, LIMIT = 1.3, 0.8  # low enough that both clamps bite
+
+
 def make(
     backend: CpuBackend, num_experts: int, hidden: int, intermediate: int, activation: str = "silu"
-) -> tuple[CpuExperts, Tensor, Tensor, Tensor]:
+) -> tuple[CpuExperts, *tuple[Tensor, ...]]:
+    """The experts and what they hold: three matrices and three biases, which are zeros but for swiglu_oai."""
     gate = torch.randn(num_experts, intermediate, hidden) * hidden**-0.5
     up = torch.randn(num_experts, intermediate, hidden) * hidden**-0.5
     down = torch.randn(num_experts, hidden, intermediate) * intermediate**-0.5
-    experts = backend.new_experts(num_experts, hidden, intermediate, activation)
+    biases = [torch.zeros(num_experts, width) for width in (intermediate, intermediate, hidden)]
+    has_bias = activation == "swiglu_oai"
+    experts = backend.new_experts(
+        num_experts, hidden, intermediate, activation, alpha=ALPHA, limit=LIMIT, has_bias=has_bias
+    )
     for index in range(num_experts):
         experts.set_expert(index, gate[index], up[index], down[index])
-    return experts, gate.to(backend.dtype), up.to(backend.dtype), down.to(backend.dtype)
+        if has_bias:
+            biases = [bias.normal_() for bias in biases] if index == 0 else biases
+            experts.set_bias(index, biases[0][index], biases[1][index], biases[2][index])
+    return experts, *(tensor.to(backend.dtype) for tensor in (gate, up, down, *biases))
 
 
 def routed(rows: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -38,20 +49,26 @@ def routed(rows: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(rows, top_k)
 
 
-def loop(x: Tensor, ids: Tensor, weights: Tensor, matrices: tuple[Tensor, ...], activation: str) -> Tensor:
-    act = F.silu if activation == "silu" else F.gelu
+def join(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate)) * up
+
+
+def loop(x: Tensor, ids: Tensor, weights: Tensor, held: tuple[Tensor, ...], activation: str) -> Tensor:
     y = torch.zeros(x.shape, dtype=torch.float64)
     for row, chosen in enumerate(ids.tolist()):
         for slot, expert in enumerate(chosen):
             if expert >= 0:
-                gate, up, down = (matrix[expert].double() for matrix in matrices)
-                hidden = act(gate @ x[row].double()) * (up @ x[row].double())
-                y[row] += weights[row, slot].double() * (down @ hidden.to(x.dtype).double())
+                gate, up, down, gate_bias, up_bias, down_bias = (tensor[expert].double() for tensor in held)
+                hidden = join(activation, gate @ x[row].double() + gate_bias, up @ x[row].double() + up_bias)
+                y[row] += weights[row, slot].double() * (down @ hidden.to(x.dtype).double() + down_bias)
     return y
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
 @pytest.mark.parametrize(("num_experts", "hidden", "intermediate", "rows", "top_k"), SIZES)
 def test_against_a_loop(
     isa: str,
@@ -65,22 +82,25 @@ def test_against_a_loop(
 ) -> None:
     torch.manual_seed(hidden + rows)
     backend = CpuBackend(dtype)
-    experts, *matrices = make(backend, num_experts, hidden, intermediate, activation)
+    experts, *held = make(backend, num_experts, hidden, intermediate, activation)
     ids, weights = routed(rows, num_experts, top_k)
     x = torch.randn(rows, hidden).to(dtype)
     y = backend.grouped_ffn(x, ids, weights, experts)
     assert y.dtype == dtype
     tolerance = 1.5e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(
-        y.double(), loop(x, ids, weights, tuple(matrices), activation), atol=tolerance, rtol=tolerance
+        y.double(), loop(x, ids, weights, tuple(held), activation), atol=tolerance, rtol=tolerance
     )
 
 
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_do_not_depend_on_its_neighbours(isa: str, num_threads: int, dtype: torch.dtype) -> None:
+def test_a_rows_bits_do_not_depend_on_its_neighbours(
+    isa: str, num_threads: int, dtype: torch.dtype, activation: str
+) -> None:
     torch.manual_seed(1)
     backend = CpuBackend(dtype)
-    experts, *_ = make(backend, 4, 64, 48)
+    experts, *_ = make(backend, 4, 64, 48, activation)
     rows = 1000 if "emulated" not in isa else 90
     ids, weights = routed(rows, 4, 2)
     x = torch.randn(rows, 64).to(dtype)
@@ -95,10 +115,32 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(isa: str, num_threads: int,
 def test_rows_without_experts_are_zero() -> None:
     backend = CpuBackend(torch.bfloat16)
     experts, *_ = make(backend, 2, 32, 32)
-    y = backend.grouped_ffn(
-        torch.randn(3, 32).bfloat16(), torch.full((3, 2), -1, dtype=torch.int32), torch.ones(3, 2), experts
-    )
+    nowhere = torch.full((3, 2), -1, dtype=torch.int32)
+    y = backend.grouped_ffn(torch.randn(3, 32).bfloat16(), nowhere, torch.ones(3, 2), experts)
     assert torch.equal(y, torch.zeros_like(y))
+    biased, *_ = make(backend, 2, 32, 32, "swiglu_oai")
+    y = backend.grouped_ffn(torch.randn(3, 32).bfloat16(), nowhere, torch.ones(3, 2), biased)
+    assert torch.equal(y, torch.zeros_like(y)), "a bias belongs to its expert's rows"
+
+
+def test_not_a_number_is_not_clamped_away(isa: str) -> None:
+    backend = CpuBackend(torch.float32)
+    experts, *_ = make(backend, 2, 32, 32, "swiglu_oai")
+    x = torch.randn(3, 32)
+    x[1, 5] = float("nan")
+    y = backend.grouped_ffn(x, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1), experts)
+    assert y.isnan().any(1).tolist() == [False, True, False]
+
+
+def test_biases_count_as_memory_and_start_as_zeros() -> None:
+    """Whole groups of 64 in float32: of 2 x 32 gates and ups, of 40 outputs."""
+    backend, x = CpuBackend(torch.float32), torch.randn(3, 40)
+    plain, biased = (backend.new_experts(2, 40, 20, "silu", has_bias=has_bias) for has_bias in (False, True))
+    for experts in (plain, biased):
+        experts.set_expert(1, torch.ones(20, 40), torch.ones(20, 40), torch.ones(40, 20))
+    assert biased.num_bytes - plain.num_bytes == 2 * (64 + 64) * 4
+    ids, weights = torch.ones(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    assert torch.equal(backend.grouped_ffn(x, ids, weights, biased), backend.grouped_ffn(x, ids, weights, plain))
 
 
 def test_errors_name_what_was_given() -> None:
@@ -108,5 +150,12 @@ def test_errors_name_what_was_given() -> None:
         experts.set_expert(2, torch.zeros(16, 32), torch.zeros(16, 32), torch.zeros(32, 16))
     with pytest.raises(ValueError, match=r"up has shape \(32, 16\), expected \(16, 32\)"):
         experts.set_expert(0, torch.zeros(16, 32), torch.zeros(32, 16), torch.zeros(32, 16))
-    with pytest.raises(ValueError, match="'relu' is not known to the cpu back-end: use silu or gelu"):
+    with pytest.raises(ValueError, match="'relu' is not known to the cpu back-end: use silu, gelu or swiglu_oai"):
         backend.new_experts(2, 32, 16, "relu")
+    with pytest.raises(ValueError, match="these experts were made without room for biases"):
+        experts.set_bias(0, torch.zeros(16), torch.zeros(16), torch.zeros(32))
+    biased = backend.new_experts(2, 32, 16, "swiglu_oai", has_bias=True)
+    with pytest.raises(ValueError, match=r"down bias has shape \(16,\), expected \(32,\)"):
+        biased.set_bias(0, torch.zeros(16), torch.zeros(16), torch.zeros(16))
+    with pytest.raises(ValueError, match=r"expert index -1 is outside 0\.\.1"):
+        biased.set_bias(-1, torch.zeros(16), torch.zeros(16), torch.zeros(32))

@@ -11,6 +11,9 @@ ROUTERS = {
     "softmax": RouterSpec(num_experts=64, top_k=8),
     "raw softmax": RouterSpec(num_experts=60, top_k=4, normalize=False),
     "mixtral": RouterSpec(num_experts=8, top_k=2, softmax_after_top_k=True),
+    "gpt-oss": RouterSpec(
+        num_experts=33, top_k=4, softmax_after_top_k=True, normalize=False, has_logit_bias=True
+    ),
     "grouped": RouterSpec(num_experts=64, top_k=6, num_groups=8, top_k_groups=3, normalize=False, scaling=16.0),
     "sigmoid": RouterSpec(num_experts=32, top_k=4, scoring="sigmoid", has_score_bias=True, scaling=2.5),
     "deepseek 3": RouterSpec(
@@ -27,7 +30,8 @@ ROUTERS = {
 def test_choice_and_weights(isa: str, num_threads: int, router: RouterSpec, rows: int) -> None:
     torch.manual_seed(rows)
     backend = CpuBackend(torch.bfloat16)
-    packed = backend.pack_linear(torch.randn(router.num_experts, 96) * 0.1)
+    logit_bias = torch.randn(router.num_experts) * 3 if router.has_logit_bias else None
+    packed = backend.pack_linear(torch.randn(router.num_experts, 96) * 0.1, logit_bias)
     x = torch.randn(rows, 96).bfloat16()
     bias = torch.randn(router.num_experts) * 0.1 if router.has_score_bias else None
     ids, weights = backend.gate(x, packed, bias, router)

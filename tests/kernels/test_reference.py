@@ -1,4 +1,4 @@
-"""The reference back-end against naive loops over rows, heads, positions and experts."""
+"""The reference back-end against naive loops over rows, heads, positions and experts (long because it has them all)."""
 
 import math
 from dataclasses import replace
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from antiphon.base.errors import ResourceError
 from antiphon.kernels.api import KVCacheSpec, RotaryTable
+from antiphon.kernels.reference import attention
 from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.kernels.reference.grouped_ffn import grouped_products, has_grouped_mm, loop_over_experts
 from antiphon.models.batch import make_attention_batch
@@ -138,10 +139,12 @@ def test_rows_without_queries_only_store() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("window", "sunk"), [(None, False), (7, False), (None, True), (7, True)])
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_paged_attention(dtype: torch.dtype, latent: bool, window: int | None, device: str) -> None:
+def test_paged_attention(
+    dtype: torch.dtype, latent: bool, window: int | None, sunk: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole prompts, chunks with context, decode rows, one-token prompts; 6 query heads on 2 KV heads, or on 1."""
     backend = ReferenceBackend(device, dtype)
     kv_heads = 1 if latent else 2
@@ -163,7 +166,11 @@ def test_paged_attention(dtype: torch.dtype, latent: bool, window: int | None, d
     tables = [[blocks.pop() for _ in range(-(-context // 4))] for context in context_lens]
     batch = make_attention_batch(query_lens, context_lens, tables, 4, device)
     q = torch.randn(sum(query_lens), 6, 8).to(device, dtype)
-    found = backend.paged_attention(q, cache, 0, batch, scale=0.3, sliding_window=window)
+    sinks = torch.randn(6) if sunk else None
+    monkeypatch.setattr(attention, "PREFILL_SCORE_ELEMENTS", 6 * 21 * 3)  # rows by threes, or sevens where few keys
+    found = backend.paged_attention(
+        q, cache, 0, batch, scale=0.3, sliding_window=window, sinks_N=None if sinks is None else sinks.to(device)
+    )
     assert found.shape == (17, 6, spec.value_dim)
     keys = cache.keys[0].float().cpu()
     values = keys[..., :6] if latent else cache.values[0].float().cpu()
@@ -175,7 +182,9 @@ def test_paged_attention(dtype: torch.dtype, latent: bool, window: int | None, d
             for head in range(6):
                 group = head * kv_heads // 6
                 scores = keys[slots, group] @ q[row, head].float().cpu() * 0.3
-                near(found[row, head], scores.softmax(0) @ values[slots, group], dtype)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                near(found[row, head], scores.softmax(0)[: len(slots)] @ values[slots, group], dtype)
             row += 1
 
 
@@ -243,31 +252,42 @@ def test_sparsemixer_ignores_experts_far_below_the_best() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 13])
 def test_grouped_ffn(rows: int, dtype: torch.dtype, activation: str, device: str) -> None:
-    """5 experts of which one is touched by no row; -1 means held elsewhere, also for all slots of a row."""
+    """5 experts of which one is touched by no row; -1 means held elsewhere, also for all slots of a row. swiglu_oai
+    has biases, and so low a limit that both clamps bite."""
     backend = ReferenceBackend(device, dtype)
-    experts = backend.new_experts(5, 16, 24, activation)
-    weights = [[torch.randn(shape) * 0.2 for shape in ((24, 16), (24, 16), (16, 24))] for _ in range(5)]
-    for index, (gate, up, down) in enumerate(weights):
-        experts.set_expert(index, gate, up, down)
-    assert experts.num_bytes == 5 * 3 * 24 * 16 * dtype.itemsize
+    biased = activation == "swiglu_oai"
+    experts = backend.new_experts(5, 16, 24, activation, alpha=1.3, limit=0.5, has_bias=biased)
+    shapes = ((24, 16), (24, 16), (16, 24), (24,), (24,), (16,))
+    weights = [[torch.randn(shape) * 0.2 * (biased or len(shape) == 2) for shape in shapes] for _ in range(5)]
+    for index, held in enumerate(weights):
+        experts.set_expert(index, *held[:3])
+        if biased:
+            experts.set_bias(index, *held[3:])
+    assert experts.num_bytes == 5 * (3 * 24 * 16 + biased * (24 + 24 + 16)) * dtype.itemsize
     x = torch.randn(rows, 16).to(device, dtype)
     ids = torch.stack([torch.tensor([-1, 0, 2, 4])[torch.randperm(4)[:3]] for _ in range(rows)] or [torch.zeros(3)])
     ids = ids[:rows].int()
     if rows:
         ids[0] = -1
     scales = torch.rand(rows, 3)
-    act = F.silu if activation == "silu" else F.gelu
+
+    def join(gate: Tensor, up: Tensor) -> Tensor:
+        if biased:
+            gate = gate.clamp(max=0.5)
+            return gate * torch.sigmoid(1.3 * gate) * (1 + up.clamp(-0.5, 0.5))
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate)) * up
+
     expected = torch.zeros(rows, 16)
     for row in range(rows):
         for expert, scale in zip(ids[row].tolist(), scales[row].tolist(), strict=True):
             if expert >= 0:
-                gate, up, down = (w.to(dtype).float() for w in weights[expert])
+                gate, up, down, gate_bias, up_bias, down_bias = (w.to(dtype).float() for w in weights[expert])
                 wide = x[row].float().cpu()
-                expected[row] += scale * (down @ (act(gate @ wide) * (up @ wide)))
+                expected[row] += scale * (down @ join(gate @ wide + gate_bias, up @ wide + up_bias) + down_bias)
     near(backend.grouped_ffn(x, ids.to(device), scales.to(device), experts), expected, dtype)
     near(loop_over_experts(x, ids.to(device), scales.to(device), experts), expected, dtype)
     assert has_grouped_mm(experts) == (dtype == torch.bfloat16)

@@ -9,19 +9,21 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.models import config
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
-from antiphon.models.decoder import Decoder
 from antiphon.models.load import load_attention_half, load_expert_half
+from tests.models.decoder import Decoder
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+FAMILIES = sorted(config.FAMILIES.keys() - {"deepseek"})  # of which transformers has no model
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -34,6 +36,15 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
+}
+GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
 }
 QWEN: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEEPSEEK: dict[str, Any] = {
@@ -48,6 +59,39 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+GLM: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.7,
+}
+ERNIE: dict[str, Any] = {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 24, "pad_token_id": 0}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+MINIMAX: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 12}
+
+
+class KimiK2Config(transformers.DeepseekV3Config):  # type: ignore[misc]
+    """transformers has no `kimi_k2`: Kimi-K2 is DeepSeek-V3 under this name."""
+
+    model_type = "kimi_k2"
+
+
+class KimiK2ForCausalLM(transformers.DeepseekV3ForCausalLM):  # type: ignore[misc]
+    config_class = KimiK2Config
+
+
+AutoConfig.register("kimi_k2", KimiK2Config, exist_ok=True)
+AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM, exist_ok=True)
 
 
 @dataclass
@@ -80,8 +124,22 @@ def family_config(family: str, **changes: Any) -> Any:
             transformers.PhimoeConfig,
             {"num_local_experts": 5, "lm_head_bias": True, "attention_bias": True, "router_jitter_noise": 0.1},
         ),
+        "gpt_oss": (
+            transformers.GptOssConfig,
+            {"num_local_experts": 5, "head_dim": 12, "sliding_window": 9, "initializer_range": 0.25}
+            | {"rope_parameters": GPT_OSS_ROPE},
+        ),
         "deepseek_v2": (transformers.DeepseekV2Config, DEEPSEEK | {"q_lora_rank": None, "routed_scaling_factor": 1.5}),
         "deepseek_v3": (transformers.DeepseekV3Config, DEEPSEEK | {"n_group": 4, "topk_group": 2}),
+        "kimi_k2": (KimiK2Config, DEEPSEEK | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}),
+        "glm4_moe": (transformers.Glm4MoeConfig, GLM | {"use_qk_norm": True, "attention_bias": True, "head_dim": 12}),
+        "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, DEEPSEEK | GLM | {"num_key_value_heads": 6}),
+        "solar_open": (transformers.SolarOpenConfig, GLM | {"head_dim": 10}),
+        "dots1": (transformers.Dots1Config, GLM | {"first_k_dense_replace": 1, "n_shared_experts": 2, "head_dim": 12}),
+        "minimax_m2": (transformers.MiniMaxM2Config, MINIMAX | {"rope_parameters": HALF_ROTATED}),
+        "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, ERNIE),
+        "granitemoe": (transformers.GraniteMoeConfig, GRANITE),
+        "granitemoeshared": (transformers.GraniteMoeSharedConfig, GRANITE | {"shared_intermediate_size": 32}),
     }
     if family == "dbrx":
         sizes = {
@@ -114,12 +172,15 @@ def save_model(tmp_path: Path) -> Callable[..., SavedModel]:
 
     def save(config: Any, **how: Any) -> SavedModel:
         torch.manual_seed(7)
+        config._experts_implementation = "eager"  # grouped products want widths that are multiples of 16 bytes
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name and tensor.ndim == 1 and name.endswith("weight"):
                 tensor.data = 1.0 + 0.2 * torch.randn_like(tensor)
             elif name.endswith("bias"):
                 tensor.data = 0.2 * torch.randn_like(tensor)
+            elif name.endswith("sinks"):
+                tensor.data = torch.randn_like(tensor)
         folder = tmp_path / "checkpoint"
         model.save_pretrained(folder, **how)
         return SavedModel(folder, model)

@@ -27,10 +27,10 @@ def main() -> None:
     checkpoint = Checkpoint(folder)
     before = status_bytes("VmRSS")
     if role == "attention":
-        load_attention_half(checkpoint, spec, backend)
+        kept = load_attention_half(checkpoint, spec, backend).weight_bytes
     else:
-        load_expert_half(checkpoint, spec, backend, [int(i) for i in ids] or None)
-    print(json.dumps({"read": checkpoint.bytes_read, "peak": status_bytes("VmHWM") - before}))
+        kept = load_expert_half(checkpoint, spec, backend, [int(i) for i in ids] or None).num_bytes
+    print(json.dumps({"read": checkpoint.bytes_read, "kept": kept, "peak": status_bytes("VmHWM") - before}))
 
 
 if __name__ == "__main__":

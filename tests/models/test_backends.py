@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from antiphon.kernels.reference.backend import ReferenceBackend
-
-FAMILIES = ("mixtral", "dbrx", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3")
+from tests.models.conftest import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

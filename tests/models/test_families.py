@@ -1,14 +1,17 @@
 """Every family equals transformers' eager model in float32: whole prompt, chunks, token by token, and in a batch."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from antiphon.models.batch import make_attention_batch
+from antiphon.models.checkpoint import Checkpoint
+from tests.models.conftest import FAMILIES
 
 TOLERANCE = 2e-4
-FAMILIES = ("mixtral", "dbrx", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3")
 
 
 def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -49,6 +52,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2,
                         "moe_normalize_expert_weights": None}},
     ),
+    "gpt-oss, tight clamp, steep gate, one expert": (
+        "gpt_oss",
+        {"swiglu_limit": 0.4, "swiglu_alpha": 3.0, "num_experts_per_tok": 1, "attention_bias": False},
+    ),
+    "gpt-oss, full layers first, wide window": (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "sliding_window": 64},
+    ),
+    "gpt-oss, odd sizes, window of one": (
+        "gpt_oss",
+        {"hidden_size": 51, "intermediate_size": 37, "head_dim": 14, "num_key_value_heads": 6, "sliding_window": 1},
+    ),
+    "gpt-oss, rounded ramp, tied embeddings": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": True,
+                             "original_max_position_embeddings": 32},
+         "tie_word_embeddings": True},
+    ),
     "v2, groups, latent queries, biases": (
         "deepseek_v2",
         {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 28,
@@ -56,6 +77,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "v2, biases without latent queries": ("deepseek_v2", {"attention_bias": True}),
     "v3, one group, halves paired": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
+    "glm, no head norms, no biases, all rotated": (
+        "glm4_moe",
+        {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "glm lite, dense between, two shared experts": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 2, "q_lora_rank": None},
+    ),
+    "dots, sliding window, biases, normalised": (
+        "dots1",
+        {"sliding_window": 9, "max_window_layers": 0, "attention_bias": True, "norm_topk_prob": True},
+    ),
+    "minimax, all rotated, one KV head": ("minimax_m2", {"rope_parameters": None, "num_key_value_heads": 1}),
+    "ernie, every second layer up to the third, not tied": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 5, "moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2,
+         "tie_word_embeddings": False},
+    ),
+    "ernie, no shared expert": ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    "granite, biases, tied embeddings": ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "granite, no multiplier": (
+        "granitemoeshared",
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+    ),
     "v3, direct queries, not normalised": ("deepseek_v3", {"q_lora_rank": None, "norm_topk_prob": False}),
 }  # fmt: skip
 
@@ -71,7 +117,30 @@ def test_variants_equal_transformers(variant: str, save_model: Any, tools: Any) 
         assert largest_error(tools.run(decoder, token_ids, chunks), expected) < TOLERANCE, chunks
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "dbrx", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2"])
+def test_names_and_layouts_of_transformers_5_are_read_too(family: str, save_model: Any, tools: Any) -> None:
+    """The tests above save checkpoints as publishers name them."""
+    saved = save_model(tools.config(family), save_original_format=False)
+    decoder = tools.load(saved.folder)
+    assert any(name.endswith("experts.gate_up_proj") for name in Checkpoint(saved.folder).names)
+    token_ids = tools.ids(13)
+    assert largest_error(tools.run(decoder, token_ids, [13]), saved.logits(token_ids)) < TOLERANCE
+
+
+def test_multi_token_prediction_layers_are_left_alone(save_model: Any, tools: Any) -> None:
+    """Published GLM-4.5, Kimi-K2 and DeepSeek-V3 store one layer more than `num_hidden_layers`."""
+    saved = save_model(tools.config("glm4_moe"))
+    tensors = load_file(saved.folder / "model.safetensors")
+    more = {name.replace(".layers.2.", ".layers.3."): tensors[name].clone() for name in tensors if ".layers.2." in name}
+    save_file(
+        tensors | more | {"model.layers.3.eh_proj.weight": torch.ones(48, 96)}, saved.folder / "model.safetensors"
+    )
+    token_ids = tools.ids(13)
+    found = tools.run(tools.load(saved.folder), token_ids, [13])
+    assert largest_error(found, saved.logits(token_ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "dbrx", "gpt_oss", "deepseek_v3", "minimax_m2", "granitemoeshared"])
 def test_one_token_and_a_thousand(family: str, save_model: Any, tools: Any) -> None:
     length = {"max_seq_len": 1024} if family == "dbrx" else {"max_position_embeddings": 1024}
     saved = save_model(tools.config(family, **length))
@@ -81,7 +150,7 @@ def test_one_token_and_a_thousand(family: str, save_model: Any, tools: Any) -> N
         assert largest_error(found, saved.logits(token_ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_a_mixed_batch_equals_each_sequence_alone(family: str, save_model: Any, tools: Any) -> None:
     """A decode row, a whole prompt, a chunk with context, and another decode row share one call."""
     saved = save_model(tools.config(family))
@@ -105,10 +174,6 @@ def test_a_mixed_batch_equals_each_sequence_alone(family: str, save_model: Any, 
 
 def test_deepseek_moe_is_multi_head_attention_with_ungated_shared_experts(save_model: Any, tools: Any) -> None:
     """transformers has no `deepseek` model: a Qwen2-MoE with its shared gate held open is the same computation."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
     saved = save_model(
         tools.config(
             "qwen2_moe", mlp_only_layers=[0], qkv_bias=False, num_key_value_heads=6, shared_expert_intermediate_size=48

@@ -1,4 +1,4 @@
-"""Loading either half: layouts, dtypes, shards, float8, what each role reads, and how much memory it takes."""
+"""Loading either half: layouts, dtypes, shards, what each role reads, and how much memory it takes."""
 
 import json
 import subprocess
@@ -25,11 +25,6 @@ Tensors = dict[str, Tensor]
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     file = folder / "model.safetensors"
     save_file({k: v.contiguous().clone() for k, v in change(load_file(file)).items()}, file)
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def stack_experts(tensors: Tensors, prefix: str, gate: str, up: str, down: str, num_experts: int) -> Tensors:
@@ -90,50 +85,6 @@ def test_narrow_checkpoints_are_widened(dtype: torch.dtype, save_model: Any, too
     token_ids = tools.ids(17)
     found = tools.run(tools.load(saved.folder), token_ids, [17])
     assert float((found - saved.logits(token_ids)).abs().max()) < 2e-4
-
-
-def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(float8 weight, scales per 128 x 128 block, what they multiply out to)."""
-    rows, columns = weight.shape
-    scales = torch.empty(-(-rows // 128), -(-columns // 128))
-    narrow, wide = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            scales[i, j] = weight[block].abs().max() / 448
-            narrow[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-            wide[block] = narrow[block].float() * scales[i, j]
-    return narrow, scales, wide
-
-
-def test_block_scaled_float8_equals_its_dequantised_form(save_model: Any, tools: Any) -> None:
-    sizes = {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 136, "initializer_range": 0.08}
-    saved = save_model(tools.config("deepseek_v3", **sizes))
-    original = load_file(saved.folder / "model.safetensors")
-    narrow, wide = dict(original), dict(original)
-    for name, weight in original.items():
-        if name.endswith("proj.weight") or "kv_a_proj" in name:
-            narrow[name], narrow[name + "_scale_inv"], wide[name] = quantize_blocks(weight)
-    token_ids = tools.ids(17)
-    rewrite(saved.folder, lambda _: wide)
-    expected = tools.run(tools.load(saved.folder), token_ids, [17])
-    rewrite(saved.folder, lambda _: narrow)
-    edit_config(saved.folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert torch.equal(tools.run(tools.load(saved.folder), token_ids, [17]), expected)
-
-
-def test_stacked_float8_is_read_one_expert_at_a_time(tmp_path: Path) -> None:
-    weights = [torch.randn(200, 130) for _ in range(3)]
-    parts = [quantize_blocks(weight) for weight in weights]
-    name = "mlp.experts.gate_up_proj"
-    save_file(
-        {name: torch.stack([p[0] for p in parts]), name + "_scale_inv": torch.stack([p[1] for p in parts])},
-        tmp_path / "model.safetensors",
-    )
-    checkpoint = Checkpoint(tmp_path)
-    assert torch.equal(checkpoint.read_slice(name, 1, 2)[0], parts[1][2])
-    assert checkpoint.bytes_read == 200 * 130 + 2 * 2 * 4
-    assert torch.equal(checkpoint.read(name), torch.stack([p[2] for p in parts]))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "dbrx", "deepseek_v3", "phimoe"])

@@ -12,7 +12,6 @@ from antiphon.base.errors import UserError
 from antiphon.cli.main import COMMANDS
 from antiphon.report.contents import Report
 from antiphon.report.emit_k8s import kubernetes_manifest
-from antiphon.report.yaml_text import yaml_text
 from antiphon.specs.plan import Plan
 
 KINDS = {"H20": "gpu", "L40S": "gpu"}
@@ -113,26 +112,8 @@ def test_a_colocated_plan_is_refused(report: Report) -> None:
         manifest(plan)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": {"b": [1, 2.5, True, None, "x"]}},
-        {"list": [{"k": "v", "n": {"deep": [{"x": 1}, {"y": "two\nlines"}]}}, ["nested", ["more"]]]},
-        {"text": "a: b # c", "yes": "yes", "null": "null", "number": "12", "date": "2026-11-21", "empty": ""},
-        {"script": "first \\\n  second\nthird", "dash": "- no list", "brace": "{no}", "star": "*", "tilde": "~"},
-        {"empty list": [], "empty map": {}, "quote": 'say "so"', "unicode": "µ×", "colon": "a:b", "tab": "a\tb"},
-    ],
-)
-def test_yaml_reads_back(value: dict[str, Any]) -> None:
-    expected = {key: (text + "\n" if isinstance(text, str) and "\n" in text else text) for key, text in value.items()}
-    found = yaml.safe_load(yaml_text(value))
-    assert _stripped(found) == _stripped(expected)
-
-
-def _stripped(value: Any) -> Any:
-    """A block of lines ends with a line break in YAML."""
-    if isinstance(value, dict):
-        return {key: _stripped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_stripped(inner) for inner in value]
-    return value.rstrip("\n") if isinstance(value, str) else value
+def test_scripts_are_blocks_of_lines(report: Report) -> None:
+    text = kubernetes_manifest(report.plan, model="/models/mixtral", num_experts=8, device_kinds=KINDS)
+    assert "- |-\n" in text
+    assert "exec antiphon serve /models/mixtral \\\n" in text
+    assert "*id" not in text

@@ -1,5 +1,8 @@
 """A small tokenizer, and the real server on a free port in a thread, for the tests of the HTTP API."""
 
+import http.client
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +21,8 @@ from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import DrainingServer, bind, make_server, url_of
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.structured import GrammarCompiler
-from antiphon.serve.text.tokenizer import TextTokenizer, load_tokenizer
+from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer_files import load_tokenizer
 from tests.serve.fake_engine import FakeEngine
 
 END = "<|im_end|>"
@@ -47,9 +51,9 @@ def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> 
 
 
 @cache
-def small_tokenizer() -> TextTokenizer:
+def small_tokenizer(chat_template: str = CHAT_TEMPLATE) -> TextTokenizer:
     with TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder))
+        write_tokenizer(Path(folder), chat_template)
         return load_tokenizer(Path(folder))
 
 
@@ -96,12 +100,61 @@ class Live:
         messages = [{"role": "user", "content": "hello"}]
         return self.http.post("/v1/chat/completions", json={"messages": messages, **body})
 
+    def connect(self, *, receive_buffer_bytes: int | None = None) -> socket.socket:
+        """A bare connection, for what no HTTP client would send or leave unread."""
+        connection = socket.socket()
+        connection.settimeout(30)
+        if receive_buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        connection.connect(("127.0.0.1", httpx.URL(self.url).port or 80))
+        return connection
+
+    def metric(self, name: str) -> float:
+        """One sample of /metrics; 0 when it is not there."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return next((float(line.split(" ")[-1]) for line in lines if line.startswith(f"antiphon:{name} ")), 0.0)
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a request."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the next response; a body without a length goes on to the end."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
+def is_closed(connection: socket.socket, patience_s: float = 20.0) -> bool:
+    """Whether the server closes the connection, having said nothing more."""
+    connection.settimeout(patience_s)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
 
 @contextmanager
-def live(engine: FakeEngine, **settings: Any) -> Iterator[Live]:
+def live(engine: FakeEngine, *, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> Iterator[Live]:
     """Serve `engine` until the block ends."""
     server_settings = ServerSettings(port=0, **settings)
-    app = create_app(engine, small_tokenizer(), server_settings, small_grammars())
+    app = create_app(engine, small_tokenizer(chat_template), server_settings, small_grammars())
     server = make_server(app, server_settings)
     listener = bind("127.0.0.1", 0)
     url = url_of(listener)

@@ -74,6 +74,8 @@ def save_tiny_model(folder: Path, family: str = "qwen3_moe", **changes: Any) -> 
             tensor.data = 1.0 + 0.2 * torch.randn_like(tensor)
         elif name.endswith("bias"):
             tensor.data = 0.2 * torch.randn_like(tensor)
+        elif name.endswith("sinks"):
+            tensor.data = torch.randn_like(tensor)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     return TinyModel(folder, model)

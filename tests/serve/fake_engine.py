@@ -58,11 +58,13 @@ class FakeEngine:
         self.refuse_from_request = 0  # of one test: how many are taken before `refuse_with` applies
         self.hold_after_tokens: int | None = None
         self.fail_after_tokens: int | None = None
+        self.break_grammar_after_tokens: int | None = None
         self.fail_with: Exception | None = None  # None: an output with finish_reason "error"
         self.healthy = True
         self.submissions: list[Submission] = []
         self.first_output = threading.Event()
         self.drained = threading.Event()
+        self.on_giving_up: Callable[[], None] = lambda: None
         self._released = threading.Event()
         self._draining = False
         self._cut_off = False
@@ -119,6 +121,14 @@ class FakeEngine:
                     raise self.fail_with
                 yield EngineOutput(
                     request_id=submission.request_id, token_ids=[], finish_reason="error", error="lost experts[1]"
+                )
+                return
+            if params.grammar and begin == self.break_grammar_after_tokens:
+                yield EngineOutput(
+                    request_id=submission.request_id,
+                    token_ids=[],
+                    finish_reason="grammar",
+                    error="structured output broke off: too many items",
                 )
                 return
             await asyncio.sleep(0)
@@ -194,8 +204,12 @@ class FakeEngine:
             placement_changes=3,
             queue_times_s=[0.02],
             healthy=self.healthy,
-            status="ok" if self.healthy else "lost experts[1]",
+            status="ok" if self.healthy else "waiting for experts[1] (loading)",
+            missing=() if self.healthy else ("experts[1]",),
         )
+
+    def call_when_given_up(self, callback: Callable[[], None]) -> None:
+        self.on_giving_up = callback
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True

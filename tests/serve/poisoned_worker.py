@@ -6,6 +6,7 @@ the way that was asked for. Everything else is the real worker.
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ def install() -> None:
             for sequences in step.micro_batches
             for sequence in sequences
         )
-        if triggered and way in {"die", "hang"}:
-            os.kill(os.getpid(), signal.SIGKILL if way == "die" else signal.SIGSTOP)
+        if triggered and way == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if triggered and way == "hang":
+            time.sleep(3600.0)
         if state["broken"] or (triggered and way in {"error", "break"}):
             state["broken"] = way == "break"
             raise RuntimeError("poisoned")

@@ -76,7 +76,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats", ""),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "False"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"logprobs": True}, "logprobs", "valid integer"),
     ({"echo": 1}, "echo", "valid boolean"),
@@ -94,15 +94,20 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [7] * 257}, "prompt", "257 tokens, the limit is 256"),
     ({"prompt": ["a"] * 5}, "prompt", "at most 4 a request"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "greater than or equal to 1"),
-    ({"best_of": 2}, "best_of", "not supported"),
+    ({"best_of": 2}, "best_of", "it must be n (1)"),
+    ({"best_of": 1, "n": 2}, "best_of", "it must be n (2)"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs is the number of alternatives"),
     ({"max_completion_tokens": 2}, "max_completion_tokens", "it is called max_tokens"),
-    ({"suffix": "x"}, "suffix", "not supported"),
+    (
+        {"suffix": "x"},
+        "suffix",
+        """suffix is 'x': insertion into text is not supported; leave it out or send null or \"\"""",
+    ),
     ({"messages": HELLO}, "messages", "unknown parameter"),
     ({"frobnicate": 1}, "frobnicate", "unknown parameter: frobnicate"),
     ({"frobnicate": None}, "frobnicate", "unknown parameter"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema", "missing"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
 ]
 
 
@@ -125,12 +130,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "valid list"),
     ({"messages": "hi"}, "messages", "valid list"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "'assistant', 'tool'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
+    ({"messages": ["x"]}, "messages[0]", ""),
     ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name", "does not read names"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls", "unknown parameter"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", ""),
-    ({"tools": []}, "tools", "not supported"),
-    ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "beam search is not supported; leave it out or send null or false"),
+    ({"use_beam_search": 0}, "use_beam_search", "send null or false"),
+    ({"priority": False}, "priority", "send null or 0"),
+    ({"metadata": {"run": "a"}}, "metadata", "metadata is an object: requests are not stored"),
+    ({"audio": {}}, "audio", "leave it out or send null"),
     ({"prompt": "x"}, "prompt", "unknown parameter"),
     ({"echo": True}, "echo", "only /v1/completions repeats the prompt"),
     ({"logprobs": 5}, "logprobs", "valid boolean"),
@@ -301,11 +312,11 @@ def test_a_failing_engine_is_500_before_and_an_event_after_streaming_began(serve
 
 def test_without_a_chat_template_chat_is_refused(server: Live) -> None:
     tokenizer = server.server.config.app.state.context.tokenizer  # type: ignore[union-attr]
-    template, tokenizer._pretrained.chat_template = tokenizer._pretrained.chat_template, None
+    sources, tokenizer.template_sources = tokenizer.template_sources, None
     try:
         assert "use /v1/completions" in error_of(server.chat(), 400)["message"]
     finally:
-        tokenizer._pretrained.chat_template = template
+        tokenizer.template_sources = sources
 
 
 @pytest.mark.parametrize(

@@ -316,13 +316,16 @@ def test_models_health_version(server: Live) -> None:
     models = server.openai.models.list().data
     assert [model.id for model in models] == ["fake-moe"]
     assert server.openai.models.retrieve("fake-moe").id == "fake-moe"
-    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/health").json() == {"status": "ok", "missing": []}
     version = server.http.get("/version").json()
     assert (version["layout"], version["num_experts_workers"], version["num_micro_batches"]) == ("disaggregated", 2, 3)
     server.engine.healthy = False
     unhealthy = server.http.get("/health")
     server.engine.healthy = True
-    assert (unhealthy.status_code, unhealthy.json()) == (503, {"status": "lost experts[1]"})
+    assert (unhealthy.status_code, unhealthy.json()) == (
+        503,
+        {"status": "waiting for experts[1] (loading)", "missing": ["experts[1]"]},
+    )
 
 
 def test_the_served_name_can_differ_from_the_models() -> None:

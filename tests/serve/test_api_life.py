@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from antiphon.base.errors import UserError
 from antiphon.serve.api.server import bind
 from antiphon.serve.api.settings import ServerSettings, read_api_keys
 from tests.serve.api_harness import Live, fake_engine, live
+from tests.serve.server_harness import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +96,7 @@ def test_too_many_streams_are_429_and_a_place_is_free_again_after_one_ended() ->
                 server.openai.completions.create(model="fake-moe", prompt="x")
             engine.release()
             assert list(lines)[-2:] == ["data: [DONE]", ""]
-        assert server.complete().status_code == 200
+        wait_until(lambda: server.complete().status_code == 200, "the place is free again")
 
 
 def test_the_operators_prompt_limit() -> None:
@@ -140,7 +142,7 @@ def test_key_files(tmp_path: Path) -> None:
     [
         ({"port": 70000}, "port is 70000"),
         ({"max_body_bytes": 0}, "at least 1"),
-        ({"drain_timeout_s": -1}, "at least 0"),
+        ({"drain_timeout_s": -1}, "must be 0 to 1000000"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
@@ -174,6 +176,21 @@ def test_draining_refuses_new_requests_finishes_running_ones_and_ends(server: Li
         assert '"finish_reason":"length"' in events[-2]
         assert events[-1] == "data: [DONE]"
     assert not server.engine.submissions[0].aborted
+
+
+def test_a_server_whose_engine_gives_up_ends_too() -> None:
+    with live(fake_engine()) as server:
+        assert server.complete().status_code == 200
+        server.engine.on_giving_up()
+        for _ in range(100):
+            try:
+                httpx.get(f"{server.url}/health")
+            except httpx.TransportError:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("it still listens")
+        server.engine.on_giving_up()
 
 
 def test_what_does_not_finish_in_time_is_cut_off_by_the_engine() -> None:
@@ -211,7 +228,7 @@ def test_a_signal_ends_run_server_and_the_caller_goes_on(sig: signal.Signals) ->
     ) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{url}/health").json() == {"status": "ok", "missing": []}
         process.send_signal(sig)
         assert process.stdout.read().strip() == "ended"
         assert process.wait(20) == 0

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from antiphon.serve.api.app import create_app
+from antiphon.serve.api.harmless import HARMLESS
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
 
@@ -65,10 +66,20 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "response_format",
         "user",
         "truncate_prompt_tokens",
+        "best_of",
+        "prompt_cache_key",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "add_special_tokens",
+        *HARMLESS,
     }
     assert set(components["CompletionRequest"]["properties"]) == promised | {"prompt", "echo"}
-    chat_only = {"messages", "max_completion_tokens", "top_logprobs"}
+    chat_only = {"messages", "max_completion_tokens", "top_logprobs"}  # and what HARMLESS has, obeyed by chats
+    chat = components["ChatCompletionRequest"]["properties"]
+    assert "enum" not in str(chat["tools"])
+    assert {"$ref": "#/components/schemas/NamedToolChoice"} in chat["tool_choice"]["anyOf"]
     assert set(components["ChatCompletionRequest"]["properties"]) == promised | chat_only
+    assert components["CompletionRequest"]["properties"]["tools"]["enum"] == [[], None]
     for path, operations in description["paths"].items():
         for operation in operations.values():
             assert "422" not in operation["responses"], path

@@ -12,8 +12,8 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.serve.text.stop_strings import StopStringMatcher
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.token_bytes import TokenBytes, byte_level_alphabet
-from antiphon.serve.text.tokenizer import load_tokenizer
-from tests.serve.api_harness import END, eos_id, ids, small_grammars, small_tokenizer, write_tokenizer
+from antiphon.serve.text.tokenizer_files import load_tokenizer
+from tests.serve.api_harness import eos_id, ids, small_grammars, small_tokenizer
 
 
 def streamed(token_ids: list[int]) -> str:
@@ -113,19 +113,6 @@ def test_a_tokenizer_spelled_in_a_way_we_cannot_read_is_refused() -> None:
     backend = Tokenizer(models.WordLevel(vocab={"a": 0}, unk_token="a"))
     with pytest.raises(CheckpointError, match="byte-level BPE and sentencepiece"):
         TokenBytes(backend)
-
-
-def test_chat_templates_are_rendered_and_their_refusals_are_the_users(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    tokenizer = small_tokenizer()
-    text = f"<|im_start|>user\nhi{END}\n<|im_start|>assistant\n"
-    assert tokenizer.render_chat(messages, add_generation_prompt=True) == text
-    write_tokenizer(tmp_path, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match="roles must alternate"):
-        load_tokenizer(tmp_path).render_chat(messages, add_generation_prompt=True)
-    write_tokenizer(tmp_path / "bare", None)
-    with pytest.raises(UserError, match="no chat template: use /v1/completions"):
-        load_tokenizer(tmp_path / "bare").render_chat(messages, add_generation_prompt=True)
 
 
 def allowed(words: "np.typing.NDArray[np.int32]") -> set[int]:

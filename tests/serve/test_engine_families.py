@@ -1,22 +1,39 @@
-"""All eight families through whole engines, in both layouts; 5 experts (8 for DeepSeek) on an uneven two workers."""
+"""All families through whole engines, in both layouts; 5 experts (8 for DeepSeek's likes) on an uneven two workers."""
 
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from antiphon.specs.sampling import SamplingParams
-from tests.serve.engine_harness import complete, config, random_prompts, running, save_tiny_model
+from tests.models.conftest import FAMILIES
+from tests.models.float8_specimens import FORMATS, quantize_checkpoint
+from tests.serve.engine_harness import TinyModel, complete, config, random_prompts, running, save_tiny_model
 
-NUM_TOKENS = 32
-FAMILIES = ("mixtral", "dbrx", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3")
+LAYOUTS = ("1", "1+2/m2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_in_both_layouts(family: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "checkpoint", family)
     prompts = random_prompts([1, 40] * 6, seed=5)
-    expected = model.greedy(prompts, NUM_TOKENS)
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    for layout in ("1", "1+2/m2"):
+    expected = model.greedy(prompts)
+    for layout in LAYOUTS:
         with running(config(model, layout)) as engine:
-            assert complete(engine, prompts, params) == expected, layout
+            assert complete(engine, prompts) == expected, layout
+
+
+def test_a_float8_checkpoint_says_that_only_its_weights_are_float8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny_model(tmp_path / "checkpoint", "glm4_moe").folder
+    wide_folder = quantize_checkpoint(folder, FORMATS["compressed-tensors, one scale a row"])
+    wide = TinyModel(folder, AutoModelForCausalLM.from_pretrained(wide_folder, attn_implementation="eager").eval())
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    expected = wide.greedy(prompts)
+    caplog.set_level("INFO")
+    for layout in LAYOUTS:
+        caplog.clear()
+        with running(config(wide, layout)) as engine:
+            assert complete(engine, prompts) == expected, layout
+        said = "float8 for weights only: activations, which this checkpoint would round too, are not rounded"
+        assert [record.message for record in caplog.records].count(said) == 1

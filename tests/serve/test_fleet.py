@@ -30,8 +30,9 @@ except PeerLost:
     pass
 """
 CONFIGURE = Configure(
-    role="experts", index=0, model="", device="cpu", dtype="", kernels="", num_threads=1, cores=[], block_size=16,
-    num_blocks=1, max_model_len=1, max_running=1, expert_owners=[], exchange=None, timeout_s=1.0, trace=False,
+    role="experts", index=0, model="", device="cpu", device_index=0, dtype="", kernels="", num_threads=1, cores=[],
+    block_size=16, num_blocks=1, max_model_len=1, max_running=1, expert_owners=[], exchange=None, timeout_s=1.0,
+    trace=False,
 )  # fmt: skip
 LARGE = Step(step=0, round=0, released=["x" * (1 << 23)], starts=[], micro_batches=[], participants=[])
 NAMES = [WorkerName("experts", 0), WorkerName("experts", 1)]
@@ -126,10 +127,10 @@ def test_too_much_unread_means_that_the_worker_is_lost(fleet: Fleet, monkeypatch
 
 
 def test_a_death_is_described(fleet: Fleet) -> None:
-    os.kill(fleet.workers[NAMES[1]].pid, signal.SIGTERM)
+    os.kill(fleet.workers[NAMES[1]].pid, signal.SIGABRT)
     (death,) = poll_until(fleet, bool)
     assert death.message is None
-    assert death.reason.startswith("killed by SIGTERM (connection closed")
+    assert death.reason.startswith("killed by SIGABRT (connection closed")
 
 
 def test_deaths_come_before_what_others_say(fleet: Fleet) -> None:

@@ -147,12 +147,10 @@ def free_address() -> str:
 
 
 @contextmanager
-def worker_command(address: str, role: str) -> Iterator[subprocess.Popen[bytes]]:
+def worker_command(address: str, role: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """`antiphon worker` as a user of another machine would type it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "antiphon.cli.main", "worker", "--role", role, "--join", address, "--threads", "1"],
-        env=os.environ | {"ANTIPHON_JOIN_SECRET": SECRET.decode()},
-    )
+    command = [sys.executable, "-m", "antiphon.cli.main", "worker", "--role", role, "--join", address, *options]
+    process = subprocess.Popen([*command, "--threads", "1"], env=os.environ | {"ANTIPHON_JOIN_SECRET": SECRET.decode()})
     try:
         yield process
     finally:
@@ -221,3 +219,21 @@ def test_a_spare_takes_the_place_of_a_joined_worker_that_was_killed(
         while not engine.complete and time.monotonic() < deadline:
             time.sleep(0.05)
         assert engine._fleet.workers[WorkerName("experts", 0)].pid not in killed
+
+
+def test_a_guest_that_cannot_load_does_not_end_the_server(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
+) -> None:
+    """The checkpoint on its machine is not there; the next guest has one."""
+    address = free_address()
+    settings = config(tiny_model, "1+1/m2", join_address=address, join_secret=SECRET, joined_experts=1)
+    with worker_command(address, "experts") as first, serving(settings) as engine:
+        first.kill()
+        wait_until(lambda: engine.stats().missing == ("experts[0]",), "the place is free")
+        assert engine.stats().status == "waiting for experts[0] (waiting for a worker to join)"
+        run = Run(engine, prompts[:4], GREEDY)
+        with worker_command(address, "experts", "--model", str(tmp_path / "nowhere")) as broken:
+            assert broken.wait(60.0) == 1
+        with worker_command(address, "experts"):
+            assert [request.token_ids for request in run.finish()] == reference[:4]
+        assert engine.fatal is None

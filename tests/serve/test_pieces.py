@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.serve.policy.pieces import micro_batch_steps
+from antiphon.serve.policy.micro_batches import micro_batch_steps
 from antiphon.serve.policy.step import SequenceStep
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import model_spec
+from antiphon.models.config import FAMILIES, model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.served_plan import check_workers_fit, obey
 from antiphon.specs.model import ModelSpec
@@ -119,7 +119,7 @@ REFUSED: list[tuple[Plan, str]] = [
     (
         plan(APART, model_config={"model_type": "llama"}),
         "plan.json holds a model_config that cannot be read: config.json: model_type = 'llama' is not supported: "
-        "use one of dbrx, deepseek, deepseek_v2, deepseek_v3, mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe",
+        f"use one of {', '.join(sorted(FAMILIES))}",
     ),
     (plan(sizes(attention_tp=2)), f"plan.json has attention_tp 2: {ONE_DEVICE}"),
     (plan(sizes(expert_tp=4)), f"plan.json has expert_tp 4: {ONE_DEVICE}"),

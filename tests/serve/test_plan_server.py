@@ -12,7 +12,7 @@ from antiphon.cli.command_group import single_command
 from antiphon.cli.generate import generate
 from antiphon.cli.plan_option import plan_lines
 from antiphon.cli.serve import serve as serve_command
-from antiphon.models.config import load_model_spec, read_json
+from antiphon.models.config import load_model_spec, read_config
 from antiphon.serve.served_plan import obey
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted
 from antiphon.specs.plan_file import write_plan
@@ -39,7 +39,7 @@ def make_plan(checkpoint: Path) -> Plan:
         workload="chat",
         objective="per-gpu",
         phases={"decode": phase},
-        model_config=read_json(checkpoint / "config.json"),
+        model_config=read_config(checkpoint),
     )
 
 

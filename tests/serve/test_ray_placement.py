@@ -130,7 +130,7 @@ def test_every_worker_gets_an_order_and_the_engine_a_door(caplog: pytest.LogCapt
 
 def test_threads_are_as_many_as_fit() -> None:
     cluster = PretendedCluster({"a": 8, "b": 6})
-    with place(cluster, num_attention=1, num_experts=2, num_threads=0):
+    with place(cluster, num_attention=1, num_experts=2, num_threads=None):
         assert {placed.needs.num_cpus for placed in cluster.placed} == {4}
         assert {placed.job.order.num_threads for placed in cluster.placed} == {4}
 
@@ -195,7 +195,7 @@ def test_a_node_that_is_busy_is_named_and_another_one_tried() -> None:
             {},
             r"2 workers need 1 CPUs each; the Ray cluster's nodes have 1 CPUs and 0 GPUs, and 1 CPUs are free",
         ),
-        ({}, {"num_threads": 0}, "nodes have nothing, and 0 CPUs are free in all: add nodes"),
+        ({}, {"num_threads": None}, "nodes have nothing, and 0 CPUs are free in all: add nodes"),
         ({"a": 8, "b": 2}, {"num_threads": 5}, "2 workers need 5 CPUs each; .* 8 CPUs and 0 GPUs, 2 CPUs and 0 GPUs"),
         ({"a": 8}, {"device": "cuda"}, "2 workers need 1 CPUs and 1 GPU each"),
     ],

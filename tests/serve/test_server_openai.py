@@ -184,7 +184,7 @@ def test_many_at_once_are_as_good_as_one_by_one(live_server: ServerProcess) -> N
         ({"max_tokens": 100_000}, openai.BadRequestError, "context"),
         ({"prompt": [10_000]}, openai.BadRequestError, "ids must be below 512"),
         ({"prompt": ""}, openai.BadRequestError, "no tokens"),
-        ({"suffix": "x"}, openai.BadRequestError, "suffix is not supported"),
+        ({"suffix": "x"}, openai.BadRequestError, "insertion into text is not supported"),
         ({"extra_body": {"frobnicate": 1}}, openai.BadRequestError, "unknown parameter: frobnicate"),
     ],
 )

@@ -50,7 +50,7 @@ def is_idle(server: ServerProcess) -> bool:
         (b'{"prompt": {"a": 1}}', "prompt"),
         (b'{"prompt": "x", "n": 0}', "n is 0"),
         (b'{"prompt": "x", "frobnicate": true}', "unknown parameter: frobnicate"),
-        (b'{"prompt": "x", "tools": []}', "tools is not supported"),
+        (b'{"prompt": "x", "tools": [{}]}', "only /v1/chat/completions has it"),
     ],
 )
 def test_malformed_requests_are_400(live_server: ServerProcess, content: bytes, message: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.sim.disciplines import ChunkedPriority, Discipline, Fifo, InOrder, PreemptivePriority, Priority
+from antiphon.sim.disciplines import Discipline, Fifo, InOrder, Priority
 from antiphon.sim.events import EventGraph, Run
 from antiphon.sim.servers import Shared
 
@@ -37,18 +37,17 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
-def naive(jobs: list[Job], discipline: str, chunk: int = 2) -> None:
+def naive(jobs: list[Job], discipline: str) -> None:
     """Tick by tick: who holds each resource in [tick, tick + 1)?"""
     for job in jobs:
         job.left, job.arrived, job.start, job.end, job.held = job.duration, None, None, None, []
     current: dict[int, int | None] = {0: None, 1: None}
-    served = {0: 0, 1: 0}
     for tick in itertools.count():
         for job in jobs:
             if job.arrived is None and all(jobs[a].end is not None and jobs[a].end <= tick for a in job.after):
                 job.arrived = tick
         for track, holder in list(current.items()):
-            if holder is not None and (jobs[holder].left == 0 or (discipline == "chunked" and served[track] == chunk)):
+            if holder is not None and jobs[holder].left == 0:
                 holder = None
             waiting = [i for i, job in enumerate(jobs) if job.track == track and job.arrived is not None and job.left]
             if discipline == "in_order":
@@ -57,53 +56,38 @@ def naive(jobs: list[Job], discipline: str, chunk: int = 2) -> None:
             key = {
                 "fifo": lambda i: (jobs[i].arrived, i),
                 "in_order": lambda i: (i,),
-                "preemptive": lambda i: (jobs[i].priority, jobs[i].start is None, jobs[i].arrived, i),
             }.get(discipline, lambda i: (jobs[i].priority, jobs[i].arrived, i))
             best = min(waiting, key=key, default=None)
-            if holder is None or (
-                discipline == "preemptive" and best is not None and jobs[best].priority < jobs[holder].priority
-            ):
-                holder, served[track] = best, 0
-            current[track] = holder
-        for track, holder in current.items():
+            current[track] = best if holder is None else holder
+        for holder in current.values():
             if holder is not None:
                 job = jobs[holder]
                 job.start = tick if job.start is None else job.start
                 job.held.append(tick)
                 job.left -= 1
-                served[track] += 1
                 if job.left == 0:
                     job.end = tick + 1
         if all(job.end is not None for job in jobs):
             return
 
 
-def run(jobs: list[Job], make: type | None, *arguments: float) -> Run:
+def run(jobs: list[Job], make: type) -> Run:
     graph = EventGraph()
     for track in (0, 1):
-        discipline: Discipline = (make or Fifo)(*arguments)
+        discipline: Discipline = make()
         graph.resource(str(track), discipline)
     for number, job in enumerate(jobs):
         graph.add(str(number), job.duration, str(job.track), after=job.after, priority=job.priority)
     return graph.run()
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "arguments"),
-    [
-        ("fifo", Fifo, ()),
-        ("in_order", InOrder, ()),
-        ("priority", Priority, ()),
-        ("preemptive", PreemptivePriority, ()),
-        ("chunked", ChunkedPriority, (2,)),
-    ],
-)
+@pytest.mark.parametrize(("name", "make"), [("fifo", Fifo), ("in_order", InOrder), ("priority", Priority)])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_disciplines_against_ticks(name: str, make: type, arguments: tuple[float, ...], data: st.DataObject) -> None:
+def test_disciplines_against_ticks(name: str, make: type, data: st.DataObject) -> None:
     jobs = data.draw(job_lists())
     naive(jobs, name)
-    result = run(jobs, make, *arguments)
+    result = run(jobs, make)
     assert result.starts_s == [job.start for job in jobs]
     assert result.ends_s == [job.end for job in jobs]
     held = [[tick for start, end in slices for tick in range(int(start), int(end))] for slices in result.slices_s]
@@ -159,16 +143,16 @@ def test_all_events_of_a_moment_come_before_the_next_start() -> None:
     assert (result.starts_s[urgent], result.starts_s[waiting]) == (4, 5)
 
 
-def test_on_start_is_called_once_even_after_preemption() -> None:
+def test_on_start_is_called_once_and_nothing_is_interrupted() -> None:
     calls: list[str] = []
     graph = EventGraph()
-    graph.resource("core", PreemptivePriority())
+    graph.resource("core", Priority())
     graph.add("low", 4, "core", priority=1, on_start=lambda: calls.append("low"))
     graph.add("high", 1, "core", latency_s=2, on_start=lambda: calls.append("high"))
     result = graph.run()
     assert calls == ["low", "high"]
-    assert result.slices_s == [[(0, 2), (3, 5)], [(2, 3)]]
-    assert [(bar.label, bar.start_s) for bar in result.bars()] == [("low", 0), ("high", 2), ("low", 3)]
+    assert result.slices_s == [[(0, 4)], [(4, 5)]]
+    assert [(bar.label, bar.start_s) for bar in result.bars()] == [("low", 0), ("high", 4)]
 
 
 def test_fair_sharing_by_hand() -> None:
@@ -217,8 +201,6 @@ def test_bad_graphs_are_refused() -> None:
         graph.add("a", 1, latency_s=float("nan"))
     with pytest.raises(UserError, match=r"'a' refers to activity 0: use one of the 0 added before it"):
         graph.add("a", 1, after=[0])
-    with pytest.raises(UserError, match=r"chunks of 0 s"):
-        ChunkedPriority(0)
     graph.add("a", 1, "wire")
     with pytest.raises(UserError, match=r"'wire' is declared already"):
         graph.resource("wire")

@@ -165,6 +165,5 @@ def test_linas_models() -> None:
     assert sorted(lina_models()) == ["bert-large", "bert2gpt2", "gpt-2", "transformer-xl"]
     gpt = lina_model("GPT2")
     assert gpt.parameters(2) == 12 * (4 * 768**2 + 2 * gpt.expert_parameters)
-    assert gpt.expert_flops() == 4 * 768 * 3072
     with pytest.raises(UserError, match="Lina's model 'gpt-3' is unknown: did you mean gpt-2"):
         lina_model("gpt-3")

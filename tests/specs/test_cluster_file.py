@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from antiphon.base.errors import UserError
 from antiphon.specs.catalog import names
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
-from antiphon.specs.cluster_file import cluster_from_json, cluster_to_json, load_cluster
+from antiphon.specs.cluster_file import cluster_from_table, cluster_to_json, load_cluster
 from antiphon.specs.device_file import load_device
+from antiphon.specs.strict_table import Table
 
 
 def write(folder: Path, text: str) -> Path:
@@ -146,7 +147,7 @@ def test_the_clusters_of_the_papers() -> None:
 def test_shipped_clusters_survive_json(name: str, tmp_path: Path) -> None:
     cluster = load_cluster(name)
     text = json.dumps(cluster_to_json(cluster))
-    assert cluster_from_json(json.loads(text)) == cluster
+    assert cluster_from_table(Table(json.loads(text), "cluster"), Path()) == cluster
     path = tmp_path / "cluster.json"
     path.write_text(text)
     assert load_cluster(path) == cluster
@@ -192,4 +193,4 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 @settings(max_examples=50, deadline=None)
 @given(cluster=clusters())
 def test_json_round_trip(cluster: ClusterSpec) -> None:
-    assert cluster_from_json(json.loads(json.dumps(cluster_to_json(cluster)))) == cluster
+    assert cluster_from_table(Table(json.loads(json.dumps(cluster_to_json(cluster))), "cluster"), Path()) == cluster

@@ -102,7 +102,7 @@ def test_what_may_be_left_out_has_its_default() -> None:
         ("layout", "tp", 4, "layout: unknown key tp"),
         ("predicted", "iteration_s", 0, "predicted: iteration_s is 0: it must be above 0"),
         ("predicted", "tokens_per_s", float("nan"), "predicted: tokens_per_s is nan: a number is needed"),
-        ("predicted", "bubble_s", -1, "predicted: bubble_s is -1: it must be above"),
+        ("predicted", "bubble_s", -1, "predicted: bubble_s is -1: it must be at least 0"),
         ("predicted", "mfu", None, "predicted: mfu is missing: add it"),
         ("predicted.memory_bytes", "total", "much", "memory_bytes: total is 'much': a number is needed"),
         ("rejected.0", "reason", None, r"rejected\[0\]: reason is missing"),

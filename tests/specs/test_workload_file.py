@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.specs.catalog import names
+from antiphon.specs.strict_table import Table
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
-from antiphon.specs.workload_file import load_workload, workload_from_json, workload_to_json
+from antiphon.specs.workload_file import load_workload, workload_from_table, workload_to_json
 
 LENGTHS = "[input_tokens]\nmedian = 100\n[output_tokens]\nmedian = 10\n"
 
@@ -208,4 +209,6 @@ def workloads(draw: st.DrawFn) -> WorkloadSpec:
 @settings(max_examples=50, deadline=None)
 @given(workload=workloads())
 def test_json_round_trip(workload: WorkloadSpec) -> None:
-    assert workload_from_json(json.loads(json.dumps(workload_to_json(workload)))) == workload
+    assert (
+        workload_from_table(Table(json.loads(json.dumps(workload_to_json(workload))), "workload"), Path()) == workload
+    )

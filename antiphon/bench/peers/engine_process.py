@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from antiphon.bench.peers.api import PeerError, RawRun, RunResult, Workload, run_result
+from antiphon.bench.peers.api import PeerError, PeerUnavailableError, RawRun, RunResult, Workload, run_result
 
 CHILD_SCRIPT = Path(__file__).with_name("engine_child.py")
 START_TIMEOUT_S = 600.0
@@ -31,8 +31,8 @@ LOG_TAIL_LINES = 8
 class EngineProcess:
     """A peer (see `api.Peer`) whose engine file runs under `interpreter`.
 
-    `options` reach the engine's `load`; `environment` is added to ours. Subclasses state only what differs
-    between engines.
+    `options` reach the engine's `load`; `environment` is added to ours; `advice` says how to get an interpreter that
+    is missing.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class EngineProcess:
         *,
         interpreter: str,
         environment: Mapping[str, str],
+        advice: str = "install it",
     ) -> None:
         self._name = name
+        self._advice = advice
         # "-P" keeps our folder off the child's import path.
         self._command = [interpreter, "-P", str(CHILD_SCRIPT), str(engine_file), json.dumps(dict(options))]
         self._environment = {**os.environ, **environment}
@@ -61,20 +63,25 @@ class EngineProcess:
         return self._process.pid if self._process else None
 
     def start(self) -> Mapping[str, str]:
-        """Start the process and wait until the model is loaded and warm.
+        """Start the process and wait until the model is loaded and warm. `PeerUnavailableError` if there is no
+        interpreter that could be started.
 
         Call it from a thread that outlives the engine: Linux ends the child with the thread that started it.
         """
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=self._environment,
-            text=True,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=self._environment,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            reason = f"{self._command[0]} cannot be started ({error.strerror})"
+            raise PeerUnavailableError(f"{self._name}: {reason}; {self._advice}") from None
         threading.Thread(target=self._read_replies, args=(self._process.stdout,), daemon=True).start()
         details: Mapping[str, str] = self._wait_for("ready", START_TIMEOUT_S)
         return details
@@ -120,11 +127,21 @@ class EngineProcess:
         except queue.Empty:
             raise self._failure(f"no answer within {timeout_s:.0f} s") from None
         if not line:
-            raise self._failure(f"it ended unexpectedly, with status {self._running().wait(timeout=30)}")
-        message = json.loads(line)
+            raise self._failure(f"it ended unexpectedly, with {self._status()}")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            raise self._failure(f"it answered {line[:80]!r}, which is no JSON") from None
         if key not in message:
             raise self._failure(str(message.get("error", message)))
         return message[key]
+
+    def _status(self) -> str:
+        """How it ended; it has closed its standard output, so it should have."""
+        try:
+            return f"status {self._running().wait(timeout=30)}"
+        except subprocess.TimeoutExpired:
+            return "its output closed while it still runs"
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:

@@ -74,8 +74,10 @@ class OpenAIPeer:
             response = httpx.get(f"{self._url}/v1/models", headers=self._headers, timeout=30)
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
-        except (httpx.HTTPError, KeyError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, KeyError, TypeError, ValueError) as error:
             raise PeerError(f"{self._name}: {self._url}/v1/models does not answer as it should: {error}") from None
+        if not served:
+            raise PeerError(f"{self._name}: {self._url} serves no model")
         if self._model is None:
             self._model = served[0]
         elif self._model not in served:

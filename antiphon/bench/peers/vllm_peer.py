@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from antiphon.bench.peers.api import PeerUnavailableError
 from antiphon.bench.peers.engine_process import EngineProcess
 
 ENGINE_FILE = Path(__file__).with_name("vllm_engine.py")
@@ -27,17 +26,15 @@ def vllm_peer(
     max_model_len: int = 1024,
     max_num_seqs: int = 64,
 ) -> EngineProcess:
-    """vLLM's offline engine in bf16 on all CPUs. Raises `PeerUnavailableError` where `environment` is not built."""
-    interpreter = environment / "bin" / "python"
-    if not interpreter.exists():
-        raise PeerUnavailableError(f"vllm: {interpreter} does not exist; run `make peers` to build it")
+    """vLLM's offline engine in bf16 on all CPUs. Where `environment` is not built, `start` says so."""
     libraries = [environment / name for name in PRELOADED_LIBRARIES]
     cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
     return EngineProcess(
         "vllm",
         ENGINE_FILE,
         {"model": str(model.resolve()), "max_model_len": max_model_len, "max_num_seqs": max_num_seqs},
-        interpreter=str(interpreter.absolute()),
+        interpreter=str((environment / "bin" / "python").absolute()),
+        advice="run `make peers` to build it",
         environment={
             "LD_PRELOAD": ":".join(str(library.absolute()) for library in libraries if library.exists()),
             "OMP_NUM_THREADS": str(len(cpus)),

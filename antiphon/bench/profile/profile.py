@@ -25,8 +25,8 @@ from antiphon.bench.profile.measure import (
 )
 from antiphon.bench.quiet import FOREIGN_SHARE_LIMIT, CpuWatch
 from antiphon.kernels.select import check_backend, resolve_device, resolve_dtype
-from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import config_file, load_model_spec, read_json
+from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_times import EngineTimes, LocalTimes, ThreadTimes, flat
 
 ALONE, APART, TOGETHER = "colocated", "1+1/m1", "2+1/m1"
@@ -54,7 +54,7 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
     spec = load_model_spec(wanted.model)
     dtype = spec.dtype if wanted.dtype == "auto" else wanted.dtype
     check_backend(wanted.kernels, resolve_device("cpu", 0), resolve_dtype(dtype))
-    checkpoint = Checkpoint(wanted.model)
+    checkpoint = open_checkpoint(wanted.model, spec)
     weight_bytes = sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
     effort = wanted.effort.bounded(wanted.max_rows, spec.max_position)
     counter = _Counter(report)
@@ -82,7 +82,7 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
         notes.append(f"other programs used {foreign:.0%} of the CPU meanwhile: the times are too long by about as much")
     return LocalTimes(
         model=wanted.model.resolve().name,
-        model_config=read_json(config_file(wanted.model)),
+        model_config=read_config(wanted.model),
         dtype=dtype,
         kernels=opened.kernels,
         cpu=cpu_name(),

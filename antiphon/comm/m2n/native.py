@@ -20,7 +20,6 @@ from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
-from antiphon.comm.m2n.owners import owner_table
 from antiphon.comm.m2n.traffic import Traffic, read_traffic
 from antiphon.specs.placement import ExpertPlacement
 
@@ -115,7 +114,7 @@ class NativeAttentionExchange(_End):
             shape.top_k,
             shape.max_rows,
             dtype_name(shape.dtype),
-            owner_table(placement),
+            placement.owner_table(),
             self._inbox,
             shape.num_micro_batches,
         )

@@ -78,8 +78,3 @@ def crossover_top_k(network: Network, tokens: float, row_bytes: float, degree: i
     """The largest k for which all-to-all is still the faster one (Figure 7: 6); `limit` if it always is, 0 if never."""
     faster = [k for k in range(1, limit + 1) if not prefers_all_gather(network, tokens, row_bytes, degree, k)]
     return max(faster, default=0)
-
-
-def prefers_all_gather_in_theory(degree: Number, top_k: Number) -> NDArray[np.bool_]:
-    """By counted elements alone (MegaScale-MoE, section 3.2): k > n."""
-    return np.asarray(np.asarray(top_k) > np.asarray(degree))

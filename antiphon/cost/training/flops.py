@@ -18,7 +18,9 @@ def forward_flops_per_token(model: ModelSpec, sequence_length: int) -> float:
     visible = (sequence_length + 1) / 2
     window = model.attention.sliding_window
     if window is not None and window < sequence_length:
-        visible = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
+        windowed = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
+        share = model.attention.windowed_share
+        visible = share * windowed + (1 - share) * visible
     return flops_per_token(model, visible, absorbed=False)
 
 

@@ -50,20 +50,6 @@ def across_to_inside(
     return ratio
 
 
-def bytes_across(replicated_bytes: Number, degree: Number, data_parallel: Number) -> Number:
-    """What one rank sends to other nodes for replicated or sharded weights alike: 2 P/n (d - 1) / d (A.1)."""
-    d = np.asarray(data_parallel, dtype=np.float64)
-    sent: Number = 2 * replicated_bytes / degree * (d - 1) / d
-    return sent
-
-
-def bytes_inside(replicated_bytes: Number, degree: Number) -> Number:
-    """What hierarchical synchronisation of replicated weights adds inside a node: 2 P (n - 1) / n (A.1)."""
-    n = np.asarray(degree, dtype=np.float64)
-    sent: Number = 2 * replicated_bytes * (n - 1) / n
-    return sent
-
-
 def sync_time(
     network: Network,
     *,

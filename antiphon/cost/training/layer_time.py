@@ -40,10 +40,6 @@ class PassTime:
     def total(self) -> Parts:
         return self.computation + self.exposed
 
-    @property
-    def hidden_s(self) -> Number:
-        return self.communication.total_s - self.exposed.total_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:

@@ -28,6 +28,7 @@ from antiphon.cost.shapes import (
     local_heads,
     score_width,
     share_of,
+    visible_tokens,
 )
 from antiphon.cost.training.dispatch import exchange, gather
 from antiphon.cost.training.layer_case import LayerCase
@@ -96,9 +97,7 @@ def _attention(case: LayerCase) -> _Operators:
     into = [_product(case, rows, matrix.count, matrix) for matrix in matrices[:-1]]
     heads = local_heads(attention, degree)
     own_width = heads * attention.head_dim + cached_width(attention, degree)
-    visible = (case.sequence_length + 1) / 2
-    if attention.sliding_window is not None:
-        visible = min(visible, attention.sliding_window)
+    visible = visible_tokens(attention, (case.sequence_length + 1) / 2)
     width = score_width(attention, absorbed=False)
     flops = 2 * case.tokens * visible * heads * width
     moved = case.tokens * (heads * width + cached_width(attention, degree)) * element

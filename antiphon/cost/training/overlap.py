@@ -30,11 +30,6 @@ def computation_to_communication(
     return exact
 
 
-def smallest_hiding_width(bytes_per_s: float, flops_per_s: float) -> float:
-    """Expert width from which R > 1 on these links: narrower experts cannot hide their exchange (eq. 9)."""
-    return flops_per_s / (1.5 * bytes_per_s)
-
-
 def hidden_behind(communication: Parts, independent_s: Number, overlap: float) -> Parts:
     """What is left of `communication` when it runs beside `independent_s` seconds of other work."""
     total = np.asarray(communication.total_s, dtype=np.float64)

@@ -48,11 +48,6 @@ def expert_parallel_volume(degree: Number, copies: Number) -> Number:
     return 2 * np.asarray(copies, dtype=np.float64) / degree * _others(degree)
 
 
-def gathered_expert_volume(degree: Number) -> Number:
-    """Expert parallelism by all-gather and reduce-scatter: as tensor parallelism, whatever k."""
-    return tensor_parallel_volume(degree)
-
-
 def distinct_ranks(num_experts: Number, top_k: Number, degree: Number) -> Number:
     """Expected ranks that a token must reach, uniform routing: n (1 - C(E - E/n, k) / C(E, k)); uneven splits too."""
     return expected_distinct(num_experts, top_k, degree)

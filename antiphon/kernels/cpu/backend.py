@@ -153,15 +153,20 @@ class CpuBackend:
         *,
         scale: float,
         sliding_window: int | None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(cache, CpuKVCache):
             return self._reference.paged_attention(
-                q_TND, cache, layer, batch, scale=scale, sliding_window=sliding_window
+                q_TND, cache, layer, batch, scale=scale, sliding_window=sliding_window, sinks_N=sinks_N
             )
         num_rows, num_heads, dim = q_TND.shape
         spec = cache.spec
         if q_TND.dtype != self.dtype or dim != spec.key_dim or num_heads % spec.num_kv_heads != 0:
             raise ValueError(f"queries {q_TND.dtype} {tuple(q_TND.shape)} do not fit the cache {spec}")
+        if sinks_N is not None:
+            sinks_N = sinks_N.contiguous()
+            if sinks_N.dtype != torch.float32 or sinks_N.shape != (num_heads,):
+                raise ValueError(f"sinks are {sinks_N.dtype} {tuple(sinks_N.shape)}: {num_heads} in float32 are needed")
         q_TND = q_TND.contiguous()
         out_TNV = torch.empty((num_rows, num_heads, spec.value_dim), dtype=self.dtype)
         cache.native.paged_attention(
@@ -171,6 +176,7 @@ class CpuBackend:
             num_heads,
             scale,
             sliding_window or 0,
+            0 if sinks_N is None else sinks_N.data_ptr(),
             out_TNV.data_ptr(),
         )
         return out_TNV
@@ -201,8 +207,20 @@ class CpuBackend:
         )
         return ids, weights
 
-    def new_experts(self, num_experts: int, hidden: int, intermediate: int, activation: str) -> CpuExperts:
-        return CpuExperts(num_experts, hidden, intermediate, activation, self.dtype)
+    def new_experts(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        has_bias: bool = False,
+    ) -> CpuExperts:
+        return CpuExperts(
+            num_experts, hidden, intermediate, activation, self.dtype, alpha=alpha, limit=limit, has_bias=has_bias
+        )
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, CpuExperts)

@@ -17,6 +17,13 @@ def checked_matrix(name: str, matrix: Tensor, shape: tuple[int, int], dtype: tor
     return matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
 
 
+def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The bias through `dtype`, as the model stores it, then in float32, as the kernels add it."""
+    if bias.shape != (width,):
+        raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({width},)")
+    return bias.detach().to(device="cpu", dtype=dtype).float().contiguous()
+
+
 class CpuLinear:
     """Weight [out, in] in panels, bias in float32."""
 
@@ -24,10 +31,7 @@ class CpuLinear:
         self.out_features, self.in_features = weight.shape
         weight = checked_matrix("weight", weight, (self.out_features, self.in_features), dtype)
         if bias is not None:
-            if bias.shape != (self.out_features,):
-                raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({self.out_features},)")
-            # Through dtype, as the model stores it, then to float32, as the kernel adds it.
-            bias = bias.detach().to(device="cpu", dtype=dtype).float().contiguous()
+            bias = checked_bias("bias", bias, self.out_features, dtype)
         self.native = _native.PackedLinear(
             dtype == torch.bfloat16,
             self.out_features,
@@ -40,23 +44,31 @@ class CpuLinear:
 
 
 class CpuExperts:
-    """Gate and up interleaved in one stream, down in another, for each expert."""
+    """Gate and up interleaved in one stream, down in another, for each expert; biases in float32."""
 
-    def __init__(self, num_experts: int, hidden: int, intermediate: int, activation: str, dtype: torch.dtype) -> None:
-        if activation not in {"silu", "gelu"}:
-            raise ValueError(f"activation {activation!r} is not known to the cpu back-end: use silu or gelu")
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        dtype: torch.dtype,
+        *,
+        alpha: float,
+        limit: float,
+        has_bias: bool,
+    ) -> None:
         self.num_experts = num_experts
         self.hidden = hidden
         self.intermediate = intermediate
         self.dtype = dtype
         self.native = _native.PackedExperts(
-            dtype == torch.bfloat16, num_experts, hidden, intermediate, activation == "gelu"
+            dtype == torch.bfloat16, num_experts, hidden, intermediate, activation, alpha, limit, has_bias
         )
         self.num_bytes = self.native.num_bytes
 
     def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
-        if not 0 <= index < self.num_experts:
-            raise ValueError(f"expert index {index} is outside 0..{self.num_experts - 1}")
+        self._check_index(index)
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         gate = checked_matrix("gate", gate_IH, wide, self.dtype)
         up = checked_matrix("up", up_IH, wide, self.dtype)
@@ -70,3 +82,14 @@ class CpuExperts:
             down.data_ptr(),
             down.stride(0),
         )
+
+    def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
+        self._check_index(index)
+        gate = checked_bias("gate bias", gate_I, self.intermediate, self.dtype)
+        up = checked_bias("up bias", up_I, self.intermediate, self.dtype)
+        down = checked_bias("down bias", down_H, self.hidden, self.dtype)
+        self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < self.num_experts:
+            raise ValueError(f"expert index {index} is outside 0..{self.num_experts - 1}")

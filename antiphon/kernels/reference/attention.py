@@ -3,6 +3,8 @@
 Decode rows are grouped by the power of two their context rounds up to: each group is two batched matrix products, no
 sequence is padded to more than twice its length, and the shapes a row meets depend on its own length only. Where keys
 lie and which are visible is worked out once per batch and kept for all layers (`AttentionPlans`).
+Sinks (gpt-oss) are one more column of scores, dropped after the softmax; PyTorch's fused attention does not know them,
+so prompts then go through plain products, some rows at a time.
 Rejected: padding all sequences to the longest (wasteful, and bits would depend on the neighbours).
 
 Letters as in `antiphon.kernels.api`; C padded context, Q query rows of one sequence, M query heads per KV head.
@@ -20,7 +22,8 @@ from antiphon.kernels.reference.cache import ReferenceCache
 
 SMALLEST_CONTEXT = 32
 DECODE_GATHER_ELEMENTS = 1 << 26
-BATCHES_IN_FLIGHT = 4
+PREFILL_SCORE_ELEMENTS = 1 << 26
+PLANS_IN_FLIGHT = 8  # of four micro-batches, each with and without a window
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class AttentionPlans:
     micro-batches take turns."""
 
     def __init__(self) -> None:
-        self._recent: deque[AttentionPlan] = deque(maxlen=BATCHES_IN_FLIGHT)
+        self._recent: deque[AttentionPlan] = deque(maxlen=PLANS_IN_FLIGHT)
 
     def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
         for plan in self._recent:
@@ -124,17 +127,25 @@ def _context_slots(batch: AttentionBatch, sequences: Tensor, length: int, block_
     return tables[:, blocks] * block_size + positions % block_size
 
 
-def paged_attention(q_TND: Tensor, cache: ReferenceCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+def paged_attention(
+    q_TND: Tensor, cache: ReferenceCache, layer: int, plan: AttentionPlan, scale: float, sinks_N: Tensor | None
+) -> Tensor:
     out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
     for sequence in plan.prefills:
         rows = slice(sequence.first, sequence.last)
-        out_TNV[rows] = _prefill(q_TND[rows], cache, layer, sequence, scale)
+        if sinks_N is None:
+            out_TNV[rows] = _prefill(q_TND[rows], cache, layer, sequence, scale)
+        else:
+            out_TNV[rows] = _prefill_with_sinks(q_TND[rows], cache, layer, sequence, scale, sinks_N)
     for group in plan.groups:
-        out_TNV.index_copy_(0, group.rows_S, _decode(q_TND.index_select(0, group.rows_S), cache, layer, group, scale))
+        q_SND = q_TND.index_select(0, group.rows_S)
+        out_TNV.index_copy_(0, group.rows_S, _decode(q_SND, cache, layer, group, scale, sinks_N))
     return out_TNV
 
 
-def _decode(q_SND: Tensor, cache: ReferenceCache, layer: int, group: DecodeGroup, scale: float) -> Tensor:
+def _decode(
+    q_SND: Tensor, cache: ReferenceCache, layer: int, group: DecodeGroup, scale: float, sinks_N: Tensor | None
+) -> Tensor:
     """One row of each sequence over its whole context."""
     num_sequences, num_heads, dim = q_SND.shape
     num_kv_heads = cache.spec.num_kv_heads
@@ -142,7 +153,7 @@ def _decode(q_SND: Tensor, cache: ReferenceCache, layer: int, group: DecodeGroup
     q_SGMD = q_SND.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, dim)
     scores_SGMC = torch.matmul(q_SGMD, keys_SCGD.permute(0, 2, 3, 1)).float().mul_(scale)
     scores_SGMC.masked_fill_(group.hidden_SC[:, None, None, :], float("-inf"))
-    weights_SGMC = scores_SGMC.softmax(-1).to(q_SND.dtype)
+    weights_SGMC = _softmax(scores_SGMC, sinks_N, num_kv_heads).to(q_SND.dtype)
     return torch.matmul(weights_SGMC, values_SCGV.transpose(1, 2)).reshape(num_sequences, num_heads, -1)
 
 
@@ -159,3 +170,34 @@ def _prefill(q_QND: Tensor, cache: ReferenceCache, layer: int, sequence: Prefill
         enable_gqa=q_QND.shape[1] != cache.spec.num_kv_heads,
     )
     return out_1NQV[0].transpose(0, 1)
+
+
+def _prefill_with_sinks(
+    q_QND: Tensor, cache: ReferenceCache, layer: int, sequence: PrefillSequence, scale: float, sinks_N: Tensor
+) -> Tensor:
+    """As `_prefill`, with scores of as many rows at a time as `PREFILL_SCORE_ELEMENTS` holds."""
+    keys_1CGD, values_1CGV = cache.gather(layer, sequence.slots_1C)
+    keys_GDC, values_GCV = keys_1CGD[0].permute(1, 2, 0), values_1CGV[0].transpose(0, 1)
+    (num_queries, num_heads, dim), (num_kv_heads, _, context) = q_QND.shape, keys_GDC.shape
+    mask_QC = sequence.mask_QC
+    if mask_QC is None:
+        mask_QC = torch.ones((num_queries, context), dtype=torch.bool, device=q_QND.device).tril()
+    out_QNV = q_QND.new_empty((num_queries, num_heads, values_GCV.shape[-1]))
+    step = max(1, PREFILL_SCORE_ELEMENTS // (num_heads * context))
+    for first in range(0, num_queries, step):
+        rows = slice(first, first + step)
+        q_GMQD = q_QND[rows].view(-1, num_kv_heads, num_heads // num_kv_heads, dim).permute(1, 2, 0, 3)
+        scores_GMQC = torch.matmul(q_GMQD, keys_GDC.unsqueeze(1)).float().mul_(scale)
+        scores_QGMC = scores_GMQC.masked_fill_(~mask_QC[rows], float("-inf")).permute(2, 0, 1, 3)
+        weights_GMQC = _softmax(scores_QGMC, sinks_N, num_kv_heads).permute(1, 2, 0, 3).to(q_QND.dtype)
+        out_GMQV = torch.matmul(weights_GMQC, values_GCV.unsqueeze(1))
+        out_QNV[rows] = out_GMQV.permute(2, 0, 1, 3).flatten(1, 2)
+    return out_QNV
+
+
+def _softmax(scores_XGMC: Tensor, sinks_N: Tensor | None, num_kv_heads: int) -> Tensor:
+    """Softmax over the last axis, with each head's sink as one more column that is then dropped."""
+    if sinks_N is None:
+        return scores_XGMC.softmax(-1)
+    sinks = sinks_N.view(num_kv_heads, -1, 1).expand(*scores_XGMC.shape[:-1], 1)
+    return torch.cat((scores_XGMC, sinks), -1).softmax(-1)[..., :-1]

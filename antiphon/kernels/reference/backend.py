@@ -99,20 +99,31 @@ class ReferenceBackend:
         *,
         scale: float,
         sliding_window: int | None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(cache, ReferenceCache)
         plan = self._plans.of(batch, cache.spec, sliding_window)
-        return attention.paged_attention(q_TND, cache, layer, plan, scale)
+        return attention.paged_attention(q_TND, cache, layer, plan, scale, sinks_N)
 
     def gate(
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
     ) -> tuple[Tensor, Tensor]:
         return gate.choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
 
-    def new_experts(self, num_experts: int, hidden: int, intermediate: int, activation: str) -> ReferenceExperts:
+    def new_experts(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        has_bias: bool = False,
+    ) -> ReferenceExperts:
         gate_up = torch.empty((num_experts, 2 * intermediate, hidden), dtype=self.dtype, device=self.device)
         down = torch.empty((num_experts, hidden, intermediate), dtype=self.dtype, device=self.device)
-        return ReferenceExperts(gate_up, down, activation)
+        return ReferenceExperts(gate_up, down, activation, alpha, limit, has_bias)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, ReferenceExperts)

@@ -13,10 +13,13 @@ from torch import Tensor
 from antiphon.kernels.reference.weights import ReferenceExperts
 
 
-def activate(name: str, gate_up_RJ: Tensor) -> Tensor:
-    """act(gate) * up from rows [gate | up]."""
+def activate(experts: ReferenceExperts, gate_up_RJ: Tensor) -> Tensor:
+    """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
     gate, up = gate_up_RJ.chunk(2, dim=-1)
-    return (F.silu(gate) if name == "silu" else F.gelu(gate)) * up
+    if experts.activation == "swiglu_oai":
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+        return (up + 1) * (gate * torch.sigmoid(experts.alpha * gate))
+    return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate)) * up
 
 
 def has_grouped_mm(experts: ReferenceExperts) -> bool:
@@ -32,16 +35,28 @@ def has_grouped_mm(experts: ReferenceExperts) -> bool:
 def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ReferenceExperts) -> Tensor:
     """Ascending over the touched experts; each adds its weighted rows to a float32 sum."""
     sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    gate_up_bias_EJ, down_bias_EH = experts.gate_up_bias_EJ, experts.down_bias_EH
     if experts.num_experts == 1:
         touched = [0]
     else:
         touched = [expert for expert in torch.unique(ids_TK).tolist() if expert >= 0]
     for expert in touched:
         rows, slots = torch.where(ids_TK == expert)
-        hidden = activate(experts.activation, F.linear(x_TH[rows], experts.gate_up_EJH[expert]))
-        y = F.linear(hidden, experts.down_EHI[expert]).float()
+        hidden = activate(experts, F.linear(x_TH[rows], experts.gate_up_EJH[expert], _of(expert, gate_up_bias_EJ)))
+        y = F.linear(hidden, experts.down_EHI[expert], _of(expert, down_bias_EH)).float()
         sums_TH.index_add_(0, rows, y * weights_TK[rows, slots].float().unsqueeze(1))
     return sums_TH.to(x_TH.dtype)
+
+
+def _of(expert: int, bias_EX: Tensor | None) -> Tensor | None:
+    return None if bias_EX is None else bias_EX[expert]
+
+
+def _add_bias(y_RX: Tensor, bias_EX: Tensor | None, experts_R: Tensor) -> Tensor:
+    """Each row plus its expert's bias; rows of no expert, which count for nothing, get the last one's."""
+    if bias_EX is None:
+        return y_RX
+    return y_RX + bias_EX.index_select(0, experts_R.clamp(max=bias_EX.shape[0] - 1))
 
 
 def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ReferenceExperts) -> Tensor:
@@ -55,8 +70,9 @@ def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: 
     # 2. Both products over the groups. Rows beyond the last group are never written: they are replaced by zeros below.
     x_RH = x_TH.index_select(0, order_R // top_k)
     gate_up_RJ = torch._grouped_mm(x_RH, experts.gate_up_EJH.transpose(1, 2), offs=ends_E)
-    hidden_RI = activate(experts.activation, gate_up_RJ)
+    hidden_RI = activate(experts, _add_bias(gate_up_RJ, experts.gate_up_bias_EJ, keys_R))
     y_RH = torch._grouped_mm(hidden_RI, experts.down_EHI.transpose(1, 2), offs=ends_E)
+    y_RH = _add_bias(y_RH, experts.down_bias_EH, keys_R)
     # 3. Back to rows of tokens, summed in a fixed order.
     y_TKH = torch.empty_like(y_RH).index_copy_(0, order_R, y_RH).view(num_rows, top_k, -1)
     held_TK1 = (keys_TK < num_experts).unsqueeze(-1)

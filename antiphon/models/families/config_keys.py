@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.files import brief
 from antiphon.specs.model import RopeSpec
 
 Config = Mapping[str, Any]
@@ -38,7 +39,7 @@ def required_int(config: Config, *keys: str) -> int:
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.json: {key} = {value!r}: a whole number of at least 1 is needed")
+            raise CheckpointError(f"config.json: {key} = {brief(value)}: a whole number of at least 1 is needed")
         return value
     raise CheckpointError(f"config.json: {' or '.join(keys)} is missing: copy it from the model's publisher")
 
@@ -63,14 +64,14 @@ def one_of(config: Config, key: str, supported: Sequence[Value], default: Value)
 
 
 def unsupported(key: str, value: object, supported: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {key} = {value!r} is not supported: use a model with {supported}")
+    return CheckpointError(f"config.json: {key} = {brief(value)} is not supported: use a model with {supported}")
 
 
 def require_absent(config: Config, key: str, *harmless: object) -> None:
     """Refuse a feature the decoder lacks, unless its value switches it off."""
     value = config.get(key)
     if value is not None and value is not False and value not in harmless:
-        raise CheckpointError(f"config.json: {key} = {value!r} is not supported: use a model without it")
+        raise CheckpointError(f"config.json: {key} = {brief(value)} is not supported: use a model without it")
 
 
 def activation(config: Config, key: str = "hidden_act") -> Literal["silu", "gelu"]:
@@ -88,26 +89,43 @@ def sparse_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
+def uniform_window(config: Config) -> int | None:
+    """The sliding window of all layers, None for full attention, where `layer_types` may say it layer by layer."""
+    kinds = set(config.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise unsupported("layer_types", sorted(map(str, kinds)), "one kind of attention in all layers")
+    return sliding_window(config) if kinds == {"sliding_attention"} else None
+
+
 def rope(
-    config: Config, head_dim: int, *, theta: float, interleaved: bool = False, max_position: int | None = None
+    config: Config,
+    head_dim: int,
+    *,
+    theta: float,
+    interleaved: bool = False,
+    max_position: int | None = None,
+    partial: float = 1.0,
 ) -> RopeSpec:
-    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (published)."""
+    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (published).
+
+    `theta`, and `partial`, the part of each head that is rotated, are the family's, for configs that do not state them.
+    """
     numbers = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     kind = str(numbers.pop("rope_type", None) or numbers.pop("type", None) or "default")
     numbers.pop("type", None)
     if kind not in ROPE_TYPES:
         raise CheckpointError(
-            f"config.json: rope_type = {kind!r} is not supported: use one of {', '.join(sorted(ROPE_TYPES))}"
+            f"config.json: rope_type = {brief(kind)} is not supported: use one of {', '.join(sorted(ROPE_TYPES))}"
         )
     scaling = ROPE_TYPES[kind]
     if missing := [key for key in ROPE_NUMBERS[scaling] if numbers.get(key) is None]:
         raise CheckpointError(
-            f"config.json: rope_type = {kind!r} needs {', '.join(missing)}: add it to rope_parameters"
+            f"config.json: rope_type = {brief(kind)} needs {', '.join(missing)}: add it to rope_parameters"
         )
     if max_position is None:
         max_position = required_int(config, "max_position_embeddings")
     theta = float(numbers.pop("rope_theta", None) or config.get("rope_theta") or theta)
-    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
     original = config.get("original_max_position_embeddings") or numbers.pop("original_max_position_embeddings", None)
     numbers.pop("original_max_position_embeddings", None)
     return RopeSpec(
@@ -127,7 +145,9 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, list)) and value is not None
+    if isinstance(value, list):
+        return all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, (int, float))
 
 
 class SharedFields(TypedDict):
@@ -145,8 +165,9 @@ def shared_fields(
     config: Config, *, norm_eps: float = 1e-6, max_position_key: str = "max_position_embeddings"
 ) -> SharedFields:
     """`norm_eps` is the family's default, for configs that do not state it."""
+    stated_eps = optional_float(config, "rms_norm_eps")
     return SharedFields(
-        norm_eps=float(config.get("rms_norm_eps") or norm_eps),
+        norm_eps=norm_eps if stated_eps is None else stated_eps,
         tie_embeddings=bool(config.get("tie_word_embeddings")),
         max_position=required_int(config, max_position_key),
         eos_token_ids=tokens(config, "eos_token_id"),

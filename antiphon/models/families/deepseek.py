@@ -1,4 +1,5 @@
-"""DeepSeekMoE (`deepseek`: multi-head attention) and DeepSeek-V2, -V3 and -R1 (multi-head latent attention).
+"""DeepSeekMoE (`deepseek`: multi-head attention), DeepSeek-V2, -V3 and -R1 (multi-head latent attention), and their
+likes: Kimi-K2 (`kimi_k2`) and GLM-4.7-Flash (`glm4_moe_lite`) are DeepSeek-V3 by other names.
 
 All have shared experts, which a checkpoint stores as one feed-forward of their summed width, and dense first layers.
 - V2: softmax scores, optionally limited to groups by their best expert. Like transformers we ignore `norm_topk_prob`.
@@ -34,7 +35,7 @@ def v1_spec_from_config(config: keys.Config) -> ModelSpec:
         top_k=keys.required_int(config, "num_experts_per_tok"),
         normalize=bool(config.get("norm_topk_prob")),
     )
-    return _spec("deepseek", config, attention, router)
+    return moe_spec(config, attention, router)
 
 
 def v2_spec_from_config(config: keys.Config) -> ModelSpec:
@@ -50,48 +51,63 @@ def v2_spec_from_config(config: keys.Config) -> ModelSpec:
         group_score="max",
         scaling=float(config.get("routed_scaling_factor") or 1.0),
     )
-    return _spec("deepseek_v2", config, _latent_attention(config, interleaved=True), router)
+    return moe_spec(config, _latent_attention(config, interleaved=True), router)
 
 
 def v3_spec_from_config(config: keys.Config) -> ModelSpec:
     keys.one_of(config, "scoring_func", ("sigmoid",), "sigmoid")
     keys.one_of(config, "topk_method", ("noaux_tc",), "noaux_tc")
-    router = RouterSpec(
+    interleaved = bool(config.get("rope_interleave", True))
+    return moe_spec(config, _latent_attention(config, interleaved=interleaved), v3_router(config))
+
+
+def v3_router(config: keys.Config, *, normalize: bool = True) -> RouterSpec:
+    """DeepSeek-V3's router; `normalize` is the family's, for configs that do not state it."""
+    return RouterSpec(
         num_experts=keys.required_int(config, "n_routed_experts", "num_local_experts"),
         top_k=keys.required_int(config, "num_experts_per_tok"),
         scoring="sigmoid",
-        normalize=bool(config.get("norm_topk_prob", True)),
+        normalize=bool(config.get("norm_topk_prob", normalize)),
         has_score_bias=True,
         num_groups=keys.optional_int(config, "n_group", 1),
         top_k_groups=keys.optional_int(config, "topk_group", 1),
         group_score="top2",
         scaling=float(config.get("routed_scaling_factor") or 1.0),
     )
-    interleaved = bool(config.get("rope_interleave", True))
-    return _spec("deepseek_v3", config, _latent_attention(config, interleaved=interleaved), router)
 
 
-def _spec(family: str, config: keys.Config, attention: AttentionSpec, router: RouterSpec) -> ModelSpec:
+def moe_spec(config: keys.Config, attention: AttentionSpec, router: RouterSpec, *, norm_eps: float = 1e-6) -> ModelSpec:
+    """A model of DeepSeek's shape, whatever its attention and router: dense first layers, ungated shared experts."""
     keys.require_absent(config, "mlp_bias")
     num_layers = keys.required_int(config, "num_hidden_layers")
-    num_dense, every = int(config.get("first_k_dense_replace") or 0), keys.optional_int(config, "moe_layer_freq", 1)
+    moe_layers = _moe_layers(config, num_layers)
     width = keys.required_int(config, "moe_intermediate_size")
     return ModelSpec(
-        family=family,
+        family=str(config["model_type"]),
         vocab_size=keys.required_int(config, "vocab_size"),
         hidden_size=keys.required_int(config, "hidden_size"),
         num_layers=num_layers,
-        moe_layers=tuple(layer >= num_dense and layer % every == 0 for layer in range(num_layers)),
+        moe_layers=moe_layers,
         attention=attention,
         router=router,
         feed_forward=FeedForwardSpec(
             activation=keys.activation(config),
             intermediate=width,
             shared_intermediate=width * int(config.get("n_shared_experts") or 0),
-            dense_intermediate=keys.required_int(config, "intermediate_size"),
+            dense_intermediate=0 if all(moe_layers) else keys.required_int(config, "intermediate_size"),
         ),
-        **keys.shared_fields(config),
+        **keys.shared_fields(config, norm_eps=norm_eps),
     )
+
+
+def _moe_layers(config: keys.Config, num_layers: int) -> tuple[bool, ...]:
+    """Which layers route: by `mlp_layer_types` where a config has it, else all after the dense first ones."""
+    if kinds := config.get("mlp_layer_types"):
+        if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+            raise keys.unsupported("mlp_layer_types", kinds, f"'dense' or 'sparse' for each of its {num_layers} layers")
+        return tuple(kind == "sparse" for kind in kinds)
+    num_dense, every = int(config.get("first_k_dense_replace") or 0), keys.optional_int(config, "moe_layer_freq", 1)
+    return tuple(layer >= num_dense and layer % every == 0 for layer in range(num_layers))
 
 
 def _latent_attention(config: keys.Config, *, interleaved: bool) -> AttentionSpec:

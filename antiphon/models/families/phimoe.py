@@ -20,6 +20,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
     num_layers = keys.required_int(config, "num_hidden_layers")
     head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
     bias = bool(config.get("attention_bias"))
+    jitter = keys.optional_float(config, "router_jitter_noise")
     if config.get("num_experts_per_tok", 2) != 2:
         raise keys.unsupported("num_experts_per_tok", config["num_experts_per_tok"], "2, as SparseMixer chooses two")
     return ModelSpec(
@@ -43,7 +44,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
             top_k=2,
             scoring="sparsemixer",
             normalize=False,
-            jitter=float(config.get("router_jitter_noise", 0.01)),
+            jitter=0.01 if jitter is None else jitter,
         ),
         feed_forward=FeedForwardSpec(
             activation=keys.activation(config), intermediate=keys.required_int(config, "intermediate_size")

@@ -13,6 +13,7 @@ from antiphon.serve.api import chat, completions, status, tokens
 from antiphon.serve.api.auth import OPEN_PATHS, ApiKeyMiddleware
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
+from antiphon.serve.api.harmless import harmless_properties
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
@@ -23,6 +24,8 @@ from antiphon.serve.api.requests import (
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.text_queue import TextLimits
+from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.api")
@@ -36,15 +39,17 @@ def create_app(
     settings: ServerSettings,
     grammars: GrammarCompiler | None = None,
 ) -> FastAPI:
-    """The ASGI application. It starts nothing and owns nothing: engine and tokenizer live and end with the caller.
+    """The ASGI application. Engine and tokenizer live and end with the caller. What works on texts in other processes
+    starts with the first request that needs it, unless the server started it before, and ends with the server.
 
     `grammars`: the compiler the engine takes its matchers from; None builds one (about a second for a large
     vocabulary).
     """
-    app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = ApiContext(
         engine=engine,
         tokenizer=tokenizer,
+        texts=TextService(tokenizer, TextLimits.for_context(engine.info.max_model_len)),
         settings=settings,
         metrics=ServerMetrics(engine, settings.predicted),
         grammars=grammars or _build_grammars(engine, tokenizer),
@@ -76,7 +81,10 @@ def _describe(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
         [(model, "validation") for model in _REQUEST_MODELS], ref_template="#/components/schemas/{model}"
     )
     components = description.setdefault("components", {})
-    components.setdefault("schemas", {}).update(definitions["$defs"])
+    schemas = components.setdefault("schemas", {})
+    schemas.update(definitions["$defs"])
+    for model in _REQUEST_MODELS:
+        schemas[model.__name__]["properties"].update(harmless_properties(model.model_fields.keys()))
     if with_keys:
         components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
         for path, operations in description["paths"].items():

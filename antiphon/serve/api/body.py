@@ -1,7 +1,8 @@
 """Reads a request body: within a size and a time, as strict JSON, into a request model.
 
-The limit is enforced while the bytes arrive, so that nobody can make the server hold more than it allows. The JSON is
-parsed by msgspec, which takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
+The limits are enforced while the bytes arrive, so that nobody can make the server hold more than they allow. The JSON
+is parsed by msgspec, which takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
+Large bodies are decoded and validated one at a time, with a turn for everybody else in between.
 Rejected: FastAPI's own body handling, which reads everything first, accepts NaN and answers 422.
 """
 
@@ -13,59 +14,41 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
+from antiphon.serve.api.harmless import HARMLESS
+from antiphon.serve.api.input_limits import InputLimits, StructureCount, body_too_large
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-# Parameters of OpenAI's or vLLM's API that this server, or an endpoint of it, cannot obey. Null means absent; anything
-# else is refused.
-UNSUPPORTED = {
-    "best_of": "use n and choose among the answers yourself",
-    "suffix": "insertion into text is not supported",
-    "tools": "tool calling is not supported",
-    "tool_choice": "tool calling is not supported",
-    "parallel_tool_calls": "tool calling is not supported",
-    "functions": "function calling is not supported",
-    "function_call": "function calling is not supported",
-    "modalities": "this server produces text only",
-    "audio": "this server produces text only",
-    "prediction": "predicted outputs are not supported",
-    "reasoning_effort": "set it through the model's chat template instead",
-    "verbosity": "say it in the prompt instead",
-    "metadata": "requests are not stored",
-    "store": "requests are not stored",
-    "service_tier": "there is only one tier",
-    "web_search_options": "web search is not supported",
-    "safety_identifier": "use user instead",
-    "prompt_cache_key": "prefixes are cached by their content",
-    "prompt_cache_retention": "prefixes are cached by their content",
-    "moderation": "moderation is not supported",
-    "use_beam_search": "beam search is not supported",
-    "guided_json": "use response_format instead",
-    "chat_template": "the model's own chat template is used",
-    "chat_template_kwargs": "the model's own chat template is used as it is",
-    "include_stop_str_in_output": "stop strings are never part of the text",
-    "skip_special_tokens": "special tokens are never part of the text",
-    "prompt_logprobs": "use echo with logprobs on /v1/completions",
-    "echo": "only /v1/completions repeats the prompt",
-    "top_logprobs": "on /v1/completions, logprobs is the number of alternatives",
-    "max_completion_tokens": "on /v1/completions it is called max_tokens",
-}
+_LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
+_TRIMMED_BODY_BYTES = 1024 * 1024
+_MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
 
 _TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
 
 
-async def read_request(request: Request, model: type[_Model], max_bytes: int, timeout_s: float) -> _Model:
+async def read_request(request: Request, model: type[_Model], context: ApiContext) -> _Model:
     """The validated request; `ApiError` 400, 408, 413 or 415 with a message that names the parameter."""
-    _check_headers(request, max_bytes)
+    limits, timeout_s = context.limits, context.settings.body_timeout_s
+    _check_headers(request, limits.max_body_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            body = await _read_limited(request, max_bytes)
+            body = await _read_limited(request, limits)
     except TimeoutError as error:
         raise ApiError(
             408, f"the request body did not arrive within {timeout_s:.0f} s", headers={"connection": "close"}
         ) from error
-    return validate(parse_json(body), model)
+    if len(body) < _LARGE_BODY_BYTES:
+        return validate(parse_json(body), model, limits)
+    if len(body) > _TRIMMED_BODY_BYTES:
+        context.trimmer.note_large_input()
+    async with context.large_body:
+        await asyncio.sleep(0)
+        value = parse_json(body)
+        del body
+        await asyncio.sleep(0)
+        return validate(value, model, limits)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
@@ -77,31 +60,22 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body uncompressed")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+        raise body_too_large(max_bytes)
 
 
-async def _read_limited(request: Request, max_bytes: int) -> bytes:
+async def _read_limited(request: Request, limits: InputLimits) -> bytearray:
     body = bytearray()
+    count = StructureCount(limits)
     try:
         async for chunk in request.stream():
+            count.add(chunk)
             body += chunk
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
     except ClientDisconnect as error:
         raise bad_request("the connection closed before the whole body had arrived") from error
-    return bytes(body)
+    return body
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request body is larger than {max_bytes} bytes: send a shorter one",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `body`, or `ApiError` 400."""
     try:
         value = msgspec.json.decode(body)
@@ -118,26 +92,34 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def validate(value: dict[str, Any], model: type[_Model]) -> _Model:
-    """`value` as a request model; the first mistake as `ApiError` 400 that names the parameter."""
-    for name in UNSUPPORTED.keys() & value.keys() - model.model_fields.keys():
-        if value[name] is not None:
+def validate(value: dict[str, Any], model: type[_Model], limits: InputLimits) -> _Model:
+    """`value` as a request model; the first mistake as `ApiError` 400 that names the parameter.
+
+    Names and lengths come first: the model collects every mistake there is, and there may be a million."""
+    for name in value:
+        if name not in model.model_fields and name not in HARMLESS:
+            raise _unknown(name[:_MAX_PATH_CHARACTERS])
+    for name in HARMLESS.keys() & value.keys() - model.model_fields.keys():
+        entry = HARMLESS[name]
+        if not entry.accepts(value[name]):
             raise bad_request(
-                f"{name} is not supported: {UNSUPPORTED[name]}; leave it out", param=name, code="unsupported_parameter"
+                f"{name} is {_describe(value[name])}: {entry.reason}; leave it out or send {entry.accepted}",
+                param=name,
+                code="unsupported_parameter",
             )
         del value[name]
+    limits.check_fields(value)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _from_validation_error(error) from None
+        raise _from_validation_error(error, value) from None
 
 
-def _from_validation_error(error: ValidationError) -> ApiError:
+def _from_validation_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
     first = error.errors(include_url=False)[0]
-    param = _parameter_path(first["loc"])
+    param = _parameter_path(first["loc"], value, is_missing=first["type"] == "missing")
     if first["type"] == "extra_forbidden":
-        message = f"unknown parameter: {param}"
-        return bad_request(f"{message}; this server does not ignore what it does not know", param=param)
+        return _unknown(param)
     if first["type"] == "missing":
         return bad_request(f"{param} is missing", param=param)
     detail = first["msg"].removeprefix("Input should be ")
@@ -147,17 +129,27 @@ def _from_validation_error(error: ValidationError) -> ApiError:
     )
 
 
-def _parameter_path(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content")`` -> ``messages[0].content``."""
+def _unknown(param: str) -> ApiError:
+    return bad_request(f"unknown parameter: {param}; this server does not ignore what it does not know", param=param)
+
+
+def _parameter_path(location: tuple[int | str, ...], value: Any, *, is_missing: bool) -> str:
+    """``("messages", 0, "user", "content")`` -> ``messages[0].content``: steps that are not in `value` are pydantic's
+    names for the members of a union, except for the last step to something missing."""
     path = ""
-    for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-    return path
+    for number, step in enumerate(location):
+        if isinstance(value, list) and isinstance(step, int):
+            value = value[step]
+            path += f"[{step}]"
+        elif (isinstance(value, dict) and step in value) or (is_missing and number == len(location) - 1):
+            value = value.get(step)
+            path += f".{step}" if path else str(step)
+    return path[:_MAX_PATH_CHARACTERS]
 
 
 def _describe(value: object) -> str:
     """A value for an error message: short, and with its type when that is not obvious."""
     if isinstance(value, (dict, list)):
         return _TYPE_NAMES[type(value)]
-    text = repr(value)
+    text = repr(value[:61] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -14,7 +14,9 @@ from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import respond
 from antiphon.serve.api.responses import ChatCompletionResponse
 from antiphon.serve.api.sampling import chat_sampling, check_request, compile_grammar
+from antiphon.serve.api.tools import tool_use
 from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tool_calls import CallPiece
 
 router = APIRouter(tags=["generation"])
 
@@ -39,10 +41,16 @@ class ChatShape:
         }
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        return self._choice(delta, "delta", {"content": delta.text} if delta.text else {})
+        news: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            news["tool_calls"] = [_streamed_call(piece) for piece in delta.calls]
+        return self._choice(delta, "delta", news)
 
     def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
-        return self._choice(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.calls:
+            message |= {"content": delta.text or None, "tool_calls": _whole_calls(delta.calls)}
+        return self._choice(delta, "message", message)
 
     def _choice(self, delta: ChoiceDelta, key: str, content: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -52,6 +60,24 @@ class ChatShape:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+
+
+def _streamed_call(piece: CallPiece) -> dict[str, Any]:
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
+    arguments: dict[int, list[str]] = {}
+    for piece in pieces:
+        arguments.setdefault(piece.index, []).append(piece.arguments)
+    return [
+        {"id": p.id, "type": "function", "function": {"name": p.name, "arguments": "".join(arguments[p.index])}}
+        for p in pieces
+        if p.id is not None
+    ]
 
 
 @router.post(
@@ -64,8 +90,10 @@ async def create_chat_completion(request: Request) -> Response:
     body = await receive_body(request, ChatCompletionRequest)
     async with generation_for(context, body, "chatcmpl") as generation:
         check_request(context, body, 1)
-        prompt = await chat_prompt(context, body)
-        grammar = await compile_grammar(context, body)
-        generation.submit([prompt], [chat_sampling(context, body, len(prompt.token_ids), grammar)], body)
+        tools = tool_use(context, body)
+        prompt = await chat_prompt(context, body, offers_tools=tools is not None)
+        grammar = await compile_grammar(context, body, tools)
+        params = chat_sampling(context, body, len(prompt.token_ids), grammar)
+        generation.submit([prompt], [params], body, tools=tools)
         shape = ChatShape(context.tokenizer, with_logprobs=bool(body.logprobs))
         return await respond(request, generation, shape, body)

@@ -1,17 +1,21 @@
 """One answer in the making: engine outputs go in, pieces of text ready to be sent come out. No HTTP, no asyncio.
 
 A piece waits when it might be the beginning of a stop string or holds half a character; the logprobs of its tokens wait
-with it. Logprobs cover every generated token, the ending one included (tools that score text count on it); text never
-contains the stop string, the stop token or special tokens.
+with it. Logprobs cover every generated token, the ending one included (tools that score text count on it); text
+holds the stop string, the stop token and special tokens only when the request asks for them.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.text.stop_strings import StopStringMatcher
 from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tool_calls import CallPiece, ToolCallReader
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
+
+_LONGEST_CHARACTER_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -25,10 +29,12 @@ class TokenEntry:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new about one answer. The last one has `finish_reason`: "stop", "length", or the engine's failure."""
+    """What is new about one answer. The last one has `finish_reason`: "stop", "length", "tool_calls", or why the engine
+    gave up."""
 
     index: int
     text: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -47,7 +53,12 @@ class Choice:
         stop_strings: tuple[str, ...],
         echo: bool,
         tokenizer: TextTokenizer,
+        skip_special_tokens: bool = True,
+        keep_stop: bool = False,
+        reader: ToolCallReader | None = None,
     ) -> None:
+        """`keep_stop`: the text ends with the stop string or stop token that ended it. `reader`: finds calls of tools,
+        which are then no part of the text."""
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -55,8 +66,12 @@ class Choice:
         self._prompt = prompt
         self._params = params
         self._echo_pending = echo
+        shown = reader.mark if reader is not None else ""
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
+        self._new_detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
+        self._detokenizer = self._new_detokenizer()
+        self._keep_stop = keep_stop
+        self._reader = reader
         self._stops = StopStringMatcher(stop_strings)
         self._text_offset = 0
         self._pending_entries: list[TokenEntry] = []
@@ -74,29 +89,54 @@ class Choice:
             logprob = output.logprobs[position] if output.logprobs is not None else None
             delta.text += self._take_token(token_id, logprob, is_stop_token)
             if self._stops.matched is not None:
-                return self._finish(delta, "stop", self._stops.matched)
+                return self._finish_by_stop_string(delta, self._stops.matched)
         if output.finish_reason is not None:
             return self._finish_by_engine(output, delta)
-        if not delta.text:
+        self._read_calls(delta)
+        if self._reader is not None and self._reader.satisfied:
+            return self._end(delta, "stop", None)
+        if not delta.text and not delta.calls:
             return None
         self._move_entries(delta)
         return delta
 
     def _echo(self, output: EngineOutput, delta: ChoiceDelta) -> None:
         delta.text = self._prompt.text
+        if self._take_half_character():
+            delta.text = delta.text.removesuffix("\ufffd")
         if output.prompt_logprobs is not None:
-            detokenizer = self._tokenizer.detokenizer()
+            detokenizer = self._new_detokenizer()
             offset = 0
             for token_id, logprob in zip(self._prompt.token_ids, output.prompt_logprobs, strict=True):
                 self._pending_entries.append(TokenEntry(token_id, logprob, offset))
                 offset += len(detokenizer.feed(token_id))
-        self._text_offset = len(self._prompt.text)
+        self._text_offset = len(delta.text)
+
+    def _take_half_character(self) -> bool:
+        """Whether the prompt's token ids end in the middle of a character. Then the answer's text begins with its
+        other half: prompt and answer are decoded as one."""
+        last: list[int] = []
+        num_bytes = 0
+        for token_id in reversed(self._prompt.token_ids):
+            last.append(token_id)
+            num_bytes += len(self._tokenizer.token_bytes.in_text(token_id))
+            if num_bytes >= _LONGEST_CHARACTER_BYTES:
+                break
+        last.reverse()
+        half = self._new_detokenizer()
+        for token_id in last:
+            half.feed(token_id)
+        if not half.flush():
+            return False
+        for token_id in last:
+            self._detokenizer.feed(token_id)
+        return True
 
     def _take_token(self, token_id: int, logprob: TokenLogprob | None, is_stop_token: bool) -> str:
         self.num_tokens += 1
         if logprob is not None:
             self._pending_entries.append(TokenEntry(token_id, logprob, self._text_offset))
-        if is_stop_token:
+        if is_stop_token and not self._keep_stop:
             return ""
         piece = self._detokenizer.feed(token_id)
         self._text_offset += len(piece)
@@ -107,14 +147,32 @@ class Choice:
         assert output.finish_reason is not None
         delta.text += self._stops.feed(self._detokenizer.flush())
         if self._stops.matched is not None:
-            return self._finish(delta, "stop", self._stops.matched)
+            return self._finish_by_stop_string(delta, self._stops.matched)
         delta.text += self._stops.flush()
         delta.error = output.error
         asked_for = output.stop_token_id in self._params.stop_token_ids
         return self._finish(delta, output.finish_reason, output.stop_token_id if asked_for else None)
 
+    def _finish_by_stop_string(self, delta: ChoiceDelta, matched: str) -> ChoiceDelta:
+        if self._keep_stop:
+            delta.text += matched
+        return self._finish(delta, "stop", matched)
+
+    def _read_calls(self, delta: ChoiceDelta) -> None:
+        if self._reader is not None:
+            reading = self._reader.feed(delta.text)
+            delta.text, delta.calls = reading.text, reading.calls
+
     def _finish(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:
+        self._read_calls(delta)
+        if self._reader is not None:
+            delta.text += self._reader.flush().text
+        return self._end(delta, reason, stop_reason)
+
+    def _end(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:
         self.finished = True
+        if reason == "stop" and self._reader is not None and self._reader.num_calls:
+            reason = "tool_calls"
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         self._move_entries(delta)

@@ -1,36 +1,48 @@
 """What every endpoint needs, in one object hung on the application; there are no globals.
 
-It also keeps count: how many requests generate right now, and whether the server is on its way out.
+It also keeps count: how many requests run right now, and whether the server is on its way out.
 """
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fastapi import Request
 
 from antiphon.serve.api.errors import shutting_down, too_busy
+from antiphon.serve.api.input_limits import input_limits
+from antiphon.serve.api.memory import MemoryTrimmer
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 
 class ApiContext:
-    """Engine, tokenizer, settings and the requests in flight. Used from the event loop's thread only."""
+    """Engine, tokenizer, settings and the requests in flight. Used from the event loop's thread only.
+
+    `large_body` is held while a large request body is decoded."""
 
     def __init__(
         self,
         *,
         engine: AsyncEngine,
         tokenizer: TextTokenizer,
+        texts: TextService,
         settings: ServerSettings,
         metrics: ServerMetrics,
         grammars: GrammarCompiler | None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.texts = texts
         self.settings = settings
+        self.limits = input_limits(settings, engine.info.max_model_len, tokenizer)
+        self.large_body = asyncio.Lock()
+        self.trimmer = MemoryTrimmer()
         self.metrics = metrics
         self.grammars = grammars
         self.model_name = settings.served_model_name or engine.info.model_name
@@ -41,7 +53,7 @@ class ApiContext:
         self._idle.set()
 
     def enter(self) -> None:
-        """Count one more generating request, or refuse it: 503 when draining, 429 at the limit."""
+        """Count one more running request, or refuse it: 503 when draining, 429 at the limit."""
         if self.draining:
             raise shutting_down()
         limit = self.settings.max_concurrent_streams
@@ -55,6 +67,15 @@ class ApiContext:
         self.num_active -= 1
         if self.num_active == 0:
             self._idle.set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """`enter` and `leave` around a request whose answer is ready at the end of the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request generates; False when some still do at the timeout."""

@@ -22,8 +22,7 @@ AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest, Tok
 async def receive_body(request: Request, model: type[AnyRequest]) -> AnyRequest:
     """The validated body of `request`, for this server's model."""
     context = context_of(request)
-    settings = context.settings
-    body = await read_request(request, model, settings.max_body_bytes, settings.body_timeout_s)
+    body = await read_request(request, model, context)
     check_model_name(context, body.model)
     return body
 

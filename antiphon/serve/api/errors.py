@@ -17,6 +17,8 @@ from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
 
 _log = get_logger("serve.api")
 
+_MAX_PATH_CHARACTERS = 200
+
 
 class ApiError(Exception):
     """A refusal with everything the client is told."""
@@ -97,8 +99,12 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        path = request.scope["path"][:_MAX_PATH_CHARACTERS]
         phrase = http.HTTPStatus(error.status_code).phrase.lower()
-        message = f"{request.method} {request.url.path}: {phrase}; this server's paths are listed in /openapi.json"
+        message = f"{request.method} {path}: {phrase}; this server's paths are listed in /openapi.json"
+        without_slash = path.rstrip("/")
+        if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
+            message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     async def bug(request: Request, error: Exception) -> JSONResponse:

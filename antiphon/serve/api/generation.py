@@ -21,6 +21,7 @@ from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.api.sampling import with_seed
+from antiphon.serve.api.tools import ToolUse
 from antiphon.serve.engine_api import AsyncEngine, EngineOutput
 from antiphon.specs.sampling import SamplingParams
 
@@ -110,6 +111,7 @@ class Generation:
         request: GenerationRequest,
         *,
         echo: bool = False,
+        tools: ToolUse | None = None,
     ) -> None:
         """Queue every answer with the engine. When it refuses one, `close` takes the others back."""
         engine = self._context.engine
@@ -125,6 +127,9 @@ class Generation:
                     stop_strings=tuple(request.stop or ()),
                     echo=echo,
                     tokenizer=self._context.tokenizer,
+                    skip_special_tokens=request.skip_special_tokens is not False,
+                    keep_stop=bool(request.include_stop_str_in_output),
+                    reader=tools.reader() if tools is not None else None,
                 )
                 engine_id = f"{self.request_id}-{index}"
                 outputs = engine.submit(engine_id, prompt.token_ids, with_seed(prompt_params, request.seed, answer))
@@ -158,7 +163,8 @@ class Generation:
         await request.close()  # a stop string ends one answer while others go on
 
     async def close(self) -> None:
-        """End whatever still runs. Safe to call more than once, and while the caller is being cancelled."""
+        """End whatever the engine still computes for this, and give back the place among the running requests. Safe to
+        call more than once, and while the caller is being cancelled."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -182,6 +188,21 @@ class Generation:
             "total_tokens": num_prompt + num_completion,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+
+    def usage_of(self, index: int) -> dict[str, object]:
+        """Token counts so far of one answer, for streams."""
+        choice = self._requests[index].choice
+        num_prompt = len(self.prompts[index // self.num_answers].token_ids)
+        return _usage(num_prompt, choice.num_tokens, choice.num_cached_tokens)
+
+
+def _usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
 
 
 @asynccontextmanager

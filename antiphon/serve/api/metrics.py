@@ -9,7 +9,7 @@ somebody. Per-expert series are left out on purpose: layers x experts makes thou
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -38,6 +38,16 @@ class ServerMetrics(Collector):
         self.queue_time = self._histogram("request_queue_time", "until first scheduled", _LATENCY_BUCKETS_S)
         self.finished = Counter(
             "antiphon:requests_finished", "Answers ended, by reason", ["reason"], registry=self.registry
+        )
+        self.connections = Gauge("antiphon:connections", "Open connections", registry=self.registry)
+        self.connections_ended = Counter(
+            "antiphon:connections_ended",
+            "Connections that the server ended, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.slow_readers = Counter(
+            "antiphon:slow_readers", "Streams cancelled because the client did not keep up", registry=self.registry
         )
         self.registry.register(self)
 

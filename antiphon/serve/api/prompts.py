@@ -1,14 +1,21 @@
-"""From what a request says to the token ids of its prompts, within the limits of model and operator."""
+"""From what a request says to the token ids of its prompts, within the limits of model and operator.
 
-import asyncio
+Short texts are tokenized here, in a few milliseconds at most; long ones, and every chat template, in the processes of
+`text_service`. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then cut:
+tokenizing only its end could split the first kept token differently.
+"""
+
 from dataclasses import dataclass
 
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.errors import ApiError, bad_request
-from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, Message, Prompt
-from antiphon.serve.text.tokenizer import ChatMessage
+from antiphon.serve.api.conversation import render_conversation
+from antiphon.serve.api.errors import bad_request
+from antiphon.serve.api.input_limits import too_long
+from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, Prompt
+from antiphon.serve.engine_api import RequestTooLong
 
-_LONG_TEXT_CHARACTERS = 4096
+_SHORT_CHARACTERS = 2048  # of all texts of a request together
+_SHORT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -19,11 +26,40 @@ class TokenizedPrompt:
     text: str
 
 
-async def encode_text(context: ApiContext, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`; long texts in a thread, so that running streams go on."""
-    if len(text) < _LONG_TEXT_CHARACTERS:
-        return context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(context.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def encode_text(
+    context: ApiContext, text: str, param: str, *, add_special_tokens: bool, truncated: bool = False
+) -> list[int]:
+    """Token ids of `text`, which `param` holds; `ApiError` 400 when they do not fit. `truncated`: all its ids, however
+    many, because the caller keeps only the last ones."""
+    ids = await _encode_texts(context, [text], param, add_special_tokens=add_special_tokens, truncated=truncated)
+    return ids[0]
+
+
+async def _encode_texts(
+    context: ApiContext, texts: list[str], param: str, *, add_special_tokens: bool, truncated: bool
+) -> list[list[int]]:
+    limits = context.limits
+    for text in texts:
+        limits.check_text(text, param, truncated=truncated)
+    if sum(map(len, texts)) <= _SHORT_CHARACTERS:
+        encoded = [context.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    else:
+        max_tokens = None if truncated else limits.max_prompt_tokens
+        try:
+            encoded = await context.texts.encode(texts, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        except RequestTooLong as error:
+            raise too_long(f"{param} {error}", param) from None
+    if not truncated:
+        for token_ids in encoded:
+            limits.check_num_tokens(len(token_ids), param)
+    return encoded
+
+
+async def decode_ids(context: ApiContext, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    """Text of `token_ids`, which are in the vocabulary."""
+    if len(token_ids) <= _SHORT_TOKENS:
+        return context.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return await context.texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def check_token_ids(context: ApiContext, token_ids: list[int], param: str) -> None:
@@ -36,49 +72,51 @@ def check_token_ids(context: ApiContext, token_ids: list[int], param: str) -> No
 
 async def completion_prompts(context: ApiContext, request: CompletionRequest) -> list[TokenizedPrompt]:
     """The request's prompts in order, truncated if it asked for that, none too long or empty."""
+    num_kept = request.truncate_prompt_tokens
+    skip_special_tokens = request.skip_special_tokens is not False
+    parts = split_prompts(request.prompt)
+    texts = [part for part in parts if isinstance(part, str)]
+    encoded = await _encode_texts(
+        context,
+        texts,
+        "prompt",
+        add_special_tokens=request.add_special_tokens is not False,
+        truncated=num_kept is not None,
+    )
+    ids_of_texts = iter(encoded)
     prompts = []
-    for part in split_prompts(request.prompt):
+    for part in parts:
         if isinstance(part, str):
-            token_ids = await encode_text(context, part, add_special_tokens=True)
-            text = part
+            token_ids = next(ids_of_texts)
         else:
             check_token_ids(context, part, "prompt")
             token_ids = part
-            text = context.tokenizer.decode(part, skip_special_tokens=True) if request.echo else ""
-        kept = _truncate(token_ids, request.truncate_prompt_tokens)
-        if len(kept) < len(token_ids):
-            text = context.tokenizer.decode(kept, skip_special_tokens=True)
+        kept = _truncate(token_ids, num_kept)
+        if isinstance(part, str) and len(kept) == len(token_ids):
+            text = part
+        elif request.echo:
+            text = await decode_ids(context, kept, skip_special_tokens=skip_special_tokens)
+        else:
+            text = ""
         prompts.append(_within_limits(context, TokenizedPrompt(kept, text), "prompt"))
     return prompts
 
 
-async def chat_prompt(context: ApiContext, request: ChatCompletionRequest) -> TokenizedPrompt:
+async def chat_prompt(context: ApiContext, request: ChatCompletionRequest, *, offers_tools: bool) -> TokenizedPrompt:
     """The conversation through the model's chat template."""
-    text = render_messages(context, request.messages, add_generation_prompt=True)
-    token_ids = await encode_text(context, text, add_special_tokens=False)
+    truncated = request.truncate_prompt_tokens is not None
+    text = await render_conversation(
+        context,
+        request.messages,
+        request,
+        offers_tools=offers_tools,
+        reasoning_effort=request.reasoning_effort,
+        truncated=truncated,
+    )
+    add_special_tokens = bool(request.add_special_tokens)
+    token_ids = await encode_text(context, text, "messages", add_special_tokens=add_special_tokens, truncated=truncated)
     kept = _truncate(token_ids, request.truncate_prompt_tokens)
     return _within_limits(context, TokenizedPrompt(kept, text), "messages")
-
-
-def render_messages(context: ApiContext, messages: list[Message], *, add_generation_prompt: bool) -> str:
-    """`messages` as one text; text parts of a message are joined by line breaks."""
-    plain: list[ChatMessage] = []
-    for number, message in enumerate(messages):
-        content = message.content
-        role: str = message.role
-        if role == "developer" and not context.tokenizer.template_reads("developer"):
-            role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
-        turn = {
-            "role": role,
-            "content": content if isinstance(content, str) else "\n".join(part.text for part in content),
-        }
-        if message.name is not None:
-            if not context.tokenizer.template_reads("name"):
-                param = f"messages[{number}].name"
-                raise bad_request(f"{param}: this model's chat template does not read names; leave it out", param=param)
-            turn["name"] = message.name
-        plain.append(turn)
-    return context.tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt)
 
 
 def split_prompts(prompt: Prompt) -> list[str | list[int]]:
@@ -95,15 +133,7 @@ def _truncate(token_ids: list[int], num_kept: int | None) -> list[int]:
 
 
 def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> TokenizedPrompt:
-    num_tokens = len(prompt.token_ids)
-    if num_tokens == 0:
+    if not prompt.token_ids:
         raise bad_request(f"{param} has no tokens: write at least one", param=param)
-    own_limit = context.settings.max_prompt_tokens
-    limit = context.engine.info.max_model_len if own_limit is None else own_limit
-    if num_tokens > limit:
-        raise too_long(f"{param} has {num_tokens} tokens, the limit is {limit}: shorten it", param)
+    context.limits.check_num_tokens(len(prompt.token_ids), param)
     return prompt
-
-
-def too_long(message: str, param: str) -> ApiError:
-    return bad_request(message, param=param, code="context_length_exceeded")

@@ -7,8 +7,10 @@ checked later, in `sampling` and `prompts`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOptions, ToolChoice
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -17,7 +19,9 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _INT32_MAX for item in value)
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= _INT32_MAX)
 
 
 def _check_prompt(value: object) -> Prompt:
@@ -98,12 +102,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
-class RequestModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 class StreamOptions(RequestModel):
     include_usage: bool | None = Field(None, description="Send token counts in a last event. Default false.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Send the token counts so far of an answer with every event of it. Default false."
+    )
+    include_obfuscation: Literal[False] | None = Field(None, description="Events are never padded.")
 
 
 class TextFormat(RequestModel):
@@ -133,71 +137,81 @@ class GenerationRequest(RequestModel):
     """What completions and chat completions have in common."""
 
     model: str | None = Field(None, description="The served model's name. Default: the served model.")
-    max_tokens: Count | None = None
+    max_tokens: Count | None = Field(None, description="Default 16 for completions, the rest of the context for chats.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="Default 1; 0 is greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1: all tokens.")
     top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = Field(None, description="0 and -1: off.")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Leave out tokens less likely than this part of the likeliest. Default 0."
+    )
     n: PositiveCount | None = Field(None, description="Answers per prompt. Default 1.")
-    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
-    stop: StopField | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logit_bias: LogitBiasField | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Count | None = None
-    ignore_eos: bool | None = None
-    response_format: ResponseFormat | None = None
+    best_of: PositiveCount | None = Field(None, description="Must be n: no answer is thrown away.")
+    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = Field(
+        None, description="The same seed gives the same answer; answer i of n has seed + i."
+    )
+    stop: StopField | None = Field(None, description="Texts that end the answer before themselves.")
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Tokens that end the answer, besides the model's own."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Let the text end with the stop string or stop token that ended it. Default false."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="False: special tokens are part of the text. Default true."
+    )
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is made.")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    logit_bias: LogitBiasField | None = Field(None, description="Added to the logits of these token ids.")
+    presence_penalty: Penalty | None = Field(None, description="Taken off the logits of tokens that came. Default 0.")
+    frequency_penalty: Penalty | None = Field(None, description="The same for every time they came. Default 0.")
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        None, description="Makes tokens of prompt and answer less likely. Default 1: off."
+    )
+    min_tokens: Count | None = Field(None, description="Nothing ends the answer before. Default 0.")
+    ignore_eos: bool | None = Field(None, description="Go on after the model's end-of-sequence token. Default false.")
+    response_format: ResponseFormat | None = Field(
+        None, description="JSON, or JSON that follows a schema, is enforced."
+    )
     truncate_prompt_tokens: PositiveCount | None = Field(None, description="Keep only this many of the last tokens.")
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="Changes nothing: prompts that begin alike share a cache, whatever their keys."
+    )
 
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: PromptField
+    prompt: PromptField = Field(description="One prompt or several.")
     echo: bool | None = Field(None, description="Put the prompt before the answer.")
+    add_special_tokens: bool | None = Field(
+        None, description="Begin a text with what the model was trained with, often a BOS token. Default true."
+    )
     logprobs: NumLogprobs | None = Field(None, description="Alternatives to report for each token.")
 
 
-class TextPart(RequestModel):
-    type: Literal["text"]
-    text: str
-
-
-class Message(RequestModel):
-    """One turn. Fields that official clients echo back from an answer may be there as long as they are null."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-
-
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(
+        min_length=1, fail_fast=True, description="The conversation, for the model's chat template."
+    )
     max_completion_tokens: PositiveCount | None = Field(None, description="The newer name of max_tokens.")
-    logprobs: bool | None = None
+    logprobs: bool | None = Field(None, description="Report the probability of each token. Default false.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives for each token; needs logprobs.")
+    tool_choice: ToolChoice | None = Field(None, description="Default auto with tools; required calls at least once.")
+    parallel_tool_calls: bool | None = Field(None, description="False: the answer ends after one call. Default true.")
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="For chat templates that read it; for others only none is accepted."
+    )
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(TemplateOptions):
     """`POST /tokenize`: a prompt or a conversation, not both."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = Field(None, description="Default true for a prompt, false for messages.")
-    add_generation_prompt: bool | None = Field(None, description="With messages only. Default true.")
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
 
@@ -205,4 +219,4 @@ class DetokenizeRequest(RequestModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)

@@ -1,9 +1,11 @@
 """Sends a generation: as one JSON answer, or as server-sent events while it is made.
 
 Completions and chat completions differ only in how an answer is spelled; `AnswerShape` is that difference. Every
-event is one dictionary encoded by msgspec and one send: no models, no tasks, a few microseconds a token.
+event is one dictionary encoded by msgspec: no models, no task per event, a few microseconds a token. A stream's events
+wait for the client in an `Outbox`, within a limit.
 """
 
+import asyncio
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -11,13 +13,16 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from antiphon.base.logging import get_logger
 from antiphon.serve.api.choice import ChoiceDelta
-from antiphon.serve.api.context import context_of
+from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.disconnect import ClientGone, until_disconnect
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.api.requests import GenerationRequest
+from antiphon.serve.api.outbox import Outbox, SlowReader
+from antiphon.serve.api.requests import GenerationRequest, StreamOptions
 
+_log = get_logger("serve.api")
 _encode = msgspec.json.Encoder().encode
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -45,11 +50,10 @@ async def respond(
     body: GenerationRequest,
 ) -> Response:
     """The response for a submitted generation, which is closed when the response is out or the client gone."""
-    model_name = context_of(request).model_name
-    header = {"id": generation.request_id, "created": generation.created_s, "model": model_name}
+    context = context_of(request)
+    header = {"id": generation.request_id, "created": generation.created_s, "model": context.model_name}
     if body.stream:
-        include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(generation, shape, header, include_usage=include_usage)
+        return EventStream(context, generation, shape, header, body.stream_options)
     answers = await until_disconnect(request.receive, _collect(generation))
     whole = header | {
         "object": shape.object_name,
@@ -69,6 +73,7 @@ async def _collect(generation: Generation) -> list[ChoiceDelta]:
             _raise_failure(delta)
             answer = answers[delta.index]
             texts[delta.index].append(delta.text)
+            answer.calls += delta.calls
             answer.entries += delta.entries
             answer.finish_reason = delta.finish_reason
             answer.stop_reason = delta.stop_reason
@@ -80,6 +85,9 @@ async def _collect(generation: Generation) -> list[ChoiceDelta]:
 def _raise_failure(delta: ChoiceDelta) -> None:
     if delta.finish_reason == "abort":
         raise shutting_down()
+    if delta.finish_reason == "grammar":
+        message = delta.error or "the answer cannot follow response_format any further"
+        raise ApiError(400, message, param="response_format", code="grammar_error")
     if delta.finish_reason == "error":
         message = delta.error or "the engine could not finish the request"
         raise ApiError(500, message, code="engine_error")
@@ -89,14 +97,21 @@ class EventStream(Response):
     """Server-sent events of one generation, ended by ``[DONE]``. A failure on the way is one event with `error`."""
 
     def __init__(
-        self, generation: Generation, shape: AnswerShape, header: dict[str, Any], *, include_usage: bool
+        self,
+        context: ApiContext,
+        generation: Generation,
+        shape: AnswerShape,
+        header: dict[str, Any],
+        options: StreamOptions | None,
     ) -> None:
         super().__init__(None, headers=_EVENT_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
+        self._context = context
         self._generation = generation
         self._shape = shape
         self._header = header | {"object": shape.chunk_object_name}
-        self._include_usage = include_usage
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -108,31 +123,45 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        outbox = Outbox(self._context.settings.max_unread_bytes)
+        delivering = asyncio.ensure_future(outbox.deliver(send))
         try:
-            await self._send_answers(send)
-        except ApiError as error:
-            await self._send(send, error.body())
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            last = b""
+            try:
+                await self._put_answers(outbox)
+            except ApiError as error:
+                if isinstance(error, SlowReader):
+                    self._context.metrics.slow_readers.inc()
+                    _log.warning("request %s is cancelled: %s", self._generation.request_id, error.message)
+                last = _event(error.body())
+            # The client may take its time over what waits for it, but nothing is computed for it any more.
+            await self._generation.close()
+            outbox.finish(last + b"data: [DONE]\n\n")
+            await delivering
+        finally:
+            delivering.cancel()
+            await asyncio.gather(delivering, return_exceptions=True)
 
-    async def _send_answers(self, send: Send) -> None:
+    async def _put_answers(self, outbox: Outbox) -> None:
         for index in range(self._generation.num_choices):
             opening = self._shape.opening(index)
             if opening is not None:
-                await self._send(send, self._event(opening))
+                await outbox.put(self._piece(opening))
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 _raise_failure(delta)
-                await self._send(send, self._event(self._shape.piece(delta)))
+                await outbox.put(self._piece(self._shape.piece(delta)))
         if self._include_usage:
-            await self._send(send, self._header | {"choices": [], "usage": self._generation.usage()})
+            await outbox.put(_event(self._header | {"choices": [], "usage": self._generation.usage()}))
 
-    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _piece(self, choice: dict[str, Any]) -> bytes:
         event = self._header | {"choices": [choice]}
-        if self._include_usage:
+        if self._continuous_usage:
+            event["usage"] = self._generation.usage_of(choice["index"])
+        elif self._include_usage:
             event["usage"] = None
-        return event
+        return _event(event)
 
-    @staticmethod
-    async def _send(send: Send, event: dict[str, Any]) -> None:
-        body = b"data: " + _encode(event) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"

@@ -12,6 +12,10 @@ Finish = Literal["stop", "length"]
 
 
 class ErrorDetail(BaseModel):
+    """Also the `error` of the last event of a stream that failed. An answer that could not follow its
+    `response_format` to the end (the schema is beyond the grammar engine's limits) has no finish reason of its own:
+    the whole request ends with 400, or with this event, and code `grammar_error`."""
+
     message: str
     type: str
     param: str | None
@@ -74,17 +78,29 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON as the model wrote it.")
+
+
+class AnsweredToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="Null when there are calls of tools and nothing else.")
     refusal: None
+    tool_calls: list[AnsweredToolCall] = Field(default=[], description="Left out when there are none.")
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: Finish | Literal["tool_calls"]
     stop_reason: str | int | None
 
 
@@ -122,7 +138,10 @@ class DetokenizeResponse(BaseModel):
 
 
 class HealthResponse(BaseModel):
+    """`ok`, `degraded: …` (the others serve), or why nothing can be served now, in words for people."""
+
     status: str
+    missing: list[str] = Field(description="The workers that cannot compute now, for example experts[1].")
 
 
 class VersionResponse(BaseModel):

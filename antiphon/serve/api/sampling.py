@@ -6,10 +6,13 @@ seed, seed + 1, ...: each is reproducible alone.
 
 import asyncio
 import dataclasses
+from concurrent.futures import Future
 
+from antiphon.base.errors import UserError
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.errors import bad_request
-from antiphon.serve.api.prompts import check_token_ids, too_long
+from antiphon.serve.api.errors import bad_request, too_busy
+from antiphon.serve.api.input_limits import too_long
+from antiphon.serve.api.prompts import check_token_ids
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -17,9 +20,11 @@ from antiphon.serve.api.requests import (
     JsonObjectFormat,
     JsonSchemaFormat,
 )
+from antiphon.serve.api.tools import ToolUse
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_GRAMMAR_PATIENCE_S = 60.0
 
 
 def check_request(context: ApiContext, request: GenerationRequest, num_prompts: int) -> None:
@@ -28,17 +33,18 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
     num_answers = request.n or 1
     if num_answers > settings.max_n:
         raise bad_request(f"n is {num_answers}: at most {settings.max_n}", param="n")
-    limit = settings.max_prompts_per_request
-    if num_prompts > limit:
-        raise bad_request(f"prompt holds {num_prompts} prompts: at most {limit} a request", param="prompt")
+    if request.best_of is not None and request.best_of != num_answers:
+        raise bad_request(
+            f"best_of is {request.best_of}: it must be n ({num_answers}), because no answer is thrown away; raise n and"
+            " choose among the answers yourself",
+            param="best_of",
+        )
     if num_answers * num_prompts > settings.max_choices_per_request:
         raise bad_request(
             f"n is {num_answers} for {num_prompts} prompts: at most {settings.max_choices_per_request} answers a"
             " request; send several requests",
             param="n",
         )
-    if request.stop is not None and len(request.stop) > settings.max_stop_strings:
-        raise bad_request(f"stop has {len(request.stop)} texts: at most {settings.max_stop_strings}", param="stop")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream to be true", param="stream_options")
     check_token_ids(context, request.stop_token_ids or [], "stop_token_ids")
@@ -48,8 +54,12 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
     check_token_ids(context, list(bias), "logit_bias")
 
 
-async def compile_grammar(context: ApiContext, request: GenerationRequest) -> str | None:
-    """The grammar `response_format` asks for, None for free text; `UserError` when the schema cannot be followed."""
+async def compile_grammar(context: ApiContext, request: GenerationRequest, tools: ToolUse | None = None) -> str | None:
+    """The grammar that `tools` or `response_format` ask for, None for free text; `ApiError` 400 when a schema cannot be
+    followed, 429 when other schemas take too long."""
+    if tools is not None and tools.rules is not None:
+        assert context.grammars is not None
+        return await _compiled(context.grammars.compile_rules(tools.rules), "tools")
     wanted = request.response_format
     if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         return None
@@ -57,7 +67,17 @@ async def compile_grammar(context: ApiContext, request: GenerationRequest) -> st
         raise bad_request("this model cannot follow a grammar (the server's log says why)", param="response_format")
     if isinstance(wanted, JsonObjectFormat):
         return context.grammars.json_object()
-    return await asyncio.to_thread(context.grammars.json_schema, wanted.json_schema.schema_)
+    return await _compiled(context.grammars.compile(wanted.json_schema.schema_), "response_format")
+
+
+async def _compiled(compiling: Future[str], param: str) -> str:
+    try:
+        async with asyncio.timeout(_GRAMMAR_PATIENCE_S):
+            return await asyncio.wrap_future(compiling)
+    except TimeoutError as error:
+        raise too_busy("too many JSON schemas wait to be compiled: try again later", _GRAMMAR_PATIENCE_S) from error
+    except UserError as error:
+        raise bad_request(str(error), param=param, code="grammar_error") from error
 
 
 def completion_sampling(
@@ -82,7 +102,7 @@ def chat_sampling(
 ) -> SamplingParams:
     if None not in (request.max_tokens, request.max_completion_tokens):
         raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
     if request.max_tokens == 0:
         raise bad_request("max_tokens is 0: a chat answer has at least 1 token", param="max_tokens")

@@ -6,16 +6,22 @@ On SIGTERM or SIGINT (a second one ends at once):
 2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
 3. the socket closes and `run_server` returns, so that the caller can stop the engine.
 
+When the engine gives up the same happens by itself: a process that serves nobody must end, so that its supervisor
+starts another.
+
 Rejected: uvicorn's own order, which closes the socket first (a health check then sees a refused connection, as after a
 crash) and waits without an end for idle connections.
 """
 
 import asyncio
 import errno
+import gc
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from types import FrameType
 
 import uvicorn
@@ -23,6 +29,7 @@ from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.serve.api.connections import ApiConnection, Connections
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.settings import ServerSettings
 
@@ -30,6 +37,7 @@ _log = get_logger("serve.api")
 
 _LAST_BYTES_TIMEOUT_S = 5.0
 _BACKLOG = 2048
+_TICKS_PER_SECOND = 10  # uvicorn's
 
 
 class DrainingServer(uvicorn.Server):
@@ -38,6 +46,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, context: ApiContext) -> None:
         super().__init__(config)
         self.ready = threading.Event()
+        self.server_state = self._connections = Connections(context.settings, context.metrics)
         self._context = context
         self._on_ready: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -48,10 +57,25 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._context.texts.start()
+        # What the start left behind stays. A large request would else make the collector walk through all of it, which
+        # takes tenths of a second with a model's libraries loaded.
+        gc.collect()
+        gc.freeze()
         await super().startup(sockets)
+        self._context.engine.call_when_given_up(self._stop_without_engine)
         if self._on_ready is not None:
             self._on_ready()
         self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._context.texts.close()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SECOND == 0:
+            self._connections.check(time.monotonic())
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.request_stop()
@@ -66,6 +90,13 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _stop_without_engine(self) -> None:
+        """Called on the engine's thread, with all requests ended. A drain that is under way ends by itself."""
+        if not self._context.draining:
+            _log.error("the engine has given up: the server ends")
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                self.request_stop()
 
     def _start_draining(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
@@ -91,6 +122,10 @@ def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
         access_log=False,
         server_header=False,
         lifespan="off",
+        http=ApiConnection,
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_keep_alive=math.ceil(settings.keep_alive_timeout_s),
         timeout_graceful_shutdown=int(_LAST_BYTES_TIMEOUT_S),
     )
     return DrainingServer(config, app.state.context)

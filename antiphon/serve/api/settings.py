@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.base.errors import UserError
+from antiphon.serve.config import MAX_TIMEOUT_S
 from antiphon.specs.plan import Predicted
 
 
@@ -12,16 +13,25 @@ class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
     `api_keys` empty: no key is asked for. `max_concurrent_streams` counts HTTP requests that generate, streaming or
-    not. `max_prompt_tokens` None: only the model's context limits prompts. `predicted`: what the loaded plan promised,
-    None without a plan.
+    not. `max_prompt_tokens` None: only the model's context limits prompts. `max_body_bytes` None: what a request that
+    fits the context may need (`input_limits`). `predicted`: what the loaded plan promised, None without a plan.
+
+    Of a connection: `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head,
+    `keep_alive_timeout_s` idle between requests, `send_timeout_s` in which a client must take some of what waits for
+    it. `max_unread_bytes` of a streamed answer may wait for a client that is slower than the engine.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     served_model_name: str | None = None
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
+    header_timeout_s: float = 10.0
+    keep_alive_timeout_s: float = 75.0
+    send_timeout_s: float = 60.0
+    max_unread_bytes: int = 1024 * 1024
+    max_connections: int = 2048
     max_prompt_tokens: int | None = None
     max_concurrent_streams: int = 1024
     max_n: int = 16
@@ -36,8 +46,10 @@ class ServerSettings:
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port is {self.port}: use 1 to 65535, or 0 for any free port")
         counts = (
-            ("--max-body-bytes", self.max_body_bytes),
+            ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),
             ("--max-streams", self.max_concurrent_streams),
+            ("--max-connections", self.max_connections),
+            ("max_unread_bytes", self.max_unread_bytes),
             ("--max-prompt-tokens", 1 if self.max_prompt_tokens is None else self.max_prompt_tokens),
             ("max_n", self.max_n),
             ("max_prompts_per_request", self.max_prompts_per_request),
@@ -45,8 +57,16 @@ class ServerSettings:
         for name, value in counts:
             if value < 1:
                 raise UserError(f"{name} is {value}: it must be at least 1")
-        if self.drain_timeout_s < 0:
-            raise UserError(f"--drain-timeout is {self.drain_timeout_s:g} s: it must be at least 0")
+        if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
+            raise UserError(f"--drain-timeout is {self.drain_timeout_s:g} s: it must be 0 to {MAX_TIMEOUT_S:.0f}")
+        timeouts = (
+            ("header_timeout_s", self.header_timeout_s),
+            ("keep_alive_timeout_s", self.keep_alive_timeout_s),
+            ("--send-timeout", self.send_timeout_s),
+        )
+        for name, timeout_s in timeouts:
+            if not 0 < timeout_s <= MAX_TIMEOUT_S:
+                raise UserError(f"{name} is {timeout_s:g} s: it must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:

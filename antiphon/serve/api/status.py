@@ -47,16 +47,16 @@ async def get_model(request: Request) -> dict[str, Any]:
 
 @router.get(
     "/health",
-    summary="200 while new requests are taken",
+    summary="200 while requests are served, if only by some of the workers",
     response_model=HealthResponse,
     responses={503: {"model": HealthResponse}},
 )
 async def health(request: Request) -> Response:
     context = context_of(request)
     stats = context.metrics.read_stats()
-    if context.draining:
-        return JSONResponse({"status": "shutting down"}, status_code=503)
-    return JSONResponse({"status": stats.status}, status_code=200 if stats.healthy else 503)
+    status = "shutting down" if context.draining else stats.status
+    serves = stats.healthy and not context.draining
+    return JSONResponse({"status": status, "missing": stats.missing}, status_code=200 if serves else 503)
 
 
 @router.get("/version", summary="Version and layout", response_model=VersionResponse)

@@ -1,61 +1,86 @@
-"""`POST /tokenize` and `POST /detokenize`: what the model sees, for people who count or debug."""
+"""`POST /tokenize` and `POST /detokenize`: what the model sees, for people who count or debug.
+
+Both are held to the limits of other requests, in length and in number: what does not fit the context is refused.
+"""
 
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 
-from antiphon.serve.api.context import context_of
-from antiphon.serve.api.endpoint import BODY_ERRORS, described_body, described_errors, receive_body
+from antiphon.serve.api.context import ApiContext, context_of
+from antiphon.serve.api.conversation import render_conversation
+from antiphon.serve.api.endpoint import GENERATION_ERRORS, described_body, described_errors, receive_body
 from antiphon.serve.api.errors import bad_request
-from antiphon.serve.api.prompts import check_token_ids, encode_text, render_messages
+from antiphon.serve.api.prompts import check_token_ids, decode_ids, encode_text
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from antiphon.serve.api.responses import DetokenizeResponse, TokenizeResponse
 
 router = APIRouter(tags=["tokens"])
 
+_TOKENS_A_TURN = 4096
+
 
 @router.post(
     "/tokenize",
     summary="Token ids of a prompt or a conversation",
-    response_model=TokenizeResponse,
-    responses=described_errors(*BODY_ERRORS),
+    responses={200: {"model": TokenizeResponse}, **described_errors(*GENERATION_ERRORS)},
     openapi_extra=described_body(TokenizeRequest),
 )
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     context = context_of(request)
     body = await receive_body(request, TokenizeRequest)
+    with context.running():
+        token_ids = await _token_ids(context, body)
+        strings = await _token_strings(context, token_ids) if body.return_token_strs else None
+    return _answer(
+        {
+            "count": len(token_ids),
+            "max_model_len": context.engine.info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+    )
+
+
+async def _token_ids(context: ApiContext, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send prompt or messages, one of the two", param="prompt")
     if body.messages is not None:
-        generation_prompt = body.add_generation_prompt is not False
-        text = render_messages(context, body.messages, add_generation_prompt=generation_prompt)
-        add_special_tokens = bool(body.add_special_tokens)
-    else:
-        if body.add_generation_prompt is not None:
-            raise bad_request("add_generation_prompt needs messages", param="add_generation_prompt")
-        text = body.prompt or ""
-        add_special_tokens = body.add_special_tokens is not False
-    token_ids = await encode_text(context, text, add_special_tokens=add_special_tokens)
-    strings = [context.tokenizer.token_string(token_id) for token_id in token_ids] if body.return_token_strs else None
-    return {
-        "count": len(token_ids),
-        "max_model_len": context.engine.info.max_model_len,
-        "tokens": token_ids,
-        "token_strs": strings,
-    }
+        text = await render_conversation(context, body.messages, body)
+        return await encode_text(context, text, "messages", add_special_tokens=bool(body.add_special_tokens))
+    for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name} needs messages", param=name)
+    add_special_tokens = body.add_special_tokens is not False
+    return await encode_text(context, body.prompt or "", "prompt", add_special_tokens=add_special_tokens)
+
+
+async def _token_strings(context: ApiContext, token_ids: list[int]) -> list[str]:
+    """Some thousand at a time, so that a long context holds up nobody."""
+    strings: list[str] = []
+    for begin in range(0, len(token_ids), _TOKENS_A_TURN):
+        strings += map(context.tokenizer.token_string, token_ids[begin : begin + _TOKENS_A_TURN])
+        await asyncio.sleep(0)
+    return strings
 
 
 @router.post(
     "/detokenize",
     summary="Text of token ids, special tokens included",
-    response_model=DetokenizeResponse,
-    responses=described_errors(*BODY_ERRORS),
+    responses={200: {"model": DetokenizeResponse}, **described_errors(*GENERATION_ERRORS)},
     openapi_extra=described_body(DetokenizeRequest),
 )
-async def detokenize(request: Request) -> dict[str, Any]:
+async def detokenize(request: Request) -> Response:
     context = context_of(request)
     body = await receive_body(request, DetokenizeRequest)
-    check_token_ids(context, body.tokens, "tokens")
-    text = await asyncio.to_thread(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return {"prompt": text}
+    with context.running():
+        check_token_ids(context, body.tokens, "tokens")
+        text = await decode_ids(context, body.tokens, skip_special_tokens=False)
+    return _answer({"prompt": text})
+
+
+def _answer(content: dict[str, Any]) -> Response:
+    """Not through the described model, which would look at every token once more."""
+    return Response(msgspec.json.encode(content), media_type="application/json")

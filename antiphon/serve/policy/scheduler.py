@@ -15,13 +15,12 @@ that is why recovery needs no undo log.
 from collections.abc import Sequence
 
 from antiphon.base.errors import UserError
-from antiphon.serve.engine_api import QueueFull
+from antiphon.serve.engine_api import FinishReason, QueueFull
 from antiphon.serve.policy.batching import fill_step
 from antiphon.serve.policy.limits import SchedulerConfig, check_request
 from antiphon.serve.policy.occupancy import WorkerOccupancy
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.step import Progress, StepPlan
-from antiphon.serve.policy.stop import finish_reason_after_last_token
 
 
 class Scheduler:
@@ -109,7 +108,7 @@ class Scheduler:
                 self.occupancy.publish_computed(request)
             if token_id is not None:
                 request.token_ids.append(token_id)
-                reason = finish_reason_after_last_token(request, self.config.max_model_len)
+                reason = _finish_reason(request, self.config.max_model_len)
             elif request.num_computed == len(request.token_ids):
                 reason = "length"  # max_tokens is 0: the prompt was all there was to do
             else:
@@ -186,3 +185,18 @@ class Scheduler:
         """Free what was aborted while a step was in flight."""
         for request in [request for request in self.occupancy.running if request.status is RequestStatus.FINISHED]:
             self._retire(request)
+
+
+def _finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
+    """Why the request ends with the token it was just given, or None if it goes on.
+
+    A stop token that is also the last one allowed counts as "stop", as in OpenAI's API. Stop strings are the API's
+    business. `min_tokens` is enforced in one place only, the sampler, which bans `stop_ids` until enough tokens are
+    out: a stop token that comes nevertheless (a complete grammar allows nothing else) ends the request.
+    """
+    num_tokens = len(request.token_ids)
+    if request.token_ids[-1] in request.stop_ids:
+        return "stop"
+    if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= max_model_len:
+        return "length"
+    return None

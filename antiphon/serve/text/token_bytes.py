@@ -76,6 +76,11 @@ class TokenBytes:
         added = self._added.get(token_id)
         return b"" if added is not None and added[1] else self.of(token_id)
 
+    def added_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary as `text`, special or not; None when there is none."""
+        wanted = text.encode()
+        return next((token_id for token_id, (added, _) in self._added.items() if added == wanted), None)
+
     def _look_up(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
         if added is not None:

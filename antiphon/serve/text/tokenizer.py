@@ -1,39 +1,48 @@
-"""A model's tokenizer and chat template, read from its checkpoint folder.
+"""A model's tokenizer and the facts about its chat template.
 
-`transformers` only *loads*: it knows the quirks of each family's `tokenizer_config.json` and renders chat templates
-in its sandbox. Encoding goes straight to the Rust tokenizer behind it, decoding through `TokenBytes`. No code from
-the checkpoint is run and nothing is downloaded.
+Encoding goes straight to the Rust tokenizer, decoding through `TokenBytes`. Chat templates are rendered in another
+process (`text_service`). Nothing here imports `transformers`, which takes seconds and 200 MB: `tokenizer_files` reads a
+checkpoint with it, and that process does without.
 """
 
 import re
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from antiphon.base.errors import CheckpointError, UserError
+from antiphon.base.errors import UserError
 from antiphon.serve.text.detokenizer import IncrementalDetokenizer
 from antiphon.serve.text.token_bytes import TokenBytes
-
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 ChatMessage = dict[str, Any]
 
 
 class TextTokenizer:
-    """Text to ids and back for one model. Safe to call from several threads."""
+    """Text to ids and back for one model. Safe to call from several threads.
 
-    def __init__(self, pretrained: PreTrainedTokenizerFast) -> None:
-        self._pretrained = pretrained
-        self.backend: tokenizers.Tokenizer = pretrained.backend_tokenizer
+    `template_sources`: the chat template, several by name, or None. `special_tokens`: the names templates know them
+    by (``bos_token``) and their texts."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template_sources: str | dict[str, str] | None = None,
+        special_tokens: dict[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.template_sources = template_sources
+        self.special_tokens = special_tokens or {}
         self.token_bytes = TokenBytes(self.backend)
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        self._keys_read: dict[str, bool] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of `text`; `add_special_tokens` puts in front what the model was trained with (often a BOS token)."""
+        """Ids of `text`; `add_special_tokens` puts in front what the model was trained with (often a BOS token).
+
+        Holds the interpreter's lock all the while, some microseconds a character."""
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except UnicodeEncodeError as error:
@@ -53,42 +62,32 @@ class TextTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh incremental detokenizer for one sequence."""
-        return IncrementalDetokenizer(self.token_bytes)
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown: str = "") -> IncrementalDetokenizer:
+        """A fresh incremental detokenizer for one sequence; the special token `shown` is not skipped."""
+        return IncrementalDetokenizer(self.token_bytes, skip_special_tokens=skip_special_tokens, shown=shown)
+
+    @cached_property
+    def max_token_characters(self) -> int:
+        """How many characters of a text one token can stand for at most.
+
+        A normaliser may shorten the text first: canonical composition makes one character of up to four."""
+        # A byte-level vocabulary spells one character a byte, so that it can only say too much.
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self.backend.normalizer is None else 4 * longest
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._pretrained.chat_template)
+        return bool(self.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's text; of several named ones, all of them; "" for none."""
+        sources = self.template_sources or ""
+        return sources if isinstance(sources, str) else "\n".join(sources.values())
 
     def template_reads(self, key: str) -> bool:
         """Whether the chat template mentions `message.key`; a key it does not read would be dropped in silence."""
-        return re.search(rf"""\.{key}\b|['"]{key}['"]""", str(self._pretrained.chat_template)) is not None
-
-    def render_chat(self, messages: list[ChatMessage], *, add_generation_prompt: bool) -> str:
-        """The conversation as one text. Special tokens are part of it: encode it without adding any."""
-        if not self.has_chat_template:
-            raise UserError("this model has no chat template: use /v1/completions with a prompt")
-        try:
-            rendered = self._pretrained.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except Exception as error:  # the template is the checkpoint's program: it may raise anything at all
-            raise UserError(f"the model's chat template does not accept these messages: {error}") from error
-        return str(rendered)
-
-
-def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Read the tokenizer of the checkpoint in `folder`; `CheckpointError` when it has none that can be read."""
-    if not any((folder / name).is_file() for name in _FILES):
-        raise CheckpointError(f"{folder} has no tokenizer: expected {_FILES[0]} there; copy it from the model's source")
-    try:
-        pretrained = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # loaders of many families, each with errors of its own
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {reason[0]}") from error
-    if not isinstance(getattr(pretrained, "backend_tokenizer", None), tokenizers.Tokenizer):
-        raise CheckpointError(
-            f"the tokenizer in {folder} has no fast form: convert it, so that the folder has a tokenizer.json"
-        )
-    return TextTokenizer(pretrained)
+        if key not in self._keys_read:
+            mention = rf"""\.{key}\b|['"]{key}['"]"""
+            self._keys_read[key] = re.search(mention, self.chat_template) is not None
+        return self._keys_read[key]

@@ -85,7 +85,9 @@ class ExpertWorker:
 
 def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWorker | ExpertWorker:
     """Load what the role keeps, nothing else. `UserError` for anything wrong with the checkpoint or the machine."""
-    device = resolve_device(configure.device, configure.index)
+    device = resolve_device(configure.device, configure.device_index)
+    if device.type != "cpu":
+        _log.info("%s[%d]: on %s", configure.role, configure.index, device)
     backend = make_backend(configure.kernels, device, resolve_dtype(configure.dtype))
     _claim_cores(configure, backend)
     spec = load_model_spec(configure.model)

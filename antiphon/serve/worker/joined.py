@@ -10,7 +10,6 @@ read from outside. Signals to a whole group or service are the engine's affair, 
 import io
 import os
 import platform
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import msgspec
 
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
+from antiphon.serve import signals
 from antiphon.serve.join_secret import exchange_secret
 from antiphon.serve.joining import JoinRole, join_engine
 from antiphon.serve.reachable_host import refuse_wildcard
@@ -89,8 +89,7 @@ def _end_with(tether: io.FileIO) -> None:
 
 def main() -> int:
     """A tethered worker; the exit code. What goes wrong before it has joined is one line on standard error."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()
     tether = io.FileIO(sys.stdin.fileno(), closefd=False)  # no buffer: its lock would be held when Python ends
     job = msgspec.json.decode(tether.readline(), type=TetheredJob)
     threading.Thread(target=_end_with, args=(tether,), name="tether", daemon=True).start()

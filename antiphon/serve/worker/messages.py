@@ -33,12 +33,15 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Everything a worker needs to become ready. `expert_owners` is the placement (see `specs/placement`)."""
+    """Everything a worker needs to become ready. `expert_owners` is the placement (see `specs/placement`).
+
+    `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
     index: int
     model: str
     device: str
+    device_index: int
     dtype: str
     kernels: str
     num_threads: int
@@ -173,10 +176,14 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):
-    """The worker cannot start; the message is for people. `exit_code` as in `base/errors`."""
+    """The worker cannot start; the message is for people. `exit_code` as in `base/errors`.
+
+    `passing`: the same may succeed another time. A checkpoint that is gone or damaged, or a budget that is too small,
+    stays so until somebody changes it."""
 
     message: str
     exit_code: int
+    passing: bool = False
 
 
 ToWorker = Configure | Step | Abort | Reset | TakeSpans | Shutdown

@@ -6,7 +6,6 @@ If the engine goes away, however that happens, the socket closes and the worker 
 """
 
 import argparse
-import signal
 import socket
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import StepAborted
+from antiphon.serve import signals
 from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, build_worker
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import (
@@ -180,7 +180,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             raise
         except Exception as error:  # said to the engine in one line; the traceback goes to the log
             _log.error("cannot start:\n%s", traceback.format_exc())
-            channel.send(Failure(f"{type(error).__name__}: {error}", 1))
+            channel.send(Failure(f"{type(error).__name__}: {error}", 1, passing=True))
             return 1
         if isinstance(worker, ExpertWorker):
             serve_experts(worker, channel, orders)
@@ -196,8 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the engine")
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, or service: the engine decides
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()
     sys.exit(run_worker(Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)))
 
 

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.training.activations import LayerShape, all_width, kept_width, layer_activations, total_width
-from antiphon.cost.training.megascale_counts import activation_widths
-from antiphon.cost.training.megascale_models import TABLE_2
 from tests.cost.specimens import deepseek_v3
 from tests.cost.training.specimens import small_model
 
@@ -48,32 +46,6 @@ def test_gate_after_down_needs_the_down_projection() -> None:
     shape = LayerShape(degree=8, top_k=3, width_ratio=3.5, heads_per_kv_head=4, sent=3)
     before = total_width(layer_activations(shape), "kept")
     assert total_width(layer_activations(shape, gate_after_down=True), "kept") == pytest.approx(before + 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "made", "kept", "saved"),
-    [
-        ("Internal-352B", 66.75, 25.5, 0.62),
-        ("Mixtral-8x7B", 54.25, 18.5, 0.66),
-        ("Mixtral-8x22B", 48.8, 15.0, 0.69),
-        ("Hunyuan-Large", 39.1, 9.9, 0.75),
-        ("Phi-3.5-MoE", 42.6, 10.75, 0.75),
-        ("DeepSeekMoE", 57.4, 14.25, 0.75),
-    ],
-)
-def test_table_2(name: str, made: float, kept: float, saved: float) -> None:
-    widths = activation_widths(TABLE_2[name])
-    assert widths.made == pytest.approx(made, abs=0.05)
-    assert widths.kept == pytest.approx(kept, abs=0.05)
-    assert widths.saved_of_made == pytest.approx(saved, abs=0.005)
-    assert widths.kept < widths.needed < widths.made
-
-
-def test_measured_reductions_lie_between_the_two_readings() -> None:
-    """Figure 17's 45.5% and 57.2% of activations: less than of all that is made, more than of what backward reads."""
-    for name, measured in (("Mixtral-8x7B", 0.455), ("Mixtral-8x22B", 0.572)):
-        widths = activation_widths(TABLE_2[name])
-        assert widths.saved_of_needed < measured < widths.saved_of_made
 
 
 def test_wide_heads_weigh_more() -> None:

@@ -15,10 +15,8 @@ from antiphon.cost.training.dispatch import (
     exchange,
     gather,
     prefers_all_gather,
-    prefers_all_gather_in_theory,
 )
-from antiphon.cost.training.megascale import dispatch_crossover
-from antiphon.specs.cluster import EfficiencySpec
+from antiphon.specs.cluster import ClusterSpec, EfficiencySpec
 from tests.cost.specimens import round_cluster
 from tests.cost.training.specimens import megascale_cluster
 
@@ -49,21 +47,25 @@ def test_wider_than_a_domain_takes_the_slow_wire() -> None:
     assert float(gather(net, 8e6, 8).scale_out_s) > 0
 
 
-def test_without_a_start_theory_holds() -> None:
-    net = perfect()
-    for top_k in (1, 3, 4, 5, 9):
-        assert bool(prefers_all_gather(net, 4096, 256, 4, top_k)) == bool(prefers_all_gather_in_theory(4, top_k))
+def crossover_of_figure_7(cluster: ClusterSpec) -> int:
+    """The largest top-k at which all-to-all beats all-gather: 8,192 tokens of 4,096 bf16 values on 8 devices."""
+    return crossover_top_k(network(cluster, cluster.groups[0]), 8192, 2 * 4096, 8)
 
 
 def test_figure_7() -> None:
-    assert dispatch_crossover(megascale_cluster()) == 6
+    assert crossover_of_figure_7(megascale_cluster()) == 6
+
+
+def test_without_a_start_all_gather_wins_from_as_many_copies_as_ranks() -> None:
+    for top_k in (1, 3, 4, 5, 9):
+        assert bool(prefers_all_gather(perfect(), 4096, 256, 4, top_k)) == (top_k > 4)
 
 
 @pytest.mark.parametrize(("half_bytes", "last"), [(1.1e6, 7), (1.3e6, 6), (2.4e6, 6), (2.5e6, 5)])
 def test_the_calibrated_constant_has_room(half_bytes: float, last: int) -> None:
     cluster = megascale_cluster()
     changed = replace(cluster, efficiency=replace(cluster.efficiency, scale_up_half_bytes=half_bytes))
-    assert dispatch_crossover(changed) == last
+    assert crossover_of_figure_7(changed) == last
 
 
 def test_the_crossover_comes_earlier_for_small_micro_batches() -> None:

@@ -8,9 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost.training.megascale import rematerialized_memory
-from antiphon.cost.training.megascale_counts import replication_memory
-from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.memory import (
     RankParameters,
     StageLayers,
@@ -24,7 +21,7 @@ from antiphon.cost.training.memory import (
 from antiphon.cost.training.setup import TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
 from antiphon.specs.counts import count_parameters
-from tests.cost.training.specimens import megascale_cluster, round_training, small_model
+from tests.cost.training.specimens import round_training, small_model
 
 
 def test_layers_of_stages() -> None:
@@ -117,20 +114,3 @@ def test_fit_makes_again_what_memory_demands() -> None:
     assert squeezed.rematerialized.chosen(0) != ()
     assert float(squeezed.memory.total[0]) <= needed - 50_000
     assert squeezed.iteration_s[0] > roomy.iteration_s[0]
-
-
-def test_replicated_attention_costs_what_the_paper_measures() -> None:
-    """Section 6.2: 1.7% to 8.1% more for parameters, gradients and optimizer state over Table 2's models."""
-    found = [replication_memory(row) for row in TABLE_2.values()]
-    assert min(found) == pytest.approx(0.017, abs=0.001)
-    assert max(found) == pytest.approx(0.081, abs=0.002)
-
-
-@pytest.mark.parametrize(("name", "pipeline", "printed"), [("Mixtral-8x7B", 2, 0.213), ("Mixtral-8x22B", 8, 0.35)])
-def test_total_memory_of_figure_17(name: str, pipeline: int, printed: float) -> None:
-    """With "no rematerialization" storing all that is made, and a pipeline that the paper does not state."""
-    memory = rematerialized_memory(megascale_cluster(), TABLE_2[name], pipeline=pipeline)
-    of_made, of_needed = memory.saved_of_total
-    assert of_made == pytest.approx(printed, abs=0.03)
-    assert of_needed < printed
-    assert memory.states + memory.made < 80e9

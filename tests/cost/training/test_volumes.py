@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.training.megascale_counts import volume_ratios
-from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.volumes import (
     distinct_ranks,
     expert_parallel_volume,
-    gathered_expert_volume,
     layer_ratio,
     sequence_parallel_sent,
     sequence_parallel_volume,
@@ -24,7 +21,6 @@ from antiphon.cost.training.volumes import (
 def test_tensor_parallel_by_hand() -> None:
     assert tensor_parallel_volume(8) == pytest.approx(2 * 7 / 8)
     assert tensor_parallel_volume(1) == 0
-    assert gathered_expert_volume(8) == tensor_parallel_volume(8)
 
 
 def test_equations_by_hand() -> None:
@@ -43,24 +39,6 @@ def test_ulysses_sends_half_of_equation_2() -> None:
     per_rank = sent / degree / (tokens * heads * head_dim)
     assert per_rank == pytest.approx(float(sequence_parallel_sent(degree, heads / kv_heads)))
     assert sequence_parallel_volume(degree, 4) == pytest.approx(2 * per_rank)
-
-
-@pytest.mark.parametrize(
-    ("name", "attention", "experts", "layer"),
-    [
-        ("Internal-352B", 0.3125, 0.375, 0.344),
-        ("Mixtral-8x7B", 0.3125, 0.25, 0.281),
-        ("Mixtral-8x22B", 0.292, 0.25, 0.271),
-        ("Hunyuan-Large", 0.275, 0.125, 0.2),
-        ("Phi-3.5-MoE", 0.3125, 0.25, 0.281),
-        ("DeepSeekMoE", 0.5, 0.75, 0.625),
-    ],
-)
-def test_ratios_of_table_2(name: str, attention: float, experts: float, layer: float) -> None:
-    ratios = volume_ratios(TABLE_2[name])
-    assert ratios.attention == pytest.approx(attention, abs=5e-4)
-    assert ratios.experts == pytest.approx(experts)
-    assert ratios.layer == pytest.approx(layer, abs=5e-4)
 
 
 def test_distinct_ranks() -> None:

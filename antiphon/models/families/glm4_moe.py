@@ -1,0 +1,32 @@
+"""GLM-4.5 and -4.6 (`glm4_moe`) and Solar-Open (`solar_open`): DeepSeek-V3's experts under grouped-query attention.
+
+Attention: biases on q, k and v only, per-head norms where `use_qk_norm`, half of each head rotated (Solar-Open: all of
+it). Multi-token-prediction layers (beyond `num_hidden_layers`) are not loaded.
+"""
+
+from antiphon.models.families import config_keys as keys
+from antiphon.models.families.deepseek import moe_spec, v3_router
+from antiphon.specs.model import AttentionSpec, ModelSpec
+
+
+def spec_from_config(config: keys.Config) -> ModelSpec:
+    return _spec(config, theta=10_000.0, partial_rotary=0.5)
+
+
+def solar_spec_from_config(config: keys.Config) -> ModelSpec:
+    return _spec(config, theta=1_000_000.0, partial_rotary=1.0)
+
+
+def _spec(config: keys.Config, *, theta: float, partial_rotary: float) -> ModelSpec:
+    num_heads = keys.required_int(config, "num_attention_heads")
+    head_dim = keys.optional_int(config, "head_dim", keys.required_int(config, "hidden_size") // num_heads)
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=keys.rope(config, head_dim, theta=theta, partial=partial_rotary),
+        qk_norm="head" if config.get("use_qk_norm") else "none",
+        qkv_bias=bool(config.get("attention_bias")),
+    )
+    return moe_spec(config, attention, v3_router(config), norm_eps=1e-5)

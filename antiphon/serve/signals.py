@@ -1,0 +1,27 @@
+"""Signals to a whole process group, as a terminal's Ctrl-C or a service manager sends them: the server decides alone.
+
+A child starts with them blocked (`blocked`), because it needs a moment until it can ignore them (`ignore`).
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Within it, this thread starts children that are not ended by these signals before they call `ignore`."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def ignore() -> None:
+    """In the child's main thread: ignore them from now on, those that came meanwhile too."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)

@@ -1,0 +1,184 @@
+"""A checkpoint's chat template: a Jinja program that writes a conversation as one text.
+
+The environment is the one `transformers` renders with, so that texts are the same to the character: the immutable
+sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson`, `raise_exception` and `strftime_now`. Rejected:
+calling `transformers` for it, which would cost the process that renders seconds and 200 MB at its start.
+
+Nothing here limits time or memory. A template is a program that may do anything: only a process can be stopped.
+"""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from antiphon.base.errors import UserError
+from antiphon.serve.text.tokenizer import ChatMessage
+
+# What a template receives by these names is not for a client to replace.
+RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# A message's reasoning has had several names; templates read one of the first two.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+class TooMuchText(UserError):
+    """A text that cannot fit the context. The message lacks its subject: which parameter held it."""
+
+
+class ChatTemplate:
+    """The compiled template. `sources`: one template, or several of which `tool_use` serves requests with tools."""
+
+    def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str]) -> None:
+        """`UserError` when a template cannot be compiled or none is the default."""
+        by_name = {"default": sources} if isinstance(sources, str) else sources
+        if "default" not in by_name:
+            raise UserError(f"the model has chat templates {', '.join(sorted(by_name))}, but none is named default")
+        environment = _environment()
+        try:
+            self._templates = {
+                name: environment.from_string(by_name[name]) for name in ("default", "tool_use") if name in by_name
+            }
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the model's chat template cannot be used: line {error.lineno}: {error.message}"
+            ) from error
+        except Exception as error:  # it is compiled in the sandbox, but may still be anything
+            raise UserError(f"the model's chat template cannot be used: {_reason(error)}") from error
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: list[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        max_characters: int,
+    ) -> str:
+        """The conversation as one text. `UserError` when the template refuses it, `TooMuchText` beyond
+        `max_characters`. `template_kwargs` are further names for the template and replace special tokens."""
+        if taken := RESERVED_NAMES & (template_kwargs or {}).keys():
+            raise UserError(f"chat_template_kwargs may not set {min(taken)}: the request says it elsewhere")
+        template = self._templates.get("tool_use") if tools is not None else None
+        names = {
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "messages": [_as_templates_read(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        num_characters = 0
+        try:
+            for piece in (template or self._templates["default"]).generate(names):
+                pieces.append(piece)
+                num_characters += len(piece)
+                if num_characters > max_characters:
+                    break
+        except Exception as error:  # a program of the checkpoint: it may raise anything at all
+            raise UserError(f"the model's chat template does not accept these messages: {_reason(error)}") from error
+        if num_characters > max_characters:
+            raise TooMuchText(
+                f"has more than {max_characters} characters after the chat template, more than fit the context:"
+                " shorten it"
+            )
+        return "".join(pieces)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs more memory than it is given"
+    if isinstance(error, RecursionError):
+        return "it calls itself without an end"
+    return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def _as_templates_read(message: ChatMessage) -> ChatMessage:
+    """Without nulls, which templates would write out, and with reasoning under the names they know."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[name] for name in _REASONING_NAMES if name in present), None)
+    if reasoning is None:
+        return present
+    return {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks what a model is trained on. In serving its body is written and nothing else."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
+
+    def _write(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's `namespace`, closed to the names by which Python's own machinery is reached."""
+
+    # No `self`: a template may well name a value so.
+    def __init__(*args: Any, **values: Any) -> None:
+        for name in dict(*args[1:], **values):
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(*args, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name}")
+
+
+class _Dict:
+    """`dict` as a function, without what hangs on the type."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,155 @@
+"""A process that renders chat templates and works on long texts for the server, one job at a time.
+
+    python -m antiphon.serve.text.text_process --fd N
+
+The server talks to it over the inherited socket N and ends it with SIGKILL when a job takes too long. Memory is limited
+by the kernel, relative to what the process has once its tokenizer is loaded: a job that wants more fails in here. When
+the server goes, however it goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
+"""
+
+import argparse
+import array
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import time
+
+import psutil
+import tokenizers
+
+from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.memory import give_memory_back
+from antiphon.serve import signals
+from antiphon.serve.text.chat_rendering import ChatTemplate, TooMuchText
+from antiphon.serve.text.text_messages import (
+    Answer,
+    CompileTemplate,
+    Configure,
+    Decode,
+    Encode,
+    Job,
+    Ready,
+    Refused,
+    RenderChat,
+    Text,
+    TokenIds,
+)
+from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.worker.channel import Channel
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CONFIGURE_TIMEOUT_S = 60.0
+_LOOK_UP_S = 3600.0  # an idle process wakes so often, for nothing
+_CHARACTERS_PER_TOKEN = 8  # more than texts have; the first look at a text that may be too long
+_CUT_TOKENS = 64  # by so many the tokens of a text's beginning may exceed those of the whole: where it was cut
+_LONG_JOB_S = 0.05  # it may have needed memory that later ones do not
+
+
+class TextWork:
+    """The jobs, on one tokenizer and one chat template."""
+
+    def __init__(self, configure: Configure) -> None:
+        backend = tokenizers.Tokenizer.from_str(configure.tokenizer_json)
+        self._tokenizer = TextTokenizer(backend, configure.chat_template, configure.special_tokens)
+        self._template: ChatTemplate | None = None
+
+    def do(self, job: Job) -> Answer:
+        """The answer to one job; mistakes of the client and of the template are `Refused`."""
+        try:
+            if isinstance(job, Encode):
+                return TokenIds([self._encode(job, text) for text in job.texts])
+            if isinstance(job, Decode):
+                token_ids = array.array("I", job.token_ids).tolist()
+                return Text(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
+            if isinstance(job, CompileTemplate):
+                self._compiled()
+                return Text("")
+            return Text(self._render(job))
+        except UserError as error:
+            return Refused(str(error), too_long=isinstance(error, TooMuchText))
+        except MemoryError:
+            return Refused("this text needs more memory than one request is given: shorten it")
+
+    def _render(self, job: RenderChat) -> str:
+        return self._compiled().render(
+            job.messages,
+            add_generation_prompt=job.add_generation_prompt,
+            tools=job.tools,
+            template_kwargs=job.template_kwargs,
+            max_characters=job.max_characters,
+        )
+
+    def _compiled(self) -> ChatTemplate:
+        """Compiled at the first use, which is a job like any other: compiling runs parts of the template."""
+        if self._template is None:
+            sources = self._tokenizer.template_sources
+            assert sources, "the server asks only where there is a template"
+            self._template = ChatTemplate(sources, self._tokenizer.special_tokens)
+        return self._template
+
+    def _encode(self, job: Encode, text: str) -> bytes:
+        if job.max_tokens is not None:
+            self._refuse_too_long(job, text, job.max_tokens)
+        return array.array("I", self._tokenizer.encode(text, add_special_tokens=job.add_special_tokens)).tobytes()
+
+    def _refuse_too_long(self, job: Encode, text: str, max_tokens: int) -> None:
+        """Tokenize beginnings of the text, each four times as long as the one before, and stop when one has too many
+        tokens: a text that does not fit costs what the context costs, not what the text would."""
+        num_characters = _CHARACTERS_PER_TOKEN * (max_tokens + _CUT_TOKENS)
+        while num_characters < len(text):
+            ids = self._tokenizer.encode(text[:num_characters], add_special_tokens=job.add_special_tokens)
+            if len(ids) > max_tokens + _CUT_TOKENS:
+                raise TooMuchText(f"has more than {max_tokens} tokens, which is the limit: shorten it")
+            num_characters *= 4
+
+
+def limit_memory(extra_bytes: int) -> None:
+    """Let this process have so much more address space than now. Elsewhere than on Linux the kernel may not care."""
+    most = psutil.Process().memory_info().vms + extra_bytes
+    with contextlib.suppress(ValueError, OSError):  # whoever started the server has set a lower limit already
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the thread that started it ends. Linux; elsewhere the socket's end does."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve_jobs(channel: Channel) -> None:
+    """Until the server hangs up."""
+    channel.speak("the server", Configure)
+    configure = channel.receive(_CONFIGURE_TIMEOUT_S)
+    work = TextWork(configure)
+    os.nice(configure.niceness)
+    limit_memory(configure.memory_bytes)
+    channel.speak("the server", Job)
+    channel.send(Ready())
+    while True:
+        try:
+            job = channel.receive(_LOOK_UP_S)
+        except PeerTimeout:
+            continue
+        started_s = time.monotonic()
+        channel.send(work.do(job))
+        del job
+        if time.monotonic() - started_s > _LONG_JOB_S:
+            give_memory_back()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the server")
+    arguments = parser.parse_args()
+    signals.ignore()
+    die_with_parent()
+    with contextlib.suppress(PeerLost):  # the server has ended, or ends us
+        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", Configure))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What programs on LangChain do: chat, stream, batch, complete, call a tool. Usage: `langchain_client.py URL MODEL`.
+
+Runs in an environment with `langchain-openai`; an exception or a failed check ends it with exit code 1.
+"""
+
+import sys
+from typing import Any, Literal
+
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+
+
+@tool
+def look_up(city: Literal["Oslo", "Rome"], celsius: bool) -> str:
+    """The weather of a city."""
+    return f"{city}: 20 {'C' if celsius else 'F'}"
+
+
+class Verdict(BaseModel):
+    """An opinion."""
+
+    good: bool
+
+
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise SystemExit(f"failed: {what}")
+    print(f"{what}: ok")
+
+
+def main() -> None:
+    url, model = sys.argv[1:]
+    options: dict[str, Any] = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "timeout": 60}
+    chat = ChatOpenAI(**options, max_retries=0, max_tokens=12)
+    answer = chat.invoke("bada do")
+    check(answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == 12, "chat")
+    pieces = list(chat.stream("bada do", stream_usage=True))
+    check(len(pieces) > 5 and any(piece.usage_metadata for piece in pieces), "streamed chat with usage")
+    check(len(chat.batch(["bada", "do", "ki"])) == 3, "three chats at once")
+    check(bool(OpenAI(**options, max_retries=0, max_tokens=8).invoke("bada")), "completion")
+
+    long = ChatOpenAI(**options, max_retries=0, max_tokens=400, temperature=0.5, seed=3)
+    message = long.bind_tools([look_up], tool_choice="look_up").invoke("bada")
+    check([call["name"] for call in message.tool_calls] == ["look_up"], "a tool is called")
+    call = message.tool_calls[0]
+    result = ToolMessage(look_up.invoke(call["args"]), tool_call_id=call["id"])
+    check(bool(chat.bind_tools([look_up]).invoke([HumanMessage("bada"), message, result]).id), "its result is read")
+    for method in ("function_calling", "json_schema"):
+        verdict = long.with_structured_output(Verdict, method=method, strict=True).invoke("bada")
+        check(isinstance(verdict, Verdict), f"structured output by {method}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What programs on LiteLLM do: chat, stream, complete, call a tool. Usage: `litellm_client.py URL MODEL`.
+
+Runs in an environment with `litellm`; an exception or a failed check ends it with exit code 1.
+"""
+
+import json
+import sys
+from typing import Any
+
+import litellm
+
+HELLO = [{"role": "user", "content": "bada do"}]
+SCHEMA = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
+TOOL = {"type": "function", "function": {"name": "judge", "parameters": {**SCHEMA, "additionalProperties": False}}}
+
+
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise SystemExit(f"failed: {what}")
+    print(f"{what}: ok")
+
+
+def main() -> None:
+    url, model = sys.argv[1:]
+    options: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "num_retries": 0, "timeout": 60}
+    for provider in ("openai", "hosted_vllm"):
+        name = f"{provider}/{model}"
+        answer = litellm.completion(model=name, messages=HELLO, max_tokens=8, **options)
+        check(answer.usage.completion_tokens == 8, f"chat as {provider}")
+        stream = litellm.completion(
+            model=name, messages=HELLO, max_tokens=8, stream=True, stream_options={"include_usage": True}, **options
+        )
+        check(len(list(stream)) > 5, f"streamed chat as {provider}")
+        called = litellm.completion(
+            model=name, messages=HELLO, max_tokens=400, seed=3, tools=[TOOL], tool_choice="required", **options
+        )
+        (call, *_) = called.choices[0].message.tool_calls
+        check(isinstance(json.loads(call.function.arguments)["good"], bool), f"a tool is called as {provider}")
+    text = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="bada", max_tokens=8, **options)
+    check(bool(text.choices[0].text), "completion")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What a shell may do to the command: closed and narrow outputs, other encodings, ``~``, Ctrl-C at any time."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.cli import main as cli
+from antiphon.cli.command_group import CommandPlace, lazy_group, new_app
+from antiphon.cli.output import check_output_file, emit_json, whole_file
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "antiphon.cli.main")
+# Tests that run in the background inherit interrupts that are ignored.
+HEARS_INTERRUPTS = (
+    "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nos.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def run(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [*COMMAND, *map(str, arguments)]
+    inherited = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, check=False, timeout=200)
+
+
+# --- targets that cannot be written ----------------------------------------------------------------------------------
+
+NO_PLACE = Path("/proc/antiphon.json")  # a folder where nobody can make a file, not even root
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("doctor", "--json"),
+        ("plan", "dbrx", "--cluster", "msi-ampere", "--json"),
+        ("plan", "dbrx", "--cluster", "msi-ampere", "--html"),
+        ("simulate", "none.json", "--perfetto"),
+        ("simulate", "none.json", "--json"),
+        ("reproduce", "--markdown"),
+        ("reproduce", "--json"),
+        ("serve", "none", "--timeline"),
+        ("serve", "none", "--json"),
+        ("generate", "none", "--token-ids", "1", "--timeline"),
+        ("generate", "none", "--token-ids", "1", "--json"),
+        ("bench", "serve", "none", "--json"),
+        ("bench", "m2n", "--timeline"),
+        ("bench", "m2n", "--json"),
+    ],
+)
+def test_a_target_is_checked_before_any_work(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["antiphon", *arguments, str(NO_PLACE)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"error: cannot write {arguments[-1]} {NO_PLACE}: No such file or directory; "
+        "name a file in a folder you can write to\n"
+    )
+    assert (caught.value.code, printed.out) == (2, "")
+
+
+def test_a_folder_to_fill_is_made_before_any_work(tmp_path: Path) -> None:
+    ended = run("profile", ROOT / "examples" / "demo-moe", "--folder", "/proc/antiphon")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: --folder /proc/antiphon cannot be made: No such file or directory; name one")
+
+
+def test_a_folder_is_no_target(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder: name a file in it"):
+        check_output_file("--html", tmp_path)
+    check_output_file("--html", tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pipes_and_links_are_written_as_they_are(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    check_output_file("--json", pipe)
+    check_output_file("--json", link)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        emit_json(str(pipe), {"rows": 1})
+        assert json.loads(reader.communicate(timeout=60)[0]) == {"rows": 1}
+    emit_json(str(link), {"rows": 2})
+    assert json.loads(file.read_text()) == {"rows": 2}
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link", "file"}
+
+
+def write_half(file: Path) -> None:
+    with whole_file("--json", file) as path:
+        path.write_text("half")
+        raise ZeroDivisionError
+
+
+def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError):
+        write_half(file)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ["plan --list", "--version", "--help", "serve --help"])
+def test_a_reader_that_leaves_ends_the_command_quietly(arguments: str) -> None:
+    with subprocess.Popen(
+        [*COMMAND, *arguments.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # long before the first line
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{' '.join(COMMAND)} plan --list >&-"
+    ended = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_letters_that_the_terminal_does_not_have() -> None:
+    """The sign for "times" in a plan, and ASCII."""
+    ascii_only = {"PYTHONIOENCODING": "ascii", "ANTIPHON_LOG": "error"}
+    ended = run("plan", "dbrx", "--cluster", "msi-ampere", **ascii_only)
+    assert ended.returncode == 0, ended.stderr
+    assert "?" in ended.stdout
+
+
+def test_json_stays_whole_where_letters_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="replace"))
+    emit_json("-", {"unit": "µs"})
+    assert json.loads(written.getvalue()) == {"unit": "µs"}
+
+
+@pytest.mark.parametrize("columns", ["20", "0", "1", "x", "-3"])
+def test_narrow_terminals(columns: str) -> None:
+    for arguments in (("plan", "--list"), ("serve", "--help")):
+        ended = run(*arguments, COLUMNS=columns)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_home_is_meant_where_no_shell_put_it(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "ANTIPHON_LOG": "error"}
+    (tmp_path / "mine.toml").write_text((ROOT / "antiphon/specs/data/clusters/msi-ampere.toml").read_text())
+    ended = run("plan", "dbrx", "--cluster=~/mine.toml", "--json=~/plan.json", **home)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())
+    missing = run("serve", "~/none", **home)
+    assert missing.stderr == (f"error: {tmp_path}/none is missing: give a checkpoint folder in Hugging Face format\n")
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_modules_load_is_not_swallowed(tmp_path: Path) -> None:
+    """Many a library catches everything around an optional import; the command must not go on then."""
+    (tmp_path / "swallows.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    sum(range(1000))\n"
+        "except BaseException:\n"
+        "    pass\n"
+        "def command():\n"
+        "    print('went on')\n"
+    )
+    source = (
+        "from antiphon.cli.command_group import CommandPlace, lazy_group, new_app\n"
+        "app = new_app('x', cls=lazy_group({'go': CommandPlace('swallows', 'command', 'x')}))\n"
+        "app.callback()(lambda: None)\n"
+        "app(['go'], standalone_mode=False)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_interrupts_are_back_to_normal_once_a_command_is_loaded(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    group: Any = lazy_group({"go": CommandPlace("antiphon.cli.doctor", "doctor", "x")})
+    app = new_app("x", cls=group)
+    app.callback()(lambda: None)
+    app(["go", "--help"], standalone_mode=False)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_workers_load_leaves_nobody_behind(checkpoint: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = ("serve", str(checkpoint), "--layout", "disaggregated", "--port", "0")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HEARS_INTERRUPTS, *COMMAND, *arguments],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 120
+    while "started experts[0]" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert log.read_text().endswith("error: interrupted\n")
+    assert "Traceback" not in log.read_text()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # workers are of the same group

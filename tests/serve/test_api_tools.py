@@ -1,0 +1,290 @@
+"""Tools and other ways to steer the chat template, over HTTP: what the model reads, what clients get back."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.api_harness import END, Live, eos_id, fake_engine, ids, live, small_tokenizer
+from tests.serve.fake_engine import FakeEngine
+
+TURNS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "{% if message.role == 'tool' %} for {{ message.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not thinking | default(true) %}no {% endif %}{% endif %}"
+)
+HERMES = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}" + TURNS
+LLAMA = HERMES.replace("<tool_call>\n", "").replace("\n</tool_call>", "")
+CODER = HERMES + "{# <function=name> #}"
+APPENDS = HERMES.replace("{{ call.function | tojson }}", "{{ 'call ' + call.function.arguments }}")
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "a + b",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"const": 3}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+LOOK = {"type": "function", "function": {"name": "look"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 3}}\n</tool_call>'
+TWO_CALLS = f'Wait.\n{CALL}\n<tool_call>\n{{"name": "look", "arguments": {{}}}}\n</tool_call>'
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def says(text: str, tokens_per_output: int = 1) -> FakeEngine:
+    """An engine with room for descriptions of tools, whose every answer is `text`."""
+    engine = fake_engine(script=lambda _prompt, params: [*ids(text), eos_id()][: params.max_tokens], max_model_len=4096)
+    engine.tokens_per_output = tokens_per_output
+    return engine
+
+
+def prompt_of(server: Live, number: int = -1) -> str:
+    """What the model read."""
+    return small_tokenizer().decode(server.engine.submissions[number].prompt_token_ids, skip_special_tokens=False)
+
+
+def refusal(server: Live, **body: Any) -> tuple[str, str]:
+    """(param, message) of a 400."""
+    response = server.chat(**body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"]
+
+
+def functions_of(message: Any) -> list[tuple[str, Any]]:
+    """(name, arguments) of a message's calls, as the official client has them."""
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+
+
+def streamed(server: Live, **body: Any) -> tuple[Any, str, list[Any]]:
+    """(message, finish reason, events) of a streamed chat, put together by the official client."""
+    with server.openai.chat.completions.stream(model="fake-moe", messages=HELLO, **body) as stream:  # type: ignore[arg-type]
+        events = [event.chunk for event in stream if event.type == "chunk"]
+        choice = stream.get_final_completion().choices[0]
+    return choice.message, choice.finish_reason, events
+
+
+EXPECTED = [("add", {"a": 1, "b": 3}), ("look", {})]
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 5, 1000])
+def test_calls_reach_the_client(tokens_per_output: int) -> None:
+    tools: Any = [ADD, LOOK]
+    with live(says(TWO_CALLS, tokens_per_output), chat_template=HERMES) as server:
+        whole = server.openai.chat.completions.create(
+            model="fake-moe", messages=HELLO, tools=tools, tool_choice="auto", parallel_tool_calls=True
+        )  # type: ignore[call-overload]
+        message, reason, events = streamed(server, tools=tools)
+    choice = whole.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
+    assert functions_of(choice.message) == EXPECTED
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert (message.content, reason) == ("Wait.", "tool_calls")
+    assert functions_of(message) == EXPECTED
+    pieces = [piece for event in events for piece in event.choices[0].delta.tool_calls or []]
+    first = [piece for piece in pieces if piece.id is not None]
+    assert [(piece.index, piece.type, piece.function.name) for piece in first] == [
+        (0, "function", "add"),
+        (1, "function", "look"),
+    ]
+    assert all(piece.function.name is None for piece in pieces if piece.id is None)
+    if tokens_per_output == 1:
+        assert len(pieces) > 10, "arguments come as they are written"
+
+
+def test_tools_are_described_to_the_model() -> None:
+    with live(says("x"), chat_template=HERMES) as server:
+        strict = {"type": "function", "function": {**ADD["function"], "strict": None}}
+        assert server.chat(tools=[strict, LOOK]).status_code == 200
+        assert prompt_of(server).startswith(json.dumps(ADD) + "\n")
+        assert '{"name": "look", "parameters": {"type": "object", "properties": {}}}' in prompt_of(server)
+        tokens = server.http.post("/tokenize", json={"messages": HELLO, "tools": [ADD, LOOK]}).json()["tokens"]
+        assert tokens == server.engine.submissions[-1].prompt_token_ids
+        plain = server.chat(tools=[ADD], tool_choice="none")
+        assert "add" not in prompt_of(server)
+        assert "tool_calls" not in plain.json()["choices"][0]["message"]
+
+
+def test_with_tool_choice_none_calls_are_text() -> None:
+    with live(says(CALL), chat_template=HERMES) as server:
+        choice = server.chat(tools=[ADD], tool_choice="none").json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+        choice = server.chat(tools=[LOOK]).json()["choices"][0]  # no such tool
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+
+
+def test_a_call_without_text_has_no_content_and_one_cut_off_says_so() -> None:
+    with live(says(CALL), chat_template=HERMES) as server:
+        assert server.chat(tools=[ADD]).json()["choices"][0]["message"]["content"] is None
+        cut = server.chat(tools=[ADD], max_tokens=len(ids(CALL)) - 15).json()["choices"][0]
+        assert cut["finish_reason"] == "length"
+        assert '{"a": 1, "b": 3}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
+    with live(says(TWO_CALLS), chat_template=HERMES) as server:
+        choice = server.chat(tools=[ADD, LOOK], parallel_tool_calls=False).json()["choices"][0]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["add"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert server.engine.submissions[0].aborted
+        message, reason, _ = streamed(server, tools=[ADD, LOOK], parallel_tool_calls=False)
+        assert (functions_of(message), reason) == (EXPECTED[:1], "tool_calls")
+
+
+def test_several_answers_are_read_apart() -> None:
+    with live(says(TWO_CALLS), chat_template=HERMES) as server:
+        choices = server.chat(tools=[ADD, LOOK], n=2, logprobs=True).json()["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in choices] == [2, 2]
+    assert [len(choice["logprobs"]["content"]) for choice in choices] == [len(ids(TWO_CALLS)) + 1] * 2
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA])
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [("required", "add"), ({"type": "function", "function": {"name": "look"}}, "look")],
+)
+def test_a_call_can_be_forced(template: str, choice: Any, name: str) -> None:
+    with live(says("no"), chat_template=template) as server:
+        answer = server.chat(tools=[ADD, LOOK], tool_choice=choice).json()["choices"][0]
+        message, reason, _ = streamed(server, tools=[ADD, LOOK], tool_choice=choice)
+    assert answer["finish_reason"] == reason == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == message.tool_calls[0].function.name == name
+    arguments = json.loads(call["function"]["arguments"])
+    assert isinstance(arguments, dict)
+    if name == "add":
+        assert arguments["a"] in {1, 2}
+        assert arguments["b"] == 3
+
+
+def test_strict_tools_and_formats_bind_the_answer() -> None:
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "fine"}}}
+    with live(says("x"), chat_template=HERMES) as server:
+        server.chat(tools=[ADD])
+        server.chat(tools=[strict])
+        answer = server.chat(tools=[ADD], response_format=schema).json()["choices"][0]
+        server.chat(tools=[ADD], response_format={"type": "json_object"}, max_tokens=5)
+    assert [submission.params.grammar is None for submission in server.engine.submissions] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert answer["message"].get("tool_calls") or json.loads(answer["message"]["content"]) == "fine"
+
+
+BACK = [
+    *HELLO,
+    {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,  "b":3}'}},
+        {"id": "call_2", "index": 1, "function": {"name": "look", "arguments": ""}},
+    ]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "4", "name": "add"},
+    {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "seen"}]},
+]  # fmt: skip
+
+
+def test_calls_and_results_of_earlier_turns_reach_the_model() -> None:
+    with live(says("4"), chat_template=HERMES) as server:
+        answer = server.chat(messages=BACK, tools=[ADD, LOOK])
+        assert answer.json()["choices"][0]["message"]["content"] == "4"
+        prompt = prompt_of(server)
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 3}}\n</tool_call>' in prompt
+    assert '{"name": "look", "arguments": {}}' in prompt
+    assert f"<|im_start|>tool\n4 for call_1{END}\n<|im_start|>tool\nseen for call_2{END}\n" in prompt
+
+
+def test_templates_that_append_arguments_get_them_as_text() -> None:
+    with live(says("4"), chat_template=APPENDS) as server:
+        assert server.chat(messages=BACK).status_code == 200
+        assert 'call {"a": 1, "b": 3}' in prompt_of(server)
+
+
+def test_what_a_template_does_not_read_is_refused() -> None:
+    with live(says("x")) as server:
+        assert refusal(server, tools=[ADD]) == (
+            "tools",
+            "tools: this model's chat template does not read tools; leave them out",
+        )
+        assert server.chat(tools=[ADD], tool_choice="none").status_code == 200
+        assert refusal(server, messages=BACK)[0] == "messages[1].tool_calls"
+        assert refusal(server, messages=[*HELLO, BACK[2]])[0] == "messages[1].role"
+    with live(says("x"), chat_template=CODER) as server:
+        assert "format of calls" in refusal(server, tools=[ADD])[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "send tools to choose from"),
+        ({"tool_choice": "always", "tools": [ADD]}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [ADD]}, "tool_choice", "not among"),
+        ({"tools": [ADD, ADD]}, "tools", "same name"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [LOOK] * 129}, "tools", "at most 128"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}],
+          "tool_choice": "required"}, "tools", "cannot be used"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+        ({"messages": [{**BACK[1], "tool_calls": [{"id": "1", "type": "function",
+          "function": {"name": "f", "arguments": "[1]"}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "JSON object"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(body: dict[str, Any], param: str | None, message: str) -> None:
+    with live(says("x"), chat_template=HERMES) as server:
+        found = refusal(server, **body)
+    assert found[0] == param
+    assert message in found[1]
+
+
+def test_tools_that_ask_for_nothing_are_accepted() -> None:
+    with live(says("x")) as server:
+        for body in ({"tools": []}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
+            assert server.chat(tools=body.pop("tools", None), **body).status_code == 200
+
+
+def test_template_variables_can_be_set() -> None:
+    with live(says("x"), chat_template=HERMES) as server:
+        assert server.chat(chat_template_kwargs={"thinking": False}).status_code == 200
+        assert prompt_of(server).endswith("assistant\nno ")
+        assert server.chat(chat_template_kwargs={}).status_code == 200
+        assert prompt_of(server).endswith("assistant\n")
+        for name in ("messages", "tools", "add_generation_prompt", "frobnicate", "tokenize"):
+            param, message = refusal(server, chat_template_kwargs={name: []})
+            assert param == "chat_template_kwargs"
+            assert message.endswith("set are: thinking")
+
+
+def test_reasoning_effort_is_a_template_variable_or_nothing() -> None:
+    with live(says("x"), chat_template=TURNS + "{{ reasoning_effort }}") as server:
+        assert server.chat(reasoning_effort="low").status_code == 200
+        assert prompt_of(server).endswith("low")
+    with live(says("x")) as server:
+        assert server.chat(reasoning_effort="none").status_code == 200
+        assert refusal(server, reasoning_effort="low")[0] == "reasoning_effort"
+
+
+def test_the_last_message_can_be_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "it is m "}]
+    with live(says("x")) as server:
+        assert server.chat(messages=messages, continue_final_message=True).status_code == 200
+        assert prompt_of(server) == f"<|im_start|>user\nhello{END}\n<|im_start|>assistant\nit is m "
+        assert server.chat(messages=messages, add_generation_prompt=False).status_code == 200
+        assert prompt_of(server).endswith(f"it is m {END}\n")
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        assert "exclude each other" in refusal(server, messages=messages, **both)[1]
+        assert "must be the assistant's" in refusal(server, continue_final_message=True)[1]
+        asked = {"messages": messages, "continue_final_message": True}
+        assert server.http.post("/tokenize", json=asked).json()["tokens"] == ids(prompt_of(server, 0))
+    with live(says("x"), chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}") as server:
+        assert "cannot end in a message" in refusal(server, messages=messages, continue_final_message=True)[1]

@@ -1,0 +1,204 @@
+"""Workers die again and again, or cannot come back: who is served meanwhile, what the engine says, when it ends."""
+
+import asyncio
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.engine import Engine
+from antiphon.serve.fleet import WorkerName
+from tests.serve.engine_harness import (
+    GREEDY,
+    PATIENCE_S,
+    Prompts,
+    Run,
+    TinyModel,
+    Tokens,
+    complete,
+    config,
+    kill,
+    running,
+    wait_until,
+)
+
+RESTARTS = "antiphon.serve.policy.restarts"
+# A worker of the real kind, but one that cannot start while the file exists.
+BROKEN_WHILE = """
+from pathlib import Path
+from antiphon.serve.worker import build
+real = build.build_worker
+def build_worker(*arguments):
+    if Path({flag!r}).exists():
+        raise OSError("no space left on device")
+    return real(*arguments)
+build.build_worker = build_worker
+"""
+
+
+def kill_and_await_replacement(engine: Engine, role: str, index: int) -> None:
+    name = WorkerName(role, index)
+    killed = kill(engine, role, index)
+    wait_until(lambda: engine.worker_pid(name) != killed and engine._fleet.workers[name].channel is not None, "another")
+
+
+def keep_away(engine: Engine, role: str, index: int) -> None:
+    """Let a worker die twice; with `long_delays` nobody sees it again."""
+    kill_and_await_replacement(engine, role, index)
+    kill(engine, role, index)
+    wait_until(lambda: "restart in" in engine.stats().status, "a worker that waits for its restart")
+
+
+@pytest.fixture
+def long_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_SECOND_DELAY_S", "_LONGEST_DELAY_S", "_LONGEST_DELAY_AFTER_KILL_S"):
+        monkeypatch.setattr(f"{RESTARTS}.{name}", 1000.0)
+
+
+@pytest.mark.parametrize(("layout", "role"), [("2+2/m2", "attention"), ("2", "replica")])
+def test_the_others_serve_while_one_is_away(
+    layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, long_delays: None
+) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        keep_away(engine, role, 0)
+        assert complete(engine, prompts) == reference
+        stats = engine.stats()
+        assert stats.healthy
+        assert stats.missing == (f"{role}[0]",)
+        words = rf"degraded: waiting for {role}\[0\] \(restart in [\d.]+ s, died 2 times: killed by SIGKILL \(.*\)\)"
+        assert re.fullmatch(words, stats.status)
+
+
+def test_without_an_expert_worker_requests_wait_and_a_drain_does_not(
+    tiny_model: TinyModel, prompts: Prompts, long_delays: None
+) -> None:
+    with running(config(tiny_model, "1+2/m2")) as engine:
+        keep_away(engine, "experts", 1)
+        run = Run(engine, prompts[:4], GREEDY)
+        wait_until(lambda: engine.stats().num_waiting == 4, "requests that wait")
+        stats = engine.stats()
+        assert (stats.healthy, stats.missing) == (False, ("experts[1]",))
+        assert stats.status.startswith("waiting for experts[1] (restart in ")
+        asyncio.run(asyncio.wait_for(engine.drain(1000.0), PATIENCE_S))
+        assert [request.last.finish_reason for request in run.finish()] == ["abort"] * 4
+
+
+@pytest.mark.parametrize(("layout", "role"), [("1", "replica"), ("1+1/m2", "experts"), ("2+1/m2", "attention")])
+def test_no_number_of_deaths_ends_serving(
+    layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        for _ in range(7):
+            kill_and_await_replacement(engine, role, 0)
+        assert complete(engine, prompts[:4]) == reference[:4]
+        assert engine.stats().num_worker_restarts == 7
+        children = psutil.Process().children()
+        assert not [child.pid for child in children if child.status() == psutil.STATUS_ZOMBIE]
+
+
+def test_a_worker_killed_while_it_first_loads_is_started_again(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{RESTARTS}._SECOND_DELAY_S", 0.1)
+    killed: list[int] = []
+
+    def kill_workers(parent: psutil.Process) -> None:
+        while len(killed) < 3:
+            for child in parent.children():
+                if child.pid not in killed and "antiphon.serve.worker.process" in child.cmdline() and len(killed) < 3:
+                    child.kill()
+                    killed.append(child.pid)
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill_workers, args=(psutil.Process(),))
+    killer.start()
+    with running(config(tiny_model, "1")) as engine:
+        killer.join()
+        assert engine.stats().num_worker_restarts == 3
+        assert complete(engine, prompts[:4]) == reference[:4]
+
+
+@pytest.fixture
+def copied_model(tiny_model: TinyModel, tmp_path: Path) -> TinyModel:
+    return TinyModel(Path(shutil.copytree(tiny_model.folder, tmp_path / "copy")), None)
+
+
+def test_a_checkpoint_that_is_gone_ends_the_engine(copied_model: TinyModel, prompts: Prompts) -> None:
+    with running(config(copied_model, "2+1/m2")) as engine:
+        given_up = threading.Event()
+        engine.call_when_given_up(given_up.set)
+        (copied_model.folder / "model.safetensors").unlink()
+        run = Run(engine, prompts[:8], GREEDY)
+        kill(engine, "experts", 0)
+        finished = run.finish()
+        assert given_up.wait(PATIENCE_S)
+        assert engine.fatal is not None
+        assert engine.fatal.startswith("experts[0] died and cannot start again: ")
+        assert "no .safetensors file" in engine.fatal
+        assert engine.failure().exit_code == 1
+        assert {request.error for request in finished} == {engine.fatal}
+        assert not engine.stats().healthy
+        with pytest.raises(UserError, match="the engine has stopped: experts"):
+            Run(engine, prompts[:1], GREEDY)
+        given_up.clear()
+        engine.call_when_given_up(given_up.set)
+        assert given_up.is_set(), "who asks later hears it too"
+
+
+def test_what_may_pass_is_tried_again(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = tmp_path / "broken"
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_WHILE.format(flag=str(flag)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with running(config(tiny_model, "1")) as engine:
+        flag.touch()
+        kill(engine, "replica", 0)
+        words = "died 3 times: exited with 1 (OSError: no space left on device)"
+        wait_until(lambda: words in engine.stats().status, "deaths in the worker's own words")
+        run = Run(engine, prompts[:4], GREEDY)
+        flag.unlink()
+        assert [request.token_ids for request in run.finish()] == reference[:4]
+
+
+def test_a_system_that_starts_no_process_is_asked_again(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[WorkerName] = []
+
+    def refuse(name: WorkerName) -> None:
+        if len(refused) < 2:
+            refused.append(name)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        launch(name)
+
+    with running(config(tiny_model, "1+1/m2")) as engine:
+        launch = engine.workforce._relaunch
+        monkeypatch.setattr(engine.workforce, "_relaunch", refuse)
+        run = Run(engine, prompts[:4], GREEDY)
+        kill(engine, "experts", 0)
+        assert [request.token_ids for request in run.finish()] == reference[:4]
+        assert refused == [WorkerName("experts", 0)] * 2
+        assert engine.stats().num_worker_restarts == 1
+
+
+def test_a_bug_of_the_engine_ends_it_aloud(
+    tiny_model: TinyModel, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_steps() -> None:
+        raise KeyError("a bug")
+
+    given_up = threading.Event()
+    with running(config(tiny_model, "1")) as engine:
+        engine.call_when_given_up(given_up.set)
+        monkeypatch.setattr(engine.workforce, "start_steps", start_steps)
+        assert given_up.wait(PATIENCE_S)
+        assert engine.failure().exit_code == 1
+        assert str(engine.failure()) == "a bug ended the engine (KeyError: 'a bug'); the log has its traceback"
+        with pytest.raises(UserError, match="the engine has stopped: a bug"):
+            Run(engine, prompts[:1], GREEDY)

@@ -1,0 +1,199 @@
+"""The processes that work on long texts: the same ids and texts as in process, and their limits one by one."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
+from antiphon.serve.text.text_queue import TextLimits
+from antiphon.serve.text.text_service import TextService
+from tests.serve.api_harness import fake_engine, live, small_tokenizer
+from tests.serve.server_harness import wait_until
+from tests.serve.test_chat_templates import Running, with_template
+
+ROOT = Path(__file__).parents[2]
+SLOW = "a" * 3_000_000  # one word without an end: seconds for the tokenizer
+TEXTS = ["", "hello", "中文 and 😀, " * 50, "  spaces\n\n" * 9000, "x" * 40_000]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[TextService]:
+    with Running(small_tokenizer()) as running:
+        yield running
+
+
+def encode(service: TextService, *texts: str, max_tokens: int | None = None) -> list[list[int]]:
+    return asyncio.run(service.encode(list(texts), add_special_tokens=True, max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_ids_and_texts_are_those_of_the_tokenizer(service: TextService, text: str) -> None:
+    tokenizer = small_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    assert encode(service, text, text) == [ids, ids]
+    assert encode(service, text, max_tokens=len(ids)) == [ids]
+    for skip in (True, False):
+        decoded = asyncio.run(service.decode([*ids, 511], skip_special_tokens=skip))
+        assert decoded == tokenizer.decode([*ids, 511], skip_special_tokens=skip)
+
+
+def test_a_text_that_cannot_fit_is_refused_after_its_beginning(service: TextService) -> None:
+    started = time.monotonic()
+    with pytest.raises(RequestTooLong, match="has more than 1000 tokens, which is the limit"):
+        encode(service, "hello world, " * 500_000, max_tokens=1000)
+    assert time.monotonic() - started < 10, "tokenizing all of it takes longer"
+
+
+def test_a_short_text_does_not_wait_for_a_long_one() -> None:
+    async def both(service: TextService) -> list[str]:
+        done: list[str] = []
+
+        async def run(text: str, name: str) -> None:
+            with contextlib.suppress(UserError):
+                await service.encode([text], add_special_tokens=False, max_tokens=None)
+            done.append(name)
+
+        long = asyncio.create_task(run(SLOW, "long"))
+        await asyncio.sleep(0.05)
+        await run("hello " * 1000, "short")
+        await long
+        return done
+
+    with Running(small_tokenizer(), tokenizer_timeout_s=5.0) as service:
+        encode(service, "x")
+        assert asyncio.run(both(service)) == ["short", "long"]
+
+
+def test_the_limit_on_time_names_itself_and_ends_one_request_only() -> None:
+    with Running(small_tokenizer(), tokenizer_timeout_s=0.3) as service:
+        with pytest.raises(UserError, match=r"the tokenizer took longer than 0\.3 s, the limit: send fewer or shorter"):
+            encode(service, SLOW)
+        assert encode(service, "x" * 40_000)
+
+
+def test_the_limit_on_memory_names_itself_and_ends_one_request_only() -> None:
+    with Running(small_tokenizer(), memory_bytes=64 * 2**20) as service:
+        with pytest.raises(UserError, match=r"memory"):
+            encode(service, "hello world, " * 600_000)
+        assert encode(service, "hello " * 6000)
+
+
+def test_more_than_may_wait_are_refused_and_nobody_waits_for_ever() -> None:
+    async def flood(service: TextService) -> list[object]:
+        asked = [service.encode([SLOW], add_special_tokens=False, max_tokens=None) for _ in range(5)]
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    limits = {"tokenizer_timeout_s": 1.0, "max_waiting": 3, "max_wait_s": 0.5}
+    with Running(small_tokenizer(), **limits) as service:
+        wait_until(lambda: is_ready(service), "both processes have started")
+        errors = asyncio.run(flood(service))
+        full = [error for error in errors if isinstance(error, QueueFull)]
+        assert any("requests wait for the tokenizer, the limit is 3" in str(error) for error in full)
+        assert any("s for the tokenizer, the limit is 0.5 s" in str(error) for error in full)
+        assert sum("took longer than 1 s" in str(error) for error in errors) == 1
+        wait_until(lambda: is_ready(service), "the process is replaced")
+
+
+def is_ready(service: TextService) -> bool:
+    with contextlib.suppress(QueueFull):  # it waited for the process to start
+        return bool(encode(service, "x" * 40_000))
+    return False
+
+
+def test_a_process_that_is_killed_at_work_ends_one_request_only() -> None:
+    async def kill_at_work(service: TextService) -> None:
+        asked = asyncio.ensure_future(service.encode([SLOW], add_special_tokens=False, max_tokens=None))
+        await asyncio.sleep(0.3)
+        os.kill(service.pids[1], signal.SIGKILL)
+        await asked
+
+    with Running(small_tokenizer()) as service:
+        encode(service, "x" * 40_000)
+        with pytest.raises(UserError, match=r"the tokenizer cannot do this: its process was ended by SIGKILL"):
+            asyncio.run(kill_at_work(service))
+        assert encode(service, "x" * 40_000)
+
+
+def test_closing_tells_whoever_waits() -> None:
+    async def close_under_them(service: TextService) -> list[object]:
+        asked = [
+            asyncio.ensure_future(service.encode([SLOW], add_special_tokens=False, max_tokens=None)) for _ in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        service.close()
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    with Running(small_tokenizer()) as service:
+        encode(service, "x" * 40_000)
+        pids = service.pids
+        assert [type(error) for error in asyncio.run(close_under_them(service))] == [ShuttingDown] * 3
+        assert not any(map(psutil.pid_exists, pids))
+
+
+PROGRAM = """
+import asyncio, sys
+from tests.serve.api_harness import fake_engine, live, small_tokenizer
+from antiphon.serve.text.text_service import TextService
+service = TextService(small_tokenizer())
+service.start()
+asyncio.run(service.encode(["x" * 40_000], add_special_tokens=False, max_tokens=None))
+asyncio.run(service.encode(["x"], add_special_tokens=False, max_tokens=None))
+print(*service.pids, flush=True)
+asyncio.run(service.encode(["a" * 3_000_000] * 20, add_special_tokens=False, max_tokens=None))
+"""
+
+
+def test_the_processes_die_with_a_server_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in server.stdout.readline().split()]
+        assert len(processes) == 2
+        server.send_signal(signal.SIGKILL)
+        gone, alive = psutil.wait_procs(processes, timeout=20)
+        assert len(gone) == 2, alive
+
+
+def test_the_processes_start_and_end_with_the_server() -> None:
+    with live(fake_engine()) as server:
+        assert server.chat(max_tokens=1).status_code == 200
+        pids = server.server.config.app.state.context.texts.pids  # type: ignore[union-attr]
+        assert len(pids) == 2
+        assert all(map(psutil.pid_exists, pids))
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_signal_to_the_group_is_for_the_server_to_decide() -> None:
+    with Running(small_tokenizer()) as service:
+        encode(service, "x" * 40_000)
+        pids = service.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        assert encode(service, "x" * 40_000)
+        assert service.pids == pids
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with Running(with_template("x")) as service:
+        wait_until(lambda: service.pids == [], "it has failed")
+        with pytest.raises(Exception, match=r"connection closed") as caught:
+            encode(service, "x" * 40_000)
+        assert not isinstance(caught.value, UserError)
+        assert service.template_problem is None
+
+
+def test_limits_grow_with_the_context() -> None:
+    short, long = TextLimits.for_context(8192), TextLimits.for_context(2**20)
+    assert short.tokenizer_timeout_s < long.tokenizer_timeout_s
+    assert short.memory_bytes < long.memory_bytes

@@ -1,0 +1,181 @@
+"""Kimi's tokenizer from a small `tiktoken.model`: the ids of the `tiktoken` package, its special tokens, its errors."""
+
+import base64
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import CheckpointError
+from antiphon.serve.text.tiktoken_file import KIMI_PATTERN
+from antiphon.serve.text.tokenizer_files import load_tokenizer
+
+TEXT = (
+    "The experts of a mixture are chosen token by token, and it's the router's choice which of them work together. "
+    "Kimi的专家模型很大，世界很大，模型的世界。 Ünïcödé ñandú; русский текст, a 12345 b 678.\n\n"
+    "    def f(x):\n\treturn x"
+)
+NUM_MERGES = 120
+SPECIAL = {
+    0: ("[BOS]", True),
+    1: ("[EOS]", True),
+    2: ("<|im_end|>", True),
+    3: ("<|im_user|>", True),
+    4: ("<|im_assistant|>", True),
+    11: ("<|tool_calls_section_begin|>", False),
+    255: ("[PAD]", True),
+}
+TEMPLATE = "{% for m in messages %}<|im_user|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def trained_ranks() -> dict[bytes, int]:
+    """All bytes in an order of their own, then what byte-pair training joins in `TEXT`."""
+    order = list(range(256))
+    random.Random(1).shuffle(order)
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(order)}
+    words = [[bytes([byte]) for byte in word.encode()] for word in TEXT.replace(" ", "\0 ").split("\0")]
+    while len(ranks) < 256 + NUM_MERGES:
+        pairs = Counter(pair for word in words for pair in pairwise(word))
+        left, right = max(pairs, key=lambda pair: (pairs[pair], pair))
+        ranks.setdefault(left + right, len(ranks))
+        words = [joined(word, left, right) for word in words]
+    return ranks
+
+
+def joined(word: list[bytes], left: bytes, right: bytes) -> list[bytes]:
+    out: list[bytes] = []
+    for part in word:
+        if out and out[-1] == left and part == right:
+            out[-1] = left + right
+        else:
+            out.append(part)
+    return out
+
+
+RANKS = trained_ranks()
+
+
+def write(folder: Path, ranks: dict[bytes, int] = RANKS, **changes: Any) -> Path:
+    """A folder as Kimi-K2 is published: ranks, a config that names code, and that code, which must not run."""
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    (folder / "tiktoken.model").write_text("".join(lines))
+    added = {str(len(ranks) + i): {"content": text, "special": special} for i, (text, special) in SPECIAL.items()}
+    config = {
+        "added_tokens_decoder": added,
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "bos_token": "[BOS]",
+        "eos_token": {"__type": "AddedToken", "content": "[EOS]", "special": True},
+        "chat_template": TEMPLATE,
+        "tokenizer_class": "TikTokenTokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | changes))
+    (folder / "tokenization_kimi.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    return folder
+
+
+def texts(count: int) -> list[str]:
+    """Pieces of `TEXT`, letters of many kinds, white space, special tokens, and any characters at all."""
+    generator = random.Random(2)
+    letters = [*"aabeé  \n\r\t'tS's12３你好，ñ\u0301вД🙂\u200d_-()|", "<|im_end|>", "[BOS]", "<|im_end", *TEXT]
+    made = ["", " ", "\n"]
+    for _ in range(count):
+        start = generator.randrange(len(TEXT))
+        made.append(TEXT[start : start + generator.randrange(80)])
+        made.append("".join(generator.choice(letters) for _ in range(generator.randrange(40))))
+        made.append("".join(chr(generator.randrange(1, 0xD800)) for _ in range(generator.randrange(12))))
+    return made
+
+
+def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    tokenizer = load_tokenizer(write(tmp_path))
+    special = {f"<|reserved_token_{len(RANKS) + i}|>": len(RANKS) + i for i in range(256) if i not in SPECIAL}
+    special |= {text: len(RANKS) + i for i, (text, _) in SPECIAL.items()}
+    theirs = tiktoken.Encoding("kimi", pat_str=KIMI_PATTERN, mergeable_ranks=RANKS, special_tokens=special)
+    assert tokenizer.vocab_size == theirs.n_vocab == len(RANKS) + 256
+    for text in texts(1000):
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text, allowed_special="all"), text
+
+
+def test_texts_come_back(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path))
+    for text in texts(200):
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert len(tokenizer.encode(TEXT, add_special_tokens=False)) < len(TEXT.encode()) / 2
+
+
+def test_special_tokens_have_the_ids_behind_the_ranks(tmp_path: Path) -> None:
+    tokenizer, first = load_tokenizer(write(tmp_path)), len(RANKS)
+    ids = tokenizer.encode("[BOS]<|im_user|>a<|tool_calls_section_begin|>[PAD]", add_special_tokens=True)
+    assert ids == [first, first + 3, RANKS[b"a"], first + 11, first + 255]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<|tool_calls_section_begin|>"
+    assert tokenizer.token_string(first + 7) == f"<|reserved_token_{first + 7}|>"
+    moonlight = {"AutoTokenizer": ["moonshotai/Moonlight--tokenization_moonshot.TikTokenTokenizer", None]}
+    assert load_tokenizer(write(tmp_path, auto_map=moonlight)).vocab_size == first + 258
+
+
+def test_the_chat_template_is_found(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path))
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.special_tokens == {"bos_token": "[BOS]", "eos_token": "[EOS]"}
+    several = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
+    assert load_tokenizer(write(tmp_path, chat_template=several)).template_sources == {"tools": "a", "default": "b"}
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert load_tokenizer(tmp_path).chat_template == "from the file"
+
+
+def test_a_tokenizer_json_is_preferred(tmp_path: Path) -> None:
+    """It is what a tokenizer made for unknown code can be converted to."""
+    backend = load_tokenizer(write(tmp_path)).backend
+    write(tmp_path, auto_map={"AutoTokenizer": ["tokenization_other.Tokenizer", None]})
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("a<|im_end|>", add_special_tokens=False) == [RANKS[b"a"], len(RANKS) + 2]
+
+
+def without(token: bytes) -> dict[bytes, int]:
+    kept = [other for other in RANKS if other != token]
+    return {other: rank for rank, other in enumerate(kept)}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda folder: write(folder, auto_map={"AutoTokenizer": ["tokenization_other.Tokenizer", None]}),
+            "tiktoken.model: made for the code 'tokenization_other', which is not run: only tokenization_kimi and "
+            "tokenization_moonshot are known, convert the tokenizer, so that the folder has a tokenizer.json",
+        ),
+        (
+            lambda folder: (write(folder) / "tiktoken.model").write_text("YQ== 0\nno rank\n"),
+            "tiktoken.model: line 2 is damaged: download it again",
+        ),
+        (
+            lambda folder: (write(folder) / "tiktoken.model").write_text("YQ== 0\n!?== 1\n"),
+            "tiktoken.model: line 2 is damaged: download it again",
+        ),
+        (
+            lambda folder: write(folder, {token: 2 * rank for token, rank in RANKS.items()}),
+            "tiktoken.model: the ranks of its 376 tokens are not 0, 1, 2, ...: download it again",
+        ),
+        (
+            lambda folder: write(folder, without(b"\x07")),
+            "tiktoken.model: has no token for the byte 7: download it again",
+        ),
+        (
+            lambda folder: write(folder, added_tokens_decoder={"5": {"content": "[BOS]"}}),
+            "tokenizer_config.json: added_tokens_decoder has the id 5: special tokens of this tokenizer lie from 376 "
+            "to 631, download it and tiktoken.model again",
+        ),
+    ],
+)
+def test_damaged_files_are_one_line(make: Callable[[Path], object], expected: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).removeprefix(f"{tmp_path}/") == expected
