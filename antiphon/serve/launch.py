@@ -31,6 +31,7 @@ from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
+from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
@@ -81,6 +82,7 @@ class Launcher:
             block_size=config.block_size,
             max_model_len=self.context_length,
             max_batch_tokens=config.max_batch_tokens,
+            context_tokens_per_row=context_tokens_per_row(self.spec),
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             vocab_size=self.spec.vocab_size,

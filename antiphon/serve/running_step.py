@@ -69,8 +69,11 @@ class RunningStep:
         for name in workers:
             if (failed := self._failed.pop(name, None)) is not None:
                 self._running[name] = failed
-            elif (plan := self._schedulers[name].schedule()) is not None:
-                self._running[name] = _Part(plan, micro_batch_steps(plan.sequences, self._num_micro_batches))
+                continue
+            scheduler = self._schedulers[name]
+            if (plan := scheduler.schedule()) is not None:
+                ratio = scheduler.config.context_tokens_per_row
+                self._running[name] = _Part(plan, micro_batch_steps(plan.sequences, self._num_micro_batches, ratio))
         participants = self._participants()
         self._round += bool(self._running)
         return {name: self._message(part, participants) for name, part in self._running.items()}

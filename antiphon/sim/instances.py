@@ -160,7 +160,7 @@ class Instance:
             requests = self.schedulers[worker].requests
             sequences = [_arrived(step, requests[step.request_id]) for step in sequences]
             num_rows = sum(len(step.token_ids) for step in sequences)
-        return rows_of(sequences, num_rows, self.pool.phase.micro_batches)
+        return rows_of(sequences, num_rows, self.pool.phase.micro_batches, self.pool.config.context_tokens_per_row)
 
 
 def _arrived(step: SequenceStep, request: Request) -> SequenceStep:

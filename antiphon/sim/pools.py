@@ -23,6 +23,7 @@ from antiphon.planner.setting import Setting
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.worker_names import WorkerCounts
+from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.plan import PhaseName, PhasePlan, Plan
 
 Prefill = Literal["mixed", "elsewhere"]
@@ -139,6 +140,7 @@ def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand,
         block_size=BLOCK_SIZE,
         max_model_len=most if allowed is None else min(most, allowed),
         max_batch_tokens=per_worker if name == "prefill" else max(SchedulerConfig.max_batch_tokens, per_worker),
+        context_tokens_per_row=context_tokens_per_row(setting.model),
         max_running=max_running,
         max_waiting=_UNLIMITED,
         watermark_blocks=reserved,

@@ -22,7 +22,6 @@ from antiphon.sim.expert_load import ExpertLoad
 from antiphon.sim.step_tables import AttentionTable, StepTables
 
 LARGE, MANY = 0.25, 16  # of a micro-batch's share of the cost; sequences per micro-batch
-CONTEXT_TOKENS_PER_ROW = 1024.0  # the engine's default of `split_into_micro_batches`
 
 
 @dataclass(slots=True)
@@ -50,7 +49,9 @@ class StepPrice:
     experts_busy_s: float
 
 
-def rows_of(sequences: Sequence[SequenceStep], num_rows: int, num_micro_batches: int) -> list[Rows]:
+def rows_of(
+    sequences: Sequence[SequenceStep], num_rows: int, num_micro_batches: int, context_tokens_per_row: float
+) -> list[Rows]:
     """What the engine's own cut makes of one attention worker's step of `num_rows` rows.
 
     Of many decodes, none of which costs a large part of a share, the cut comes out even: it is taken to be, which
@@ -60,12 +61,12 @@ def rows_of(sequences: Sequence[SequenceStep], num_rows: int, num_micro_batches:
         visible = sum(starts) + num_rows
         if num_micro_batches == 1 or (
             num_rows >= MANY * num_micro_batches
-            and _largest_share(max(starts), visible, num_rows) * num_micro_batches <= LARGE
+            and _largest_share(max(starts), visible, num_rows, context_tokens_per_row) * num_micro_batches <= LARGE
         ):
             sampled = sum([step.samples for step in sequences])
             return _even(num_rows, visible, sampled, num_micro_batches)
     cut = []
-    for ranges in split_into_micro_batches(sequences, num_micro_batches):
+    for ranges in split_into_micro_batches(sequences, num_micro_batches, context_tokens_per_row):
         batch = Rows()
         for index, first_row, rows in ranges:
             step = sequences[index]
@@ -75,9 +76,9 @@ def rows_of(sequences: Sequence[SequenceStep], num_rows: int, num_micro_batches:
     return cut
 
 
-def _largest_share(largest_start: int, visible: int, num_rows: int) -> float:
+def _largest_share(largest_start: int, visible: int, num_rows: int, context_tokens_per_row: float) -> float:
     """Of all cost, that of the sequence with the longest context, as the engine counts cost."""
-    return chunk_cost(largest_start, 1, CONTEXT_TOKENS_PER_ROW) / (num_rows + visible / CONTEXT_TOKENS_PER_ROW)
+    return chunk_cost(largest_start, 1, context_tokens_per_row) / (num_rows + visible / context_tokens_per_row)
 
 
 def _even(num_rows: int, visible: int, sampled: int, num_micro_batches: int) -> list[Rows]:

@@ -187,6 +187,15 @@ def flops_per_token(model: ModelSpec, context: float, *, absorbed: bool = True, 
     )
 
 
+def context_tokens_per_row(model: ModelSpec) -> float:
+    """How many tokens of context cost as many FLOPs to attend to as everything else of one token, the head left out.
+
+    Layers with a sliding window see a bounded context and count as everything else, unless all layers have one."""
+    rest = flops_per_token(model, 0, with_head=False)
+    per_token = flops_per_token(model, 1, with_head=False) - rest
+    return rest / (per_token * ((1 - model.attention.windowed_share) or 1.0))
+
+
 def kv_elements_per_token(model: ModelSpec) -> int:
     """Cached elements of one token in ONE layer: keys and values of the KV heads, or one latent row."""
     attention = model.attention

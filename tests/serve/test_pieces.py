@@ -33,7 +33,7 @@ def sequence_steps(draw: st.DrawFn) -> list[SequenceStep]:
 @settings(max_examples=300, deadline=None)
 @given(steps=sequence_steps(), num_micro_batches=st.integers(1, 4))
 def test_pieces_in_order_make_up_each_sequence(steps: list[SequenceStep], num_micro_batches: int) -> None:
-    batches = micro_batch_steps(steps, num_micro_batches)
+    batches = micro_batch_steps(steps, num_micro_batches, 1024.0)
     assert 1 <= len(batches) <= num_micro_batches
     assert all(batches)
     for whole in steps:
@@ -55,5 +55,5 @@ def test_pieces_in_order_make_up_each_sequence(steps: list[SequenceStep], num_mi
 
 def test_an_uncut_step_is_passed_on_as_it_is() -> None:
     step = SequenceStep("r", 0, (5,), 7, 1, (), True, 0, 0)
-    assert micro_batch_steps([step], 3) == [[step]]
-    assert micro_batch_steps([], 3) == []
+    assert micro_batch_steps([step], 3, 1024.0) == [[step]]
+    assert micro_batch_steps([], 3, 1024.0) == []

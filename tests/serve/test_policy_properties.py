@@ -157,18 +157,18 @@ def test_a_rolled_back_plan_is_planned_again(config: SchedulerConfig, load: list
         simulation.submit(str(index), item.prompt, item.params)
     for _ in range(at_step):
         simulation.step()
-    num_preemptions = simulation.scheduler.counters.num_preemptions
     first = simulation.plan()
     if first is None:
         return
     simulation.scheduler.rollback(first)
     second = simulation.plan()
     assert second is not None
-    if simulation.scheduler.counters.num_preemptions == num_preemptions:
-        assert second.sequences == first.sequences
-        assert second.starts == first.starts
-    else:  # a step that preempts admits nobody; planned anew, it may
-        assert second.sequences[: len(first.sequences)] == first.sequences
+    assert {start.request_id for start in first.starts} <= {start.request_id for start in second.starts}
+    begins = {step.request_id: (step.start, step.first_new_block) for step in first.sequences}
+    again = {step.request_id: (step.start, step.first_new_block) for step in second.sequences}
+    # chunks may be shared out differently: what was found in the cache is known now, and who was admitted runs
+    assert next(iter(begins)) == next(iter(again))
+    assert all(begins[name] == again[name] for name in begins.keys() & again.keys())
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import QueueFull, RequestTooLong
 from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.micro_batches import chunk_cost
 from antiphon.serve.policy.request import RequestStatus
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import EOS, Simulation, expected_output
@@ -39,12 +40,47 @@ def test_decodes_come_first_then_running_prefills_then_waiting() -> None:
     sim.submit("b", list(range(3, 19)), FREE)
     sim.step()
     assert chunks(sim) == [("a", 0, 4), ("b", 0, 6)]
-    sim.submit("c", [7] * 5, FREE)
+    sim.submit("c", [7] * 2, FREE)
     sim.step()
-    assert chunks(sim) == [("a", 4, 1), ("b", 6, 9)]
+    assert chunks(sim) == [("a", 4, 1), ("b", 6, 7), ("c", 0, 2)]
     sim.step()
-    assert chunks(sim) == [("a", 5, 1), ("b", 15, 1), ("c", 0, 5)]
+    assert chunks(sim) == [("a", 5, 1), ("c", 2, 1), ("b", 13, 3)]
     sim.run()
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
+    """Four long prompts came first: the short one is in the step after its arrival, and few rows are left unused."""
+    sim = simulation(num_blocks=1024, max_model_len=1024, max_batch_tokens=256, max_running=8)
+    for name in "abcd":
+        sim.submit(name, list(range(3, 903)), FREE)
+    sim.step()
+    assert [name for name, _, _ in chunks(sim)] == ["a", "b", "c", "d"]
+    sim.submit("short", [7] * 5, FREE)
+    sim.step()
+    assert ("short", 0, 5) in chunks(sim)
+    assert sum(rows for _, _, rows in chunks(sim)) > 240
+    while sim.reasons["a"] is None:
+        assert sim.step()
+    assert sim.reasons["b"] is None, "the oldest has the largest share"
+    sim.run()
+
+
+def test_rows_that_see_a_long_context_are_fewer() -> None:
+    """Chunks of a long prompt cost at most what the first one costs, in rows and visible keys."""
+    ratio = 50.0
+    sim = simulation(
+        num_blocks=1024, max_model_len=4000, max_batch_tokens=256, max_running=8, context_tokens_per_row=ratio
+    )
+    sim.submit("long", [3] * 3000, SamplingParams(max_tokens=1))
+    costs, rows = [], []
+    while sim.step():
+        ((_, start, num_rows),) = chunks(sim)
+        costs.append(chunk_cost(start, num_rows, ratio))
+        rows.append(num_rows)
+    assert rows[0] == 256
+    assert max(costs) <= costs[0]
+    assert min(costs[:-1]) > 0.9 * costs[0]
+    assert rows[-2] < 30
 
 
 def test_a_plan_names_only_new_blocks_after_the_first() -> None:

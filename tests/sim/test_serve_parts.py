@@ -177,11 +177,11 @@ def test_a_round_of_unequal_micro_batches_is_what_the_exact_simulation_says(
 def test_an_even_cut_is_what_the_engine_would_cut(starts: list[int], m: int) -> None:
     """Where the shortcut is taken, rows and visible tokens of each micro-batch are near the engine's."""
     sequences = [step(index, start, 1) for index, start in enumerate(starts)]
-    taken = rows_of(sequences, len(sequences), m)
+    taken = rows_of(sequences, len(sequences), m, 1024.0)
     assert sum(batch.num for batch in taken) == len(starts)
     assert sum(batch.num_decode for batch in taken) == len(starts)
     assert sum(batch.visible for batch in taken) == pytest.approx(sum(starts) + len(starts), abs=m)
-    cut = split_into_micro_batches(sequences, m)
+    cut = split_into_micro_batches(sequences, m, 1024.0)
     cost = [sum(1 + (starts[rows.sequence] + 1) / 1024 for rows in batch) for batch in cut]
     even = sum(cost) / m
     assert max(cost) <= even * 1.15
@@ -190,10 +190,10 @@ def test_an_even_cut_is_what_the_engine_would_cut(starts: list[int], m: int) -> 
 
 def test_chunks_and_decodes_are_told_apart() -> None:
     sequences = [step(0, 99, 1), step(1, 0, 40), step(2, 64, 8, samples=False)]
-    (batch,) = rows_of(sequences, 49, 1)
+    (batch,) = rows_of(sequences, 49, 1, 1024.0)
     assert (batch.num, batch.num_decode, batch.visible, batch.sampled) == (49, 1, 100, 2)
     assert batch.chunks == [(40, 0), (8, 64)]
-    cut = rows_of(sequences, 49, 2)
+    cut = rows_of(sequences, 49, 2, 1024.0)
     assert sum(part.num for part in cut) == 49
     assert sum(part.sampled for part in cut) == 2
     assert all(part.num > 0 for part in cut)
@@ -210,7 +210,7 @@ def test_prices_grow_with_everything() -> None:
         sequences = [step(index, start, 1) for index in range(num)]
         if extra:
             sequences.append(step(num, 0, extra))
-        return pricer.price({0: rows_of(sequences, num + extra, 2)}, load).duration_s
+        return pricer.price({0: rows_of(sequences, num + extra, 2, 1024.0)}, load).duration_s
 
     assert price(2, 10) < price(100, 10) < price(400, 10)
     assert price(100, 10) < price(100, 3000)

@@ -15,6 +15,8 @@ from antiphon.serve.policy.request import Request
 class SchedulerConfig:
     """Limits of one attention worker. `max_batch_tokens`: rows of a step over all its micro-batches.
 
+    `context_tokens_per_row`: how many cached keys cost as much to attend to as everything else costs for one row; a
+    step's prompt chunks cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`).
     `watermark_blocks`: blocks that admission leaves free for running requests to grow into (None: 1% of all, at
     least one), so that an admitted request does not push another one out in the next step.
     `vocab_size` None: token ids are not checked.
@@ -24,6 +26,7 @@ class SchedulerConfig:
     block_size: int
     max_model_len: int
     max_batch_tokens: int = 2048
+    context_tokens_per_row: float = 1024.0
     max_running: int = 256
     max_waiting: int = 1024
     watermark_blocks: int | None = None

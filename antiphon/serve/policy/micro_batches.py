@@ -41,12 +41,11 @@ MicroBatch = tuple[RowRange, ...]
 
 
 def split_into_micro_batches(
-    sequences: Sequence[SequenceStep], num_micro_batches: int, *, context_tokens_per_row: float = 1024.0
+    sequences: Sequence[SequenceStep], num_micro_batches: int, context_tokens_per_row: float
 ) -> list[MicroBatch]:
     """At most `num_micro_batches` micro-batches, none empty, in the order in which a layer must run them.
 
-    Every row is in exactly one; rows keep the plan's order within each. `context_tokens_per_row`: how many cached keys
-    cost as much to attend to as everything else costs for one row (a ratio of the model and device, see `cost`).
+    Every row is in exactly one; rows keep the plan's order within each. `context_tokens_per_row`: see `chunk_cost`.
     """
     assert num_micro_batches >= 1, f"{num_micro_batches} micro-batches"
     if not sequences:
@@ -71,9 +70,19 @@ def _wastes_one(batches: Sequence[MicroBatch], num_micro_batches: int) -> bool:
 
 
 def chunk_cost(start: int, num_rows: int, context_tokens_per_row: float) -> float:
-    """Cost of rows at positions `start` on: row r sees start + r + 1 keys; summed over `num_rows` rows."""
+    """Cost of rows at positions `start` on: row r sees start + r + 1 keys; summed over `num_rows` rows.
+
+    `context_tokens_per_row`: how many cached keys cost as much to attend to as everything else costs for one row."""
     visible_keys = num_rows * start + num_rows * (num_rows + 1) / 2
     return num_rows + visible_keys / context_tokens_per_row
+
+
+def rows_for_cost(start: int, cost: float, context_tokens_per_row: float) -> float:
+    """How many rows from position `start` on cost that much: the inverse of `chunk_cost`.
+
+    With c = `context_tokens_per_row` and b = c + start + 1/2 it is the positive root of r²/2 + b·r = c·cost."""
+    b = context_tokens_per_row + start + 0.5
+    return sqrt(b * b + 2 * context_tokens_per_row * cost) - b
 
 
 def _cut_large_chunks(
@@ -90,14 +99,13 @@ def _cut_large_chunks(
 
 
 def _equal_cost_boundaries(start: int, num_rows: int, num_parts: int, context_tokens_per_row: float) -> list[int]:
-    """Where `chunk_cost(start, r)` reaches 1/n, 2/n, … of the whole: the positive root of r²/2 + b·r = c·target."""
+    """Where `chunk_cost(start, r)` reaches 1/n, 2/n, … of the whole."""
     total = chunk_cost(start, num_rows, context_tokens_per_row)
-    b = context_tokens_per_row + start + 0.5
     boundaries = [0]
     for part in range(1, num_parts):
-        root = sqrt(b * b + 2 * context_tokens_per_row * total * part / num_parts) - b
+        rows = rows_for_cost(start, total * part / num_parts, context_tokens_per_row)
         lowest, highest = boundaries[-1] + 1, num_rows - (num_parts - part)
-        boundaries.append(min(max(round(root), lowest), highest))
+        boundaries.append(min(max(round(rows), lowest), highest))
     return [*boundaries, num_rows]
 
 
@@ -156,11 +164,13 @@ class _Deal:
         return [tuple(batch) for batch in batches if batch]
 
 
-def micro_batch_steps(sequences: Sequence[SequenceStep], num_micro_batches: int) -> list[list[SequenceStep]]:
+def micro_batch_steps(
+    sequences: Sequence[SequenceStep], num_micro_batches: int, context_tokens_per_row: float
+) -> list[list[SequenceStep]]:
     """The steps of each micro-batch, at most `num_micro_batches`, none empty."""
     return [
         [_piece(sequences[rows.sequence], rows) for rows in micro_batch]
-        for micro_batch in split_into_micro_batches(sequences, num_micro_batches)
+        for micro_batch in split_into_micro_batches(sequences, num_micro_batches, context_tokens_per_row)
     ]
 
 
