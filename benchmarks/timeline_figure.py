@@ -81,11 +81,12 @@ def _box(event: dict[str, Any], begin: float, window_us: float, scale: float, y:
 
 def _axis(window_us: float, scale: float, y: float) -> str:
     step = next(s for s in (500, 1000, 2000, 5000, 10000, 20000, 50000) if window_us / s <= 10)
-    ticks = range(0, int(window_us) + 1, step)
-    return "\n".join(
-        f'<text x="{LEFT + tick * scale:.0f}" y="{y + 12}" text-anchor="middle">{tick / 1000:g} ms</text>'
-        for tick in ticks
-    )
+    labels = []
+    for tick in range(0, int(window_us) + 1, step):
+        anchor = "end" if tick + step > window_us else "middle"  # the last one would not fit if it were centred
+        x = LEFT + tick * scale
+        labels.append(f'<text x="{x:.0f}" y="{y + 12}" text-anchor="{anchor}">{tick / 1000:g} ms</text>')
+    return "\n".join(labels)
 
 
 def main() -> None:
