@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, PackedLinear, RotaryTable
-from antiphon.kernels.reference.rotary import look_up, rotate
+from antiphon.kernels.ops.rotary import look_up, rotate
 from antiphon.models.batch import select_sequences
 from antiphon.models.rotary import unrotated
 from antiphon.specs.model import AttentionSpec, LatentSpec

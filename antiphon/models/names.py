@@ -74,6 +74,7 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     router: tuple[str, ...] = ("mlp.gate.weight",)
     score_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    score_bias_in_one_row: bool = False  # as a matrix of one row
     shared: GatedNames = GatedNames(prefix="mlp.shared_expert.")
     shared_gate: str = "mlp.shared_expert_gate.weight"
     dense: GatedNames = GatedNames(prefix="mlp.")

@@ -5,7 +5,8 @@ A plan maps a purpose ("qkv", "router", ...) to one or several tensors; several 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models import mxfp4
@@ -15,6 +16,17 @@ from antiphon.models.stored_sizes import stored_counts
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 
 _OTHER_MODEL = "weights and config.json are of different models, download both again"
+
+
+class StoredNames(Protocol):
+    """What a plan asks of a checkpoint: which of a family's spellings it uses."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ def outer_plan(spec: ModelSpec, names: TensorNames) -> Plan:
     return plan
 
 
-def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkpoint: Checkpoint) -> Plan:
+def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkpoint: StoredNames) -> Plan:
     """One layer without its routed experts: norms, attention, and router with shared expert or dense feed-forward."""
     prefix = names.layer.format(layer=layer)
     attention, hidden = spec.attention, spec.hidden_size
@@ -159,7 +171,7 @@ def _latent(attention: AttentionSpec, latent: LatentSpec, hidden: int, names: Te
     return plan
 
 
-def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: Checkpoint) -> Plan:
+def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: StoredNames) -> Plan:
     hidden, num_experts, widths = spec.hidden_size, spec.router.num_experts, spec.feed_forward
     router = _stored(names.router, prefix, checkpoint)
     plan: Plan = {"router": (TensorRef(router, (num_experts, hidden)),)}
@@ -174,12 +186,12 @@ def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: Checkp
     return plan
 
 
-def _stored(names: tuple[str, ...], prefix: str, checkpoint: Checkpoint) -> str:
+def _stored(names: tuple[str, ...], prefix: str, checkpoint: StoredNames) -> str:
     """The first of `names` that the checkpoint has; the first of all, to be reported as missing, if it has none."""
     return prefix + next((name for name in names if prefix + name in checkpoint), names[0])
 
 
-def _score_bias(name: str, num_experts: int, checkpoint: Checkpoint) -> TensorRef:
+def _score_bias(name: str, num_experts: int, checkpoint: StoredNames) -> TensorRef:
     """One value an expert; ERNIE stores them as a matrix of one row."""
     shape = (num_experts,)
     in_one_row = name in checkpoint and checkpoint.shape(name) == (1, *shape)
@@ -215,7 +227,7 @@ class ExpertRefs:
         return (*self.gate_up, self.down, *self.biases)
 
 
-def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, checkpoint: Checkpoint) -> ExpertRefs:
+def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, checkpoint: StoredNames) -> ExpertRefs:
     """The tensors of one routed expert, in whichever layout the checkpoint stores this layer."""
     prefix = names.layer.format(layer=layer)
     for layout in names.experts:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from antiphon.kernels.cpu import CpuBackend
-from antiphon.kernels.reference.gate import choose_experts
+from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import RouterSpec
 
 ROUTERS = {

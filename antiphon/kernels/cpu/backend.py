@@ -12,8 +12,8 @@ from antiphon import _native
 from antiphon.kernels.api import AttentionBatch, KVCache, KVCacheSpec, PackedExperts, PackedLinear, RotaryTable
 from antiphon.kernels.cpu.kv_cache import BatchAddresses, CpuKVCache
 from antiphon.kernels.cpu.weights import CpuExperts, CpuLinear
+from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.reference.backend import ReferenceBackend
-from antiphon.kernels.reference.gate import choose_experts
 from antiphon.specs.model import RouterSpec
 
 

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import AttentionBatch, KVCache, KVCacheSpec, PackedExperts, PackedLinear, RotaryTable
-from antiphon.kernels.reference import attention, gate, grouped_ffn
+from antiphon.kernels.ops.norm import rms_norm
+from antiphon.kernels.ops.rotary import look_up, rotate
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.reference import attention, grouped_ffn
 from antiphon.kernels.reference.cache import ReferenceCache
-from antiphon.kernels.reference.rotary import look_up, rotate
 from antiphon.kernels.reference.weights import ReferenceExperts, ReferenceLinear, own_copy
 from antiphon.specs.model import RouterSpec
 
@@ -51,9 +53,7 @@ class ReferenceBackend:
         return torch.addmm(residual_TO, x_TI, weight.weight_OI.t())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (scaled * weight).to(x.dtype)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TH = x_TH + delta_TH
@@ -108,7 +108,7 @@ class ReferenceBackend:
     def gate(
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
     ) -> tuple[Tensor, Tensor]:
-        return gate.choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
+        return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
 
     def new_experts(
         self,

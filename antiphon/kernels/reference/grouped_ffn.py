@@ -10,16 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.reference.weights import ReferenceExperts
-
-
-def activate(experts: ReferenceExperts, gate_up_RJ: Tensor) -> Tensor:
-    """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
-    gate, up = gate_up_RJ.chunk(2, dim=-1)
-    if experts.activation == "swiglu_oai":
-        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-        return (up + 1) * (gate * torch.sigmoid(experts.alpha * gate))
-    return (F.silu(gate) if experts.activation == "silu" else F.gelu(gate)) * up
 
 
 def has_grouped_mm(experts: ReferenceExperts) -> bool:
@@ -42,7 +34,7 @@ def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts:
         touched = [expert for expert in torch.unique(ids_TK).tolist() if expert >= 0]
     for expert in touched:
         rows, slots = torch.where(ids_TK == expert)
-        hidden = activate(experts, F.linear(x_TH[rows], experts.gate_up_EJH[expert], _of(expert, gate_up_bias_EJ)))
+        hidden = activate(F.linear(x_TH[rows], experts.gate_up_EJH[expert], _of(expert, gate_up_bias_EJ)), experts)
         y = F.linear(hidden, experts.down_EHI[expert], _of(expert, down_bias_EH)).float()
         sums_TH.index_add_(0, rows, y * weights_TK[rows, slots].float().unsqueeze(1))
     return sums_TH.to(x_TH.dtype)
@@ -70,7 +62,7 @@ def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: 
     # 2. Both products over the groups. Rows beyond the last group are never written: they are replaced by zeros below.
     x_RH = x_TH.index_select(0, order_R // top_k)
     gate_up_RJ = torch._grouped_mm(x_RH, experts.gate_up_EJH.transpose(1, 2), offs=ends_E)
-    hidden_RI = activate(experts, _add_bias(gate_up_RJ, experts.gate_up_bias_EJ, keys_R))
+    hidden_RI = activate(_add_bias(gate_up_RJ, experts.gate_up_bias_EJ, keys_R), experts)
     y_RH = torch._grouped_mm(hidden_RI, experts.down_EHI.transpose(1, 2), offs=ends_E)
     y_RH = _add_bias(y_RH, experts.down_bias_EH, keys_R)
     # 3. Back to rows of tokens, summed in a fixed order.

@@ -11,6 +11,7 @@ from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, Rout
 NAMES = TensorNames(
     shared=GatedNames(prefix="mlp.shared_experts."),
     score_bias=("mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"),
+    score_bias_in_one_row=True,
 )
 LARGEST_NORM_MIN = 1e-9  # the sum of the chosen experts' weights never is so small, so that the bound changes nothing
 

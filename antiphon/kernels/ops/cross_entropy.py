@@ -1,0 +1,76 @@
+"""Cross-entropy of an output head without ever holding all logits.
+
+Rows go through the head some at a time; each chunk's gradients are made at once, in forward, where its logits are at
+hand. What is kept for backward is the gradient of the rows and of the head, not the logits: T x V numbers fewer.
+
+Letters: T rows, H width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+_CHUNK_ELEMENTS = 1 << 22  # logits at once: 16 MiB in float32
+
+
+def linear_cross_entropy(
+    x_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, num_targets: Tensor, divisor: float = 1.0
+) -> Tensor:
+    """Sum over rows of -log softmax((x W' + b) / divisor)[target], divided by `num_targets`; a scalar.
+
+    Rows whose target is `IGNORED` count for nothing. `num_targets` is a scalar tensor and may count rows elsewhere."""
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x_TH, weight_VH, bias_V, targets_T, num_targets, divisor
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        num_targets: Tensor,
+        divisor: float,
+    ) -> Tensor:
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        scale = (1.0 / num_targets.to(wide)).item()
+        total = torch.zeros((), dtype=wide, device=x_TH.device)
+        grad_x_TH = torch.empty_like(x_TH)
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide)
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        step = max(1, _CHUNK_ELEMENTS // weight_VH.shape[0])
+        for first in range(0, x_TH.shape[0], step):
+            rows = slice(first, first + step)
+            x, targets = x_TH[rows], targets_T[rows]
+            logits = torch.mm(x, weight_VH.t()).to(wide)
+            if bias_V is not None:
+                logits += bias_V
+            if divisor != 1.0:
+                logits /= divisor
+            counted = targets != IGNORED
+            safe = targets.clamp(min=0).unsqueeze(1)
+            log_sum = logits.logsumexp(1, keepdim=True)
+            total += ((log_sum - logits.gather(1, safe)).squeeze(1) * counted).sum()
+            grad = logits.sub_(log_sum).exp_()
+            grad.scatter_add_(1, safe, torch.full_like(log_sum, -1.0))
+            grad.mul_((counted * (scale / divisor)).unsqueeze(1))
+            narrow = grad.to(x.dtype)
+            grad_x_TH[rows] = torch.mm(narrow, weight_VH)
+            grad_weight_VH += torch.mm(narrow.t(), x)
+            if grad_bias_V is not None:
+                grad_bias_V += grad.sum(0)
+        ctx.save_for_backward(grad_x_TH, grad_weight_VH, grad_bias_V)
+        return total * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+        grad_x_TH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
+        narrow = grad_x_TH.dtype
+        bias = None if grad_bias_V is None else grad_bias_V * grad
+        return grad_x_TH * grad.to(narrow), (grad_weight_VH * grad).to(narrow), bias, None, None, None

@@ -1,0 +1,90 @@
+"""Gated feed-forwards over rows in order of expert: grouped products and the activation between them.
+
+Rejected: padding every expert's rows to the fullest one's (a batched product, but as slow as the worst skew); one
+product an expert under autograd (a node and a slice an expert each way).
+
+Letters: R rows in order of expert, E experts, I inputs of a product, O its outputs, J = 2 * width of gate and up.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Activation(Protocol):
+    """Which formula of `FeedForwardSpec`, and its numbers."""
+
+    @property
+    def activation(self) -> str: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def limit(self) -> float: ...
+
+
+def activate(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
+    """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
+    gate, up = gate_up_RJ.chunk(2, dim=-1)
+    if widths.activation == "swiglu_oai":
+        gate, up = gate.clamp(max=widths.limit), up.clamp(-widths.limit, widths.limit)
+        return (up + 1) * (gate * torch.sigmoid(widths.alpha * gate))
+    return (F.silu(gate) if widths.activation == "silu" else F.gelu(gate)) * up
+
+
+def grouped_product(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+    """[R, O]: each row times the matrix of its expert. `counts_E`: rows of each expert, in order; their sum is R.
+
+    An expert without rows gets a gradient of zeros."""
+    assert sum(counts_E) == x_RI.shape[0], f"{sum(counts_E)} rows are counted, {x_RI.shape[0]} given"
+    y_RO: Tensor = _GroupedProduct.apply(x_RI, weight_EOI, counts_E)  # type: ignore[no-untyped-call]
+    return y_RO
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_EOI)
+        ctx.counts_E = counts_E
+        if _has_grouped_mm(x_RI, weight_EOI):
+            return torch._grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=_ends(counts_E, x_RI.device))
+        y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+        for expert, rows in _groups(counts_E):
+            torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
+        return y_RO
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RI, weight_EOI = ctx.saved_tensors
+        grad_RO = grad_RO.contiguous()
+        grad_x_RI = torch.empty_like(x_RI) if ctx.needs_input_grad[0] else None
+        grad_weight_EOI = torch.zeros_like(weight_EOI) if ctx.needs_input_grad[1] else None
+        for expert, rows in _groups(ctx.counts_E):
+            if grad_x_RI is not None:
+                torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])
+            if grad_weight_EOI is not None:
+                torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight_EOI[expert])
+        return grad_x_RI, grad_weight_EOI, None
+
+
+def _groups(counts_E: tuple[int, ...]) -> list[tuple[int, slice]]:
+    """(expert, its rows) of every expert that has rows."""
+    groups, start = [], 0
+    for expert, count in enumerate(counts_E):
+        if count:
+            groups.append((expert, slice(start, start + count)))
+        start += count
+    return groups
+
+
+def _ends(counts_E: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(counts_E, device=device).cumsum(0).to(torch.int32)
+
+
+def _has_grouped_mm(x_RI: Tensor, weight_EOI: Tensor) -> bool:
+    """Whether `torch._grouped_mm` pays and takes these: on a GPU, bfloat16, both widths multiples of 16 bytes."""
+    widths_fit = all(width % 8 == 0 for width in weight_EOI.shape[1:])
+    return x_RI.device.type == "cuda" and x_RI.dtype == torch.bfloat16 and widths_fit

@@ -1,0 +1,1 @@
+"""Training of the model families that Antiphon serves."""

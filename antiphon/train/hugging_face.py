@@ -1,0 +1,194 @@
+"""A trainable model from and to a folder in Hugging Face format, by the plan that serving loads with.
+
+1. Import: every tensor of the checkpoint, whatever its dtype and layout, into the float32 parameters.
+2. Export: the family's published names; experts in the first layout that is not a compressed one. Shards of at most
+   `SHARD_BYTES`, the index last: a folder without it was not written to its end.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from antiphon.base.errors import UserError
+from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference.weights import ReferenceExperts
+from antiphon.models.config import tensor_names
+from antiphon.models.load import open_checkpoint
+from antiphon.models.names import StackedLayout
+from antiphon.models.shard_index import INDEX_NAME
+from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, expert_refs, outer_plan
+from antiphon.models.weights import Progress, WeightReader
+from antiphon.specs.model import ModelSpec
+from antiphon.train.model import MoeModel
+from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights
+
+SHARD_BYTES = 4 << 30
+_BESIDE_WEIGHTS = (
+    "tokenizer",
+    "special_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "generation_config",
+    "added_tokens",
+)
+
+
+def import_weights(model: MoeModel, folder: Path, progress: Progress | None = None) -> None:
+    """Fill `model` from the checkpoint in `folder`; `CheckpointError` if it is another model's or damaged."""
+    spec, names = model.spec, tensor_names(model.spec)
+    checkpoint = open_checkpoint(folder, spec)
+    plans = [outer_plan(spec, names)]
+    plans += [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
+    experts = {
+        layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in range(spec.router.num_experts)]
+        for layer, routes in enumerate(spec.moe_layers)
+        if routes
+    }
+    refs = [ref for plan in plans for part in plan.values() for ref in part]
+    refs += [ref for of_layer in experts.values() for one in of_layer for ref in one.refs]
+    reader = WeightReader(checkpoint, ReferenceBackend(), check(checkpoint, refs), progress)
+    with torch.no_grad():
+        for module, plan in zip((model, *model.layers), plans, strict=True):
+            weights = Weights(module, torch.float32)
+            for purpose, stored in plan.items():
+                found = weights.stored(purpose)
+                found.copy_(reader.tensor(stored).view_as(found))
+        for layer, of_layer in experts.items():
+            packed = _ExpertsOf(model.layers[layer], spec)
+            for index, one in enumerate(of_layer):
+                reader.expert(packed, index, one)
+
+
+class _ExpertsOf(ReferenceExperts):
+    """A layer's expert parameters where a loader expects packed ones: it writes straight into them."""
+
+    def __init__(self, layer: nn.Module, spec: ModelSpec) -> None:
+        weights, widths = Weights(layer, torch.float32), spec.feed_forward
+        super().__init__(
+            weights.stored(GATE_UP), weights.stored(DOWN), widths.activation, widths.alpha, widths.limit, False
+        )
+        if widths.expert_bias:
+            self.gate_up_bias_EJ = weights.stored(GATE_UP + "_bias")
+            self.down_bias_EH = weights.stored(DOWN + "_bias")
+
+
+class _Written(NoCheckpoint):
+    """The names that an export writes: the family's first ones, experts in the first layout that is not compressed."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        layouts = tensor_names(spec).experts
+        plain = (each for each in layouts if not (isinstance(each, StackedLayout) and each.kind == "mxfp4"))
+        self._marker = next(plain).marker()
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.endswith(self._marker)
+
+
+def tensors_of(model: MoeModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint by its published name, one at a time, in float32."""
+    spec, names = model.spec, tensor_names(model.spec)
+    written = _Written(spec)
+    yield from _of_plan(model, outer_plan(spec, names), spec)
+    for layer, module in enumerate(model.layers):
+        yield from _of_plan(module, attention_layer_plan(spec, names, layer, written), spec)
+        if spec.moe_layers[layer]:
+            refs = [expert_refs(spec, names, layer, expert, written) for expert in range(spec.router.num_experts)]
+            yield from _of_experts(Weights(module, torch.float32), refs, spec)
+
+
+def _of_plan(module: nn.Module, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    weights = Weights(module, torch.float32)
+    for purpose, refs in plan.items():
+        rows = torch.split(weights.stored(purpose).detach(), [ref.shape[0] for ref in refs])
+        for ref, part in zip(refs, rows, strict=True):
+            in_one_row = purpose == NOT_TRAINED and tensor_names(spec).score_bias_in_one_row
+            yield ref.name, part.unsqueeze(0) if in_one_row else part
+
+
+def _of_experts(weights: Weights, refs: list[ExpertRefs], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    gate_up_EJH, down_EHI = weights.stored(GATE_UP).detach(), weights.stored(DOWN).detach()
+    layout, width = refs[0].layout, spec.feed_forward.intermediate
+    if layout == "separate":
+        for expert, ref in enumerate(refs):
+            yield ref.gate_up[0].name, gate_up_EJH[expert, :width]
+            yield ref.gate_up[1].name, gate_up_EJH[expert, width:]
+            yield ref.down.name, down_EHI[expert]
+    elif layout == "rows":
+        yield refs[0].gate_up[0].name, gate_up_EJH[:, :width].flatten(0, 1)
+        yield refs[0].gate_up[1].name, gate_up_EJH[:, width:].flatten(0, 1)
+        yield refs[0].down.name, down_EHI.mT.flatten(0, 1)
+    elif layout == "columns":
+        yield refs[0].gate_up[0].name, _in_turns(gate_up_EJH).mT
+        yield refs[0].down.name, down_EHI.mT
+        if refs[0].biases:
+            yield refs[0].biases[0].name, _in_turns(weights.stored(GATE_UP + "_bias").detach())
+            yield refs[0].biases[1].name, weights.stored(DOWN + "_bias").detach()
+    else:
+        yield refs[0].gate_up[0].name, gate_up_EJH
+        yield refs[0].down.name, down_EHI
+
+
+def _in_turns(stacked_EJ: Tensor) -> Tensor:
+    """Gate's rows above up's, as rows of gate and up in turns."""
+    return torch.stack(stacked_EJ.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+def export(
+    model: MoeModel,
+    folder: Path,
+    config: Mapping[str, Any],
+    beside: Path | None,
+    dtype: torch.dtype,
+    report: Callable[[float, float], None] = lambda done, total: None,
+) -> int:
+    """Write weights as `dtype`, `config.json`, and the tokenizer's files from the folder `beside`; returns bytes.
+
+    `UserError` if `folder` holds weights already: nothing is overwritten. `report`: bytes done, bytes in all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.safetensors*")):
+        raise UserError(f"{folder} holds weights already: name a new folder, or remove them")
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors_of(model)}
+    shard_of, files = _shards(sizes)
+    done, shard = 0, dict[str, Tensor]()
+    for name, tensor in tensors_of(model):
+        shard[name] = tensor.to(dtype, copy=True).contiguous()
+        done += sizes[name]
+        report(done, sum(sizes.values()))
+        if len(shard) == sum(file == shard_of[name] for file in shard_of.values()):
+            save_file(shard, folder / shard_of[name], metadata={"format": "pt"})
+            shard = {}
+    assert not shard, f"{len(shard)} tensors were not written"
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": shard_of}
+        _write_json(folder / INDEX_NAME, index)
+    for file in sorted(beside.iterdir()) if beside is not None else []:
+        if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS):
+            shutil.copyfile(file, folder / file.name)
+    written = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+    _write_json(folder / "config.json", {**written, "dtype": str(dtype).removeprefix("torch.")})
+    return sum(sizes.values())
+
+
+def _shards(sizes: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
+    """The file of each tensor, in order, and all files."""
+    numbers, current, filled = {}, 0, 0
+    for name, size in sizes.items():
+        if filled and filled + size > SHARD_BYTES:
+            current, filled = current + 1, 0
+        numbers[name], filled = current, filled + size
+    total = current + 1
+    files = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" for number in range(total)]
+    if total == 1:
+        files = ["model.safetensors"]
+    return {name: files[number] for name, number in numbers.items()}, files
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,111 @@
+"""One layer in training, in the order of MegaScale-MoE's Figure 4:
+
+    attention -> gate -> dispatch -> experts -> combine
+
+The shared expert (or the dense layer's feed-forward) runs between dispatch and the experts' results. How rows reach
+their experts is the dispatcher's business; this file has no `if` for it.
+
+Letters: B sequences, S positions, T = B * S rows, H hidden, K experts a row, E experts, R rows in order of expert.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.kernels.ops.feed_forward import activate, grouped_product
+from antiphon.kernels.ops.norm import layer_norm, rms_norm
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.specs.model import ModelSpec
+from antiphon.train.attention import Sequences, attend
+from antiphon.train.weights import DOWN, GATE_UP, Weights, layer_parameters, register
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What one layer's gate did. `probabilities_E`: mean score of each expert, differentiable; `counts_E`: rows that
+    chose it; `log_sums`: mean squared log-sum-exp of the logits (the z-loss of arXiv 2202.08906)."""
+
+    probabilities_E: Tensor
+    counts_E: Tensor
+    log_sums: Tensor
+
+
+class MoeLayer(nn.Module):
+    """Layer `layer` of the model. `dispatcher` None: a dense layer."""
+
+    def __init__(self, spec: ModelSpec, layer: int, dispatcher: Dispatcher | None, *, seed: int, std: float) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        self.dispatcher = dispatcher
+        register(self, layer_parameters(spec, layer), f"layers.{layer}", seed, std)
+
+    def forward(self, x_BSH: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:
+        """The residual stream behind the layer, and what the gate did (None in a dense layer)."""
+        weights, spec = Weights(self, x_BSH.dtype), self.spec
+        y_BSH = norm(spec, weights, "input_norm", x_BSH)
+        x_BSH = x_BSH + _scaled(attend(spec, self.layer, weights, y_BSH, sequences), spec.residual_multiplier)
+        y_TH = norm(spec, weights, "post_norm", x_BSH).flatten(0, 1)
+        if self.dispatcher is None:
+            dense_TH = _gated(spec, weights, "dense", y_TH)
+            return x_BSH + _scaled(dense_TH, spec.residual_multiplier).view_as(x_BSH), None
+        ids_TK, weights_TK, routing = self._gate(weights, y_TH)
+        dispatched = self.dispatcher.start_dispatch(y_TH, ids_TK, weights_TK)
+        shared_TH = _shared(spec, weights, y_TH)
+        rows_RH, counts = dispatched.wait()
+        out_TH = dispatched.start_combine(_experts(spec, weights, rows_RH, counts)).wait()
+        if shared_TH is not None:
+            out_TH = out_TH + _scaled(shared_TH, spec.residual_multiplier)
+        return x_BSH + out_TH.view_as(x_BSH), routing
+
+    def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Routing]:
+        """Experts and weights of each row, chosen in float32."""
+        router, wide = self.spec.router, torch.promote_types(y_TH.dtype, torch.float32)
+        bias_E = weights.stored("router_bias").to(wide) if router.has_logit_bias else None
+        logits_TE = F.linear(y_TH.to(wide), weights.stored("router").to(wide), bias_E).float()
+        score_bias_E = weights.stored("score_bias").float() if router.has_score_bias else None
+        ids_TK, weights_TK = choose_experts(logits_TE, score_bias_E, router)
+        scores_TE = logits_TE.sigmoid() if router.scoring == "sigmoid" else logits_TE.softmax(-1)
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=router.num_experts)
+        routing = Routing(scores_TE.mean(0), counts_E, logits_TE.logsumexp(-1).square().mean())
+        return ids_TK, weights_TK, routing
+
+
+def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
+    """The model's kind of norm with the weights of `purpose`."""
+    if spec.norm == "rms":
+        return rms_norm(x, weights[purpose], spec.norm_eps)
+    return layer_norm(x, weights[purpose], weights.optional(purpose + "_bias"), spec.norm_eps)
+
+
+def _experts(spec: ModelSpec, weights: Weights, rows_RH: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """[R, H]: each row through its expert."""
+    gate_up_RJ = grouped_product(rows_RH, weights[GATE_UP], counts)
+    if spec.feed_forward.expert_bias:
+        experts_R = torch.tensor(counts, device=rows_RH.device)
+        gate_up_RJ = gate_up_RJ + weights[GATE_UP + "_bias"].repeat_interleave(experts_R, dim=0)
+        down_RH = grouped_product(activate(gate_up_RJ, spec.feed_forward), weights[DOWN], counts)
+        return down_RH + weights[DOWN + "_bias"].repeat_interleave(experts_R, dim=0)
+    return grouped_product(activate(gate_up_RJ, spec.feed_forward), weights[DOWN], counts)
+
+
+def _gated(spec: ModelSpec, weights: Weights, kind: str, y_TH: Tensor) -> Tensor:
+    """The feed-forward that all rows pass: "dense" or "shared"."""
+    hidden = activate(F.linear(y_TH, weights[f"{kind}.gate_up"]), spec.feed_forward)
+    return F.linear(hidden, weights[f"{kind}.down"])
+
+
+def _shared(spec: ModelSpec, weights: Weights, y_TH: Tensor) -> Tensor | None:
+    if not spec.feed_forward.shared_intermediate:
+        return None
+    out_TH = _gated(spec, weights, "shared", y_TH)
+    if not spec.feed_forward.shared_gate:
+        return out_TH
+    return out_TH * F.linear(y_TH, weights["shared_gate"]).sigmoid()
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
