@@ -25,12 +25,14 @@ COMMANDS = {
     "reproduce": CommandPlace(
         "antiphon.cli.reproduce", "reproduce", "The papers' figures and tables, theirs beside ours"
     ),
+    "train": CommandPlace("antiphon.cli.train", "train", "Train a model, as a TOML file says"),
+    "export": CommandPlace("antiphon.cli.train", "export", "A training checkpoint in Hugging Face format"),
     "bench": CommandPlace("antiphon.cli.bench", "app", "Measure Antiphon beside other engines"),
 }
 DEBUG = "--debug"
 
 app = new_app(
-    "Serve Mixture-of-Experts models with attention and experts apart, and measure it.",
+    "Plan, train and serve Mixture-of-Experts models, and measure it.",
     name="antiphon",
     cls=lazy_group(COMMANDS),
     invoke_without_command=True,
@@ -52,7 +54,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Serve Mixture-of-Experts models with attention and experts apart, and measure it."""
+    """Plan, train and serve Mixture-of-Experts models, and measure it."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -1,0 +1,98 @@
+"""`antiphon train`: train a model as a TOML file says; `antiphon export`: a checkpoint of it in Hugging Face format."""
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.base.units import format_bytes
+from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.models.config import load_model_spec, model_spec
+from antiphon.train import checkpoint as checkpoints
+from antiphon.train.config import TrainConfig, config_of, read_config
+from antiphon.train.hugging_face import export as write_export
+from antiphon.train.tokens import SPLITS, open_tokens
+from antiphon.train.trainer import StepResult, Trainer, build_model, cache_of, prepare_data, tokenizer_of
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="What to train, on what, how: a TOML file.")]
+
+
+def train(
+    config: ConfigFile,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+    ] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print all keys as JSON, and stop.")] = False,
+    tokenize: Annotated[bool, typer.Option("--tokenize", help="Write the token ids, and stop.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Train the model that FILE describes. It goes on from the newest checkpoint in output.folder."""
+    read = read_config(config, changes or [])
+    if print_config:
+        print(jsonlib.dumps(read.as_table(), indent=2))
+        return
+    if tokenize:
+        _tokenize(read, json)
+        return
+    with progress(f"training {config.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
+
+        def on_step(result: StepResult) -> None:
+            report(result.step + 1, read.steps)
+            if (result.step + 1) % read.output.log_every == 0 or result.step + 1 == read.steps:
+                _show_step(result, read, json)
+
+        facts = Trainer(read, on_step).run()
+    emit_json(json, facts)
+    show(f"\n{facts['checkpoint']}", json=json)
+    if facts["held_out_loss"] is not None:
+        show(f"held-out loss {facts['held_out_loss']:.4f} nats a token", json=json)
+    show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)
+
+
+def _tokenize(config: TrainConfig, json: str | None) -> None:
+    prepare_data(config, load_model_spec(Path(config.model.path)))
+    cache = cache_of(config)
+    sizes = {split: open_tokens(cache, split) for split in SPLITS}
+    counts = {split: int(tokens.ids.shape[0]) for split, tokens in sizes.items()}
+    emit_json(json, {"cache": cache, "tokens": counts})
+    rows = [(split, counts[split], len(tokens.starts), tokens.num_text_bytes) for split, tokens in sizes.items()]
+    show(table(("split", "tokens", "documents", "bytes of text"), rows, title=str(cache)), json=json)
+
+
+def _show_step(result: StepResult, config: TrainConfig, json: str | None) -> None:
+    fullest = max(result.fullest)
+    speed = config.tokens_per_step / result.duration_s
+    show(
+        f"step {result.step + 1:>6,}  loss {result.loss:.4f}  gradient {result.norm:.3f}  rate {result.rate:.2e}  "
+        f"fullest expert {fullest:.2f} x mean  {speed:,.0f} tokens/s",
+        json=json,
+    )
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-…, or a run's output.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder in Hugging Face format.")],
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")] = "bfloat16",
+    json: JsonOption = None,
+) -> None:
+    """Write a training checkpoint as a folder that transformers loads and 'antiphon serve' serves."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"--dtype is {dtype!r}: use bfloat16, float16 or float32")
+    found = checkpoints.find_checkpoints(checkpoint / "checkpoints")
+    source = found[-1] if found else checkpoint
+    facts = checkpoints.read_facts(source)
+    config = config_of(facts["config"], f"{source}/run.json")
+    spec = model_spec(facts["model_config"])
+    model = build_model(spec, config, max_positions=1)
+    checkpoints.load(source, model, None)
+    tokenizer = tokenizer_of(config)
+    beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    with progress("exporting", format_amount=format_bytes) as report:
+        num_bytes = write_export(model, folder, facts["model_config"], beside, getattr(torch, dtype), report)
+    emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"]["step"]})
+    show(f"{folder}: step {facts['state']['step']:,}, {format_bytes(num_bytes)}, {dtype}", json=json)
+    show(f"Next: antiphon serve {folder}", json=json)

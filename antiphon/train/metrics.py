@@ -1,0 +1,63 @@
+"""What a run says of itself, step by step: one JSON object a line, and TensorBoard where it is installed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from antiphon.base.logging import get_logger
+
+_log = get_logger("train")
+
+
+class Metrics:
+    """Writes `FOLDER/metrics.jsonl` and `FOLDER/tensorboard`. Steps from `first_step` on that a former run wrote after
+    its last checkpoint are taken out again: they are made anew."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "metrics.jsonl"
+        _keep_before(file, first_step)
+        self._file = file.open("a", encoding="utf-8")
+        self._board = _tensorboard(folder / "tensorboard", first_step)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Numbers, and lists of numbers (by layer), of one step."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._board is None:
+            return
+        for name, value in values.items():
+            if isinstance(value, list):
+                for index, entry in enumerate(value):
+                    self._board.add_scalar(f"{name}/layer_{index:02d}", entry, step)
+            else:
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _keep_before(file: Path, step: int) -> None:
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a kill cut it off
+            continue
+        if entry["step"] < step:
+            kept.append(line + "\n")
+    file.write_text("".join(kept), encoding="utf-8")
+
+
+def _tensorboard(folder: Path, first_step: int) -> Any:
+    """A writer, or None without the package."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # an optional dependency
+    except ImportError:
+        _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
+        return None
+    return SummaryWriter(str(folder), purge_step=first_step)

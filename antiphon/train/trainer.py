@@ -1,0 +1,257 @@
+"""Runs the steps: data, losses, gradients, optimizer, what is shown and what is saved.
+
+One step: all its micro-batches are taken from the data, their targets counted, so that the loss is the mean over the
+targets of the step however it is cut; each pass adds its gradients; their norm is limited; the optimizer moves.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.cost.training.flops import training_flops_per_token
+from antiphon.kernels.ops.cross_entropy import IGNORED
+from antiphon.models.config import load_model_spec, read_config
+from antiphon.specs.model import ModelSpec
+from antiphon.train import checkpoint
+from antiphon.train.checkpoint import RunState
+from antiphon.train.config import TrainConfig
+from antiphon.train.hugging_face import import_weights
+from antiphon.train.layer import Routing
+from antiphon.train.metrics import Metrics
+from antiphon.train.model import MoeModel
+from antiphon.train.optimizer import build_optimizer, clip_gradients, gradient_norm, rate_at
+from antiphon.train.samples import Samples
+from antiphon.train.tokens import TokenFile, open_tokens, tokenize
+from antiphon.train.weights import Weights
+
+_log = get_logger("train")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """`loss` in nats a target; `norm` of the gradient before it is limited; `counts_LE`: rows by MoE layer and
+    expert."""
+
+    step: int
+    loss: float
+    norm: float
+    rate: float
+    balance: float
+    counts_LE: Tensor
+    duration_s: float
+
+    @property
+    def fullest(self) -> list[float]:
+        """By MoE layer: rows of the fullest expert over the mean."""
+        counts = self.counts_LE.double()
+        return [float(value) for value in (counts.amax(1) / counts.mean(1)).tolist()]
+
+
+def cache_of(config: TrainConfig) -> Path:
+    return Path(config.data.cache) if config.data.cache else Path(config.output.folder) / "tokens"
+
+
+def tokenizer_of(config: TrainConfig) -> Path:
+    """A folder, or a `tokenizer.json`."""
+    path = Path(config.data.tokenizer or config.model.path)
+    return path.parent if path.name == "config.json" else path
+
+
+def prepare_data(config: TrainConfig, spec: ModelSpec) -> None:
+    """Write the token ids unless they are there."""
+    tokenize(config.data, tokenizer_of(config), spec, cache_of(config), config.seed)
+
+
+def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int) -> MoeModel:
+    """The model with its first weights."""
+    model = MoeModel(
+        spec,
+        lambda _: LocalDispatcher(spec.router.num_experts),
+        max_positions=max_positions,
+        dtype=_DTYPES[config.dtype],
+        seed=config.seed,
+        std=config.model.initializer_range,
+    )
+    return model.double() if config.dtype == "float64" else model
+
+
+class Trainer:
+    """One run. `on_step` is called after every step."""
+
+    def __init__(self, config: TrainConfig, on_step: Callable[[StepResult], None] = lambda result: None) -> None:
+        self.config = config
+        self.on_step = on_step
+        self.spec = load_model_spec(Path(config.model.path))
+        if config.sequence_length > self.spec.max_position:
+            raise UserError(
+                f"sequence_length is {config.sequence_length}, the model's positions end at {self.spec.max_position}: "
+                "shorten the sequences"
+            )
+        self.model_config = read_config(Path(config.model.path))
+        self.state = RunState(step=0, num_samples=0, num_tokens=0)
+
+    def run(self) -> dict[str, Any]:
+        """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
+        config = self.config
+        prepare_data(config, self.spec)
+        train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
+        self.samples = self._samples(train, shuffled=True)
+        self.model = build_model(self.spec, config, config.sequence_length)
+        if config.model.begin == "checkpoint":
+            import_weights(self.model, Path(config.model.path))
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self._resume()
+        metrics = Metrics(Path(config.output.folder), self.state.step)
+        started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
+        try:
+            while self.state.step < config.steps:
+                result = self._step()
+                loss = result.loss
+                self.on_step(result)
+                self._record(metrics, result)
+                self._after_step(metrics, held_out)
+        finally:
+            metrics.close()
+        return {
+            "steps": self.state.step,
+            "tokens": self.state.num_tokens,
+            "loss": loss,
+            "held_out_loss": self._evaluate(held_out),
+            "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
+            "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
+        }
+
+    def _samples(self, tokens: TokenFile, *, shuffled: bool) -> Samples:
+        data = self.config.data
+        length, seed = self.config.sequence_length, self.config.seed
+        return Samples(tokens, length, seed=seed, document_masks=data.document_masks, shuffled=shuffled)
+
+    def _resume(self) -> None:
+        found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
+        if not found:
+            return
+        facts = checkpoint.read_facts(found[-1])
+        if facts["model_config"] != self.model_config:
+            raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
+        self.state = checkpoint.load(found[-1], self.model, self.optimizer)
+        _log.info("resumed from %s", found[-1])
+
+    def _step(self) -> StepResult:
+        config, step = self.config, self.state.step
+        started_s = time.perf_counter()
+        rate = rate_at(step, config.steps, config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        numbers = range(self.state.num_samples, self.state.num_samples + config.batch)
+        size = config.batch // config.micro_batches
+        cpu = torch.device("cpu")
+        batches = [self.samples.batch(numbers[first : first + size], cpu) for first in range(0, config.batch, size)]
+        num_targets = torch.stack([(batch.targets_BS != IGNORED).sum() for batch in batches]).sum()
+        loss, balance = torch.zeros(()), torch.zeros(())
+        counts: list[Tensor] = []
+        for batch in batches:
+            losses = self.model(batch, num_targets)
+            extra, uneven = self._router_losses(losses.routings)
+            (losses.cross_entropy + extra / len(batches)).backward()
+            loss, balance = loss + losses.cross_entropy.detach(), balance + uneven.detach() / len(batches)
+            counts.append(torch.stack([routing.counts_E for routing in losses.routings]))
+        counts_LE = torch.stack(counts).sum(0)
+        norm = gradient_norm(self.model)
+        if not torch.isfinite(norm) or not torch.isfinite(loss):
+            raise UserError(
+                f"step {step}: loss {float(loss):g}, gradient norm {float(norm):g}: training cannot go on; the last "
+                "checkpoint is from before it; lower optimizer.learning_rate"
+            )
+        clip_gradients(self.model, norm, config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._move_score_biases(counts_LE)
+        self.state = RunState(
+            step=step + 1,
+            num_samples=self.state.num_samples + config.batch,
+            num_tokens=self.state.num_tokens + config.tokens_per_step,
+        )
+        return StepResult(
+            step=step,
+            loss=float(loss),
+            norm=float(norm),
+            rate=rate,
+            balance=float(balance),
+            counts_LE=counts_LE,
+            duration_s=time.perf_counter() - started_s,
+        )
+
+    def _router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
+        """(what is added to the loss, the balance loss by itself: 1 when experts are used evenly)."""
+        uneven, log_sums = [], []
+        for routing in routings:
+            shares_E = routing.counts_E / routing.counts_E.sum()
+            probabilities_E = routing.probabilities_E / routing.probabilities_E.sum()
+            uneven.append(self.spec.router.num_experts * (shares_E * probabilities_E).sum())
+            log_sums.append(routing.log_sums)
+        balance, z = torch.stack(uneven).mean(), torch.stack(log_sums).mean()
+        return self.config.loss.balance * balance + self.config.loss.z * z, balance
+
+    def _move_score_biases(self, counts_LE: Tensor) -> None:
+        """One step of each score bias towards even use, from this step's counts."""
+        if not self.spec.router.has_score_bias or not self.config.loss.bias_rate:
+            return
+        routed = (layer for layer, routes in enumerate(self.spec.moe_layers) if routes)
+        for layer, counts_E in zip(routed, counts_LE, strict=True):
+            bias = Weights(self.model.layers[layer], torch.float32).stored("score_bias")
+            wanting = (counts_E.double().mean() - counts_E).sign().view_as(bias)
+            bias.add_(self.config.loss.bias_rate * wanting.to(bias.dtype))
+
+    def _record(self, metrics: Metrics, result: StepResult) -> None:
+        if self.state.step % self.config.output.log_every and self.state.step != self.config.steps:
+            return
+        tokens = self.config.tokens_per_step
+        metrics.write(
+            result.step,
+            {
+                "loss": result.loss,
+                "gradient_norm": result.norm,
+                "learning_rate": result.rate,
+                "balance_loss": result.balance,
+                "tokens_per_s": tokens / result.duration_s,
+                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length)
+                * tokens
+                / result.duration_s,
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "fullest_expert_ratio": result.fullest,
+            },
+        )
+
+    def _after_step(self, metrics: Metrics, held_out: TokenFile) -> None:
+        output, step = self.config.output, self.state.step
+        if output.evaluate_every and step % output.evaluate_every == 0:
+            loss = self._evaluate(held_out)
+            if loss is not None:
+                metrics.write(step - 1, {"held_out_loss": loss})
+        if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
+            checkpoint.save(self.config, self.model_config, self.model, self.optimizer, self.state)
+
+    @torch.no_grad()
+    def _evaluate(self, held_out: TokenFile) -> float | None:
+        """Nats a target over the first held-out sequences; None if there is no whole one."""
+        if held_out.ids.shape[0] <= self.config.sequence_length:
+            return None
+        samples = self._samples(held_out, shuffled=False)
+        numbers = range(min(samples.num_windows, self.config.output.evaluate_sequences))
+        total, targets = 0.0, 0
+        for first in range(0, len(numbers), self.config.batch):
+            batch = samples.batch(numbers[first : first + self.config.batch], torch.device("cpu"))
+            count = int((batch.targets_BS != IGNORED).sum())
+            total += float(self.model(batch, torch.tensor(1)).cross_entropy)
+            targets += count
+        return total / max(1, targets)
