@@ -28,7 +28,7 @@ BytesOption = Annotated[
 ]
 FigureOption = Annotated[str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")]
 TransportOption = Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")]
-AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, memcpy-nt, mpi, ucx.")]
+AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, mpi, ucx.")]
 RoundsOption = Annotated[
     int | None, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")
 ]

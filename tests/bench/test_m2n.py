@@ -44,9 +44,7 @@ def mpi() -> Contestant:
 def contestants(names: Sequence[str]) -> list[Contestant]:
     """By the name in a report."""
     ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
-    baselines = choose_contestants(
-        [], ["gloo", "gloo-all-to-all", "memcpy", "memcpy-nt"], in_place=False, waiting="auto"
-    )
+    baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
     by_name = {contestant.name: contestant for contestant in [*ours, *baselines, mpi(), installed_by_choice("ucx")]}
     return [by_name[name] for name in names]
 
@@ -219,7 +217,7 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
 # --- every contestant, end to end
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
-EVERYBODY = ["memcpy", "memcpy-nt", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
+EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
 
 
 def skip_without(contestant: Contestant) -> None:

@@ -1,4 +1,4 @@
-"""Which communication micro-op a rank launches next while it trains: Lina's scheduler (sections 4.2 and 6.1).
+"""Order of communication in training: all-to-all first, all-reduce in small pieces (Lina, sections 4.2 and 6.1).
 
 1. A gradient that is ready is cut into equal all-reduce micro-ops; all-to-all is submitted as one or several.
 2. One micro-op is in flight at a time, never interrupted: collective libraries cannot preempt a call.
@@ -9,16 +9,43 @@
 
 Numbers and names only: the trainer launches what `next` returns, the simulator prices it. Rejected: deferring
 all-reduce to the end of an all-to-all pair (Lina Figure 7c), which leaves the gap between the two idle.
+
+A tensor is cut into ceil(size / chunk) pieces whose sizes differ by at most one element: equal pieces make waiting
+predictable, and no piece mixes two gradients. Rejected: full chunks and a short rest, which pays the fixed cost of a
+micro-op for a few bytes.
+
+Experts per device (section 4.2): start with one and double, as long as the FFN micro-op is shorter than the all-to-all
+micro-op. More experts on a device means fewer devices per all-to-all, so less is sent and more is computed between two
+sends. Stop when computation is no longer shorter, when a device would hold all experts (no all-to-all is left), or at
+the memory limit. Rejected: searching all divisors; each step costs a re-distribution of expert weights and a few
+measured steps.
 """
 
+import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from antiphon.base.errors import UserError
-from antiphon.comm.micro_ops.partition import DEFAULT_CHUNK_BYTES, partition
 
+DEFAULT_CHUNK_BYTES = 30_000_000  # Lina section 7.1: blocks all-to-all least in most of their cases
 Traffic = Literal["all_to_all", "all_reduce"]
+
+
+def partition(size_bytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES, element_bytes: int = 1) -> list[tuple[int, int]]:
+    """(offset, size) of each piece in bytes, in order, none larger than `chunk_bytes`; no piece for an empty tensor.
+
+    Pieces begin at whole elements. `UserError` if a chunk cannot hold one element or the tensor has a part of one.
+    """
+    if element_bytes < 1 or chunk_bytes < element_bytes:
+        raise UserError(f"chunks of {chunk_bytes} bytes for elements of {element_bytes}: a chunk holds at least one")
+    if size_bytes < 0 or size_bytes % element_bytes:
+        raise UserError(f"{size_bytes} bytes are no whole number of elements of {element_bytes} bytes")
+    num_elements = size_bytes // element_bytes
+    num_pieces = -(-num_elements // (chunk_bytes // element_bytes))
+    bounds = [num_elements * piece // max(1, num_pieces) * element_bytes for piece in range(num_pieces + 1)]
+    return [(start, end - start) for start, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +139,36 @@ class MicroOpScheduler:
         if done != self._in_flight:
             raise UserError(f"{done} is not in flight ({self._in_flight} is): report each micro-op once, when it ends")
         self._in_flight = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingStep:
+    """One packing that was tried, with the times of one micro-op of each kind."""
+
+    experts_per_device: int
+    ffn_s: float
+    all_to_all_s: float
+
+
+def choose_experts_per_device(
+    measure: Callable[[int], tuple[float, float]], num_experts: int, max_experts_per_device: int | None = None
+) -> list[PackingStep]:
+    """Try 1, 2, 4, ... experts per device; the last step is the choice.
+
+    `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op). Only numbers that
+    divide `num_experts` are tried: a device group must hold each expert equally often.
+    """
+    limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
+    if limit < 1:
+        raise UserError(
+            f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
+        )
+    steps: list[PackingStep] = []
+    packed = 1
+    while packed <= limit and num_experts % packed == 0:
+        ffn_s, all_to_all_s = measure(packed)
+        steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
+        if ffn_s >= all_to_all_s:
+            break
+        packed *= 2
+    return steps

@@ -1,6 +1,6 @@
 """Sends and receives in stream order: what the caller puts on the stream, and what the core's thread then does.
 
-A lane joins one stream with one outbox (`stream_sender.py`) or one inbox (`stream_receiver.py`). Its transfers are
+A lane joins one stream with one outbox (`sender.py`) or one inbox (`receiver.py`). Its transfers are
 numbered and done in order; one flag counts those that are over. The steps of MegaScale-Infer (longer version, figures
 6 and 7), with S for the sender and R for the receiver:
 
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.base.errors import Interrupted, PeerTimeout, UserError
-from antiphon.comm.m2n.streams import Ready, Stream
+from antiphon.comm.m2n.streams.stream import Ready, Stream
 
 Bytes = NDArray[np.uint8]
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.comm.m2n.streams import FlagPage, FlagWord, Ready
+from antiphon.comm.m2n.streams.stream import FlagPage, FlagWord, Ready
 
 _cuda: Any = torch.cuda  # its classes have no types
 

@@ -1,7 +1,7 @@
 """Streams of ordered work, and what a stream-ordered send or receive needs of them.
 
 A stream runs what is put on it in order, on its own time: putting returns at once. Three means tie it to the CPU
-thread that speaks to peers (`stream_core.py`):
+thread that speaks to peers (`core.py`):
 
 - an event (`record`): the CPU learns that the stream has done everything put on it so far;
 - a flag (`wait_flag`): the stream stops until the CPU has raised a word of memory that both see;
@@ -9,7 +9,7 @@ thread that speaks to peers (`stream_core.py`):
 
 `HostStream` is the form for the CPU: a thread that works through a queue. The engine does not use it (tensors in host
 memory are ready when the call returns); it is there so that order, blocking and failures can be tested without a GPU.
-The CUDA form is `cuda_stream.py`. Rejected: a callback of the stream (`cudaLaunchHostFunc`) in place of event and flag;
+The CUDA form is `cuda.py`. Rejected: a callback of the stream (`cudaLaunchHostFunc`) in place of event and flag;
 it runs on a thread of the driver that may not call the driver and would fight the interpreter for its lock.
 """
 

@@ -1,4 +1,4 @@
-"""Sends in the order of a stream; the steps are those of `stream_lanes.py`.
+"""Sends in the order of a stream; the steps are those of `lanes.py`.
 
 A message is copied into the library's own slot (of the receiver's memory for `shm`, of registered memory for the
 others) before it is posted, so the source is reusable at that moment and not only when the wire has taken it. Rejected:
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import NoCredit, UserError
-from antiphon.comm.m2n.stream_lanes import Core, Lane, Transfer, byte_view, host_bytes
-from antiphon.comm.m2n.streams import Stream
+from antiphon.comm.m2n.streams.lanes import Core, Lane, Transfer, byte_view, host_bytes
+from antiphon.comm.m2n.streams.stream import Stream
 
 
 class StreamSender(Lane):

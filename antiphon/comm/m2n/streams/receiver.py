@@ -1,4 +1,4 @@
-"""Receives in the order of a stream; the steps are those of `stream_lanes.py`.
+"""Receives in the order of a stream; the steps are those of `lanes.py`.
 
 Which slot a message lands in is the sender's choice, so the stream cannot be told beforehand where to copy from: the
 core copies the arrived payloads to where the stream expects them and returns the slots at once.
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.comm.m2n.stream_lanes import Core, Lane, Transfer, byte_view, host_bytes
-from antiphon.comm.m2n.streams import Ready, Stream
+from antiphon.comm.m2n.streams.lanes import Core, Lane, Transfer, byte_view, host_bytes
+from antiphon.comm.m2n.streams.stream import Ready, Stream
 
 
 class StreamReceiver(Lane):

@@ -1,7 +1,7 @@
 """The CPU core of stream-ordered sends and receives: one thread that speaks to peers for any number of streams.
 
 The thread owns an endpoint with its outboxes and inboxes. It looks at the first transfer of each lane
-(`stream_lanes.py`): has the stream come there, is a credit or a message there? What can be done is done; when nothing
+(`lanes.py`): has the stream come there, is a credit or a message there? What can be done is done; when nothing
 can, it sleeps inside the library, where an arrival or a credit wakes it, with short naps while it also has to look at
 events of a stream, which cannot wake it. A failed transfer raises its flag like any other, so that no stream is left
 waiting; the caller hears of it at the lane's next call. Nothing here needs the caller's thread or the device to go on,
@@ -14,11 +14,11 @@ so a caller may block on the device while streams wait.
         receiver.receive(step, [0, 1], partial_sums) # returns at once; later work on `stream` sees `partial_sums`
         core.wait_idle(timeout_s=1)
 
-The engine on a CPU does not use this: its tensors are ready when a call returns, and `native.py` scatters rows straight
-into the slots. On CUDA the attention worker will put, per micro-batch, the gate's scatter kernel, a `send` for each
-expert worker and, before the next layer, one `receive` of all partial sums on its stream; an expert worker a `receive`,
-the grouped feed-forward and a `send` for each source; numbers of rows, which only the device knows, travel in the
-payload. That path is not wired up yet, and the CUDA form of the streams has not run on a GPU yet.
+The engine on a CPU does not use this: its tensors are ready when a call returns, and `native.py` scatters rows
+straight into the slots. On CUDA the attention worker will put, per micro-batch, the gate's scatter kernel, a `send` for
+each expert worker and, before the next layer, one `receive` of all partial sums on its stream; an expert worker a
+`receive`, the grouped feed-forward and a `send` for each source; numbers of rows, which only the device knows, travel
+in the payload. That path is not wired up yet, and the CUDA form of the streams has not run on a GPU yet.
 
 Rejected: one thread for each lane (they would fight for the interpreter's lock and for the endpoint, which belongs to
 one thread), and waiting for credits or arrivals in the caller (the caller runs ahead of the device by whole layers).
@@ -36,10 +36,10 @@ from typing import Any, Self, TypeVar
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.stream_lanes import Lane, Transfer
-from antiphon.comm.m2n.stream_receiver import StreamReceiver
-from antiphon.comm.m2n.stream_sender import StreamSender
-from antiphon.comm.m2n.streams import Stream
+from antiphon.comm.m2n.streams.lanes import Lane, Transfer
+from antiphon.comm.m2n.streams.receiver import StreamReceiver
+from antiphon.comm.m2n.streams.sender import StreamSender
+from antiphon.comm.m2n.streams.stream import Stream
 
 _log = get_logger("m2n")
 _Result = TypeVar("_Result")
