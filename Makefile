@@ -5,7 +5,7 @@
 # TORCH_FLAGS  extra flags for pip when it installs torch. The default index serves a CUDA build of some gigabytes;
 #              for the small CPU build add the index that pytorch.org names for it: TORCH_FLAGS="--extra-index-url ADDRESS"
 # PYTEST_FLAGS extra flags for pytest, for example PYTEST_FLAGS="-x -k router"
-# TEST_PROCESSES  how many processes run tests side by side (2; 0 for none but make's own)
+# TEST_PROCESSES  how many processes run tests side by side (default: 2)
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
@@ -23,7 +23,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := antiphon tests benchmarks examples scripts
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 # A process that has run out of tests takes half of what the other has left: neighbours, which share their fixtures.
-PYTEST := $(PY) -m pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal --durations=10
+PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=worksteal --durations=10
 YARDSTICK := out/yardstick-tiny
 
 # Stamps live inside the environment, so that removing it removes what is known about it.

@@ -33,9 +33,11 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if "not slow" in config.option.markexpr and (num_left_out := config.stash.get(LEFT_OUT, 0)):
-        terminalreporter.write_line(f"left out: {num_left_out} slow tests; `make test-all` runs them too")
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of all."""
+    num_left_out = config.stash.get(LEFT_OUT, 0)
+    if num_left_out and "not slow" in config.option.markexpr and not hasattr(config, "workeroutput"):
+        print(f"left out: {num_left_out} slow tests; `make test-all` runs them too")
 
 
 @pytest.fixture(scope="session")
