@@ -6,6 +6,7 @@ them again. Their names carry a hash of what they are made from: compiler, flags
 include. ccache would do the same, but it is not on every machine.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -57,15 +58,16 @@ class Build:
         command = [*self.compiler, *FLAGS, *self.flags, "-I", str(ROOT / "csrc"), *arguments]
         parts = [_version(tuple(self.compiler)), "\0".join(command).encode(), *made_from]
         made = self.folder / f"{name}.{_digest(parts)}{suffix}"
-        if not made.exists():
-            earlier = list(self.folder.glob(f"{name}.{'?' * DIGITS}{suffix}"))
-            unfinished = self.folder / f"{made.name}.{os.getpid()}"
-            command += ["-o", str(unfinished)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
-            assert done.returncode == 0, f"{' '.join(command)}:\n{done.stderr}"
-            unfinished.rename(made)  # at once, for another test process may look for it
-            for path in earlier:
-                path.unlink(missing_ok=True)
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be making it
+            if not made.exists():
+                unfinished = made.with_suffix(".unfinished")
+                command += ["-o", str(unfinished)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+                assert done.returncode == 0, f"{' '.join(command)}:\n{done.stderr}"
+                for earlier in self.folder.glob(f"{name}.{'?' * DIGITS}{suffix}"):
+                    earlier.unlink()
+                unfinished.rename(made)
         return made
 
     def run(
