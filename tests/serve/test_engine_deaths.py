@@ -88,7 +88,14 @@ def test_without_an_expert_worker_requests_wait_and_a_drain_does_not(
         assert [request.last.finish_reason for request in run.finish()] == ["abort"] * 4
 
 
-@pytest.mark.parametrize(("layout", "role"), [("1", "replica"), ("1+1/m2", "experts"), ("2+1/m2", "attention")])
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        ("1", "replica"),
+        ("1+1/m2", "experts"),
+        pytest.param("2+1/m2", "attention", marks=pytest.mark.slow),
+    ],
+)
 def test_no_number_of_deaths_ends_serving(
     layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
 ) -> None:

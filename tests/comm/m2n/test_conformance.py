@@ -1183,6 +1183,7 @@ def test_long_waits_are_in_the_right_bucket(shm: Net) -> None:
     assert 2 ** (bucket + 1) > 0.03 * 1e9
 
 
+@pytest.mark.slow
 def test_a_million_messages_need_no_more_memory(net: Net) -> None:
     """Small ones, over many slots; the resident memory after a tenth of them is that of the end.
 
