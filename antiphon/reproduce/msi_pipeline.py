@@ -22,8 +22,6 @@ def _pipeline(num_micro_batches: int, t_a: float, t_e: float, t_c: float) -> Pin
     return PingPong(
         num_layers=56,
         num_micro_batches=num_micro_batches,
-        num_attention_workers=2,
-        num_expert_workers=8,
         attention_s=t_a,
         experts_s=t_e,
         latency_s=t_c,
