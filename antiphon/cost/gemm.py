@@ -2,15 +2,12 @@
 
 1. 2 * rows * inner * outputs FLOPs; weights are read once, rows are read and written once.
 2. With few rows the weights' bytes dominate, so the product is bound by memory: that is what batching cures.
-3. Of a grouped product only the touched experts' weights are read; by expert, each has its own roofline.
-
-Rejected: one roofline over the average rows per expert. An expert with few rows waits for its weights while another one
-computes; the average of the two looks balanced and is too fast.
+3. Of a grouped product only the touched experts' weights are read.
 """
 
 import numpy as np
 
-from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.parts import Number, Parts
 from antiphon.cost.roofline import Roof, kernel
 from antiphon.specs.precision import PrecisionSpec
 
@@ -42,24 +39,3 @@ def grouped_gemm(
     flops = 2 * rows * inner * outputs
     moved = num_touched * inner * outputs * weight_bytes + rows * (inner + outputs) * row_bytes
     return kernel(roof, flops, np.where(np.asarray(rows) > 0, moved, 0.0))
-
-
-def grouped_gemm_by_expert(
-    roof: Roof, rows_by_expert: FloatArray, inner: Number, outputs: Number, weight_bytes: Number, row_bytes: Number
-) -> Parts:
-    """As `grouped_gemm`, from the rows of each expert (last axis): each expert by its own roofline, one after another,
-    launched once."""
-    each = gemm(
-        Roof(flops_per_s=roof.flops_per_s, bytes_per_s=roof.bytes_per_s),
-        rows_by_expert,
-        inner,
-        outputs,
-        weight_bytes,
-        row_bytes,
-    )
-    any_rows = np.any(np.asarray(rows_by_expert) > 0, axis=-1)
-    return Parts(
-        compute_s=np.sum(each.compute_s, axis=-1),
-        memory_s=np.sum(each.memory_s, axis=-1),
-        fixed_s=np.where(any_rows, roof.kernel_s, 0.0),
-    )

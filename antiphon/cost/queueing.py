@@ -1,4 +1,4 @@
-"""Waiting before service, and what a user sees: MixServe eq. 7 and 9 to 11, with M/G/1 beside M/M/1.
+"""Waiting before service, and what a user sees: MixServe eq. 7, 9 and 11, with M/G/1 beside M/M/1.
 
 1. M/M/1, as the paper: W_q = rho / (mu (1 - rho)).
 2. M/G/1 (Pollaczek-Khinchine): W_q = lambda E[S^2] / (2 (1 - rho)). Equal to 1 for exponential service, half of it for
@@ -43,11 +43,6 @@ def mg1_wait(arrivals_per_s: Number, mean_s: Number, mean_square_s2: Number) -> 
 def ttft(wait_s: Number, prefill_s: Number) -> Number:
     """MixServe eq. 9: wait, then service of the whole prompt."""
     return wait_s + prefill_s
-
-
-def itl(decode_s: Number) -> Number:
-    """MixServe eq. 10: the steady service time of one token (no wait between tokens)."""
-    return decode_s
 
 
 def throughput(

@@ -1,6 +1,6 @@
 """All evaluated candidates of one phase as columns: what was tried, what it would do, and why it will not do.
 
-`why_not` is a code, an index into `WHY_NOT`; 0 means feasible. Candidates that memory or the number of devices rules
+`why_not` is `TPOT`, `TTFT` or `RATE`; 0 means feasible. Candidates that memory or the number of devices rules
 out are not in here; how many those were is in `num_considered` and its companions, by layout.
 
 Rejected: only the winners. The report's clouds, the sentences about losers and the sensitivity charts all need the
@@ -17,8 +17,8 @@ from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Objective, Parallel
 
-WHY_NOT = ("", "time per output token", "time to first token", "request rate")
 TPOT, TTFT, RATE = 1, 2, 3
+"""Why not: a promise that is broken, or the rate."""
 
 
 @dataclass(frozen=True, kw_only=True)

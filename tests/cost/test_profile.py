@@ -61,7 +61,6 @@ def test_surface_is_linear_in_each_size() -> None:
     assert GRID.at(1.0, 10.0) == 1
     assert GRID.at(2.0, 15.0) == pytest.approx((1.5 + 5.5) / 2)
     np.testing.assert_allclose(GRID.at(np.array([3.0, 3.0, 0.0]), np.array([20.0, 30.0, 10.0])), [8, 13, 0])
-    assert GRID.along_first(20.0) == Curve((1.0, 3.0), (2.0, 8.0))
 
 
 def test_line_of_least_squares_is_never_negative() -> None:
