@@ -19,7 +19,7 @@ from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
-from antiphon.specs.cluster_file import cluster_to_json
+from antiphon.specs.cluster import cluster_to_json
 
 CLUSTER_FILE, LOCAL_FILE, PROFILE_FILE = "this-machine.json", "local.json", "profile.json"
 

@@ -21,8 +21,7 @@ from antiphon.sim.serve_results import ServingResult, result_to_json, serving_re
 from antiphon.sim.serve_trace import write_serving_trace
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.trace import write_trace
-from antiphon.specs.plan import Plan
-from antiphon.specs.plan_file import read_plan
+from antiphon.specs.plan import Plan, read_plan
 
 _RECORDED_WORKERS = 8
 _SERVING_ONLY = (

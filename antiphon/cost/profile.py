@@ -7,13 +7,15 @@ question.
 3. Results are the same `Parts` as the roofline's. A measurement cannot tell arithmetic from memory, so all beyond the
    fixed share k2 is booked under the table's `bound`, which the writer states.
 
-`antiphon profile` writes such a file through `cost.profile_file`, `antiphon plan --profile` reads it.
+`antiphon profile` writes a `Profile` as JSON, key by key with tuples as lists; `antiphon plan --profile` reads it back,
+strictly: a misspelt table would else be taken for one that was never measured, and the roofline would answer for it.
 
 Rejected: correcting the roofline by measured ratios. At sizes that were not measured it inherits the faults of both.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,6 +24,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.network import CollectiveName
 from antiphon.cost.parts import Number, Parts
+from antiphon.specs.strict_table import read_json, write_json
 
 PROFILE_VERSION = 1
 Bound = Literal["compute", "memory"]
@@ -181,3 +184,18 @@ def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: 
     if bound == "compute":
         return Parts(compute_s=beyond, fixed_s=fixed)
     return Parts(memory_s=beyond, fixed_s=fixed)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Replaces the file at `path`."""
+    write_json(asdict(profile), path)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a file of `antiphon profile`. `UserError` names the file and the entry that is wrong."""
+    table = read_json(path)
+    version = table.whole("version", at_least=0)
+    if version != PROFILE_VERSION:
+        fix = "make the profile again with `antiphon profile`"
+        raise table.error("version", f"this program reads version {PROFILE_VERSION}: {fix}")
+    return table.read(Profile, version=version)

@@ -23,8 +23,7 @@ from antiphon.report.figure_sensitivity import sensitivity_figure
 from antiphon.report.figure_style import Figure
 from antiphon.report.summary import LOSER_COLUMNS, facts, given, headline, loser_row, search_summary, subtitle, verdict
 from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, milliseconds, num_devices, number, score
-from antiphon.specs.plan import Objective
-from antiphon.specs.plan_file import plan_to_json
+from antiphon.specs.plan import Objective, plan_to_json
 from antiphon.specs.workload import SloSpec
 
 CAPTIONS = {

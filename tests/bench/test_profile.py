@@ -16,11 +16,11 @@ from antiphon.bench.profile.profile import Wanted, default_threads, measure
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
-from antiphon.cost.profile_file import read_profile, write_profile
+from antiphon.cost.profile import read_profile, write_profile
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
-from antiphon.specs.cluster_file import cluster_from_table, cluster_to_json
+from antiphon.specs.cluster import cluster_from_table, cluster_to_json
 from antiphon.specs.strict_table import Table
 from benchmarks.local_prediction import LocalChoice, predict_decode
 

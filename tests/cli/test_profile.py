@@ -13,8 +13,8 @@ from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.command_group import single_command
 from antiphon.cli.profile import parse_threads, profile
-from antiphon.cost.profile_file import read_profile
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.cost.profile import read_profile
+from antiphon.specs.cluster import load_cluster
 from benchmarks.local_prediction import read_local_times
 from tests.bench.local_times_harness import local_times
 

@@ -24,8 +24,9 @@ from antiphon.cost.profile import (
     profiled_attention,
     profiled_experts,
     profiled_messages,
+    read_profile,
+    write_profile,
 )
-from antiphon.cost.profile_file import read_profile, write_profile
 
 CURVE = Curve((1.0, 2.0, 4.0), (10.0, 12.0, 20.0))
 GRID = Surface((1.0, 3.0), (10.0, 20.0), ((1.0, 2.0), (3.0, 8.0)))

@@ -18,9 +18,9 @@ from antiphon.report.gather import gather
 from antiphon.report.pipeline import pipeline_bars
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import LAYOUTS, Layout
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import load_workload
 
 
 def search(layouts: tuple[Layout, ...] = LAYOUTS) -> PlanResult:
