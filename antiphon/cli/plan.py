@@ -16,11 +16,10 @@ from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read
 from antiphon.cost.profile import read_profile
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.setting import SearchLimits
-from antiphon.planner.size import smallest_cluster
+from antiphon.planner.smallest_cluster import smallest_cluster
 from antiphon.report.colocated import Target, nearest_colocated
+from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
-from antiphon.report.emit_sglang import sglang_command
-from antiphon.report.emit_vllm import vllm_command
 from antiphon.report.gather import gather
 from antiphon.report.page import html_page
 from antiphon.report.terminal import terminal_report

@@ -3,7 +3,7 @@ question.
 
 1. Per layer: attention by (sequences, context) for decode and (tokens, context) for prefill, and experts by (experts
    held, (token, expert) pairs); per iteration: the head by rows, and the engine's own fixed work.
-2. Per message: one-way time by bytes and transport (Util is derived from it); per collective: time by bytes and degree.
+2. Per message: one-way time by bytes and transport ; per collective: time by bytes and degree.
 3. Results are the same `Parts` as the roofline's. A measurement cannot tell arithmetic from memory, so all beyond the
    fixed share k2 is booked under the table's `bound`, which the writer states.
 
@@ -13,7 +13,6 @@ strictly: a misspelt table would else be taken for one that was never measured, 
 Rejected: correcting the roofline by measured ratios. At sizes that were not measured it inherits the faults of both.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -144,15 +143,6 @@ class Profile:
         """Seconds by size; None if this collective was not measured with so many ranks."""
         return next((table.times for table in self.collectives if (table.name, table.degree) == (name, degree)), None)
 
-    def util(self, transport: str, message_bytes: Number) -> Number | None:
-        """Util(x) of MegaScale-Infer eq. 6: rate at message size x over the best rate measured; at most 1."""
-        times = self.message_times(transport)
-        if times is None:
-            return None
-        best = max(size / seconds for size, seconds in zip(times.sizes, times.seconds, strict=True) if seconds > 0)
-        result: Number = np.minimum(message_bytes / (np.asarray(times.at(message_bytes)) * best), 1.0)
-        return result
-
 
 def profiled_attention(table: AttentionTable, rows: Number, context: Number) -> Parts:
     """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each."""
@@ -169,12 +159,6 @@ def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number 
     total = np.asarray(num_messages * np.asarray(times.at(message_bytes)))
     fixed = np.minimum(total, num_messages * times.seconds[0])
     return Parts(scale_out_s=total - fixed, fixed_s=fixed)
-
-
-def covered(table: AttentionTable | ExpertTable, sizes: Sequence[tuple[float, float]]) -> bool:
-    """Whether all (first, second) sizes lie within what was measured, so that nothing is extrapolated."""
-    first, second = table.times.first, table.times.second
-    return all(one <= first[-1] and two <= second[-1] for one, two in sizes)
 
 
 def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: tuple[float, float]) -> Parts:

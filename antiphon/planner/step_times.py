@@ -25,7 +25,7 @@ from antiphon.cost.ping_pong import layer_time
 from antiphon.cost.profile import profiled_messages
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
-from antiphon.planner.packing import widest_domain
+from antiphon.planner.instance_packing import widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
     AttentionTimes,

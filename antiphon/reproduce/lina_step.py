@@ -16,8 +16,8 @@ from functools import cache
 
 from antiphon.cost.network import network
 from antiphon.reproduce import shipped
+from antiphon.sim.expert_packing import PackingNetwork, choose_packing, packed_layer
 from antiphon.sim.lina_figure_7 import LAYER, MEASURED_CONTENTION
-from antiphon.sim.packing import PackingNetwork, choose_packing, packed_layer
 from antiphon.sim.training_step import BackwardLayer, BackwardOptions, simulate_backward
 
 CLUSTER = "lina-a100"

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,17 +50,14 @@ def test_equation_7_and_the_general_service() -> None:
     assert queueing.mm1_wait(3, 4) == pytest.approx(0.75)
     assert queueing.mg1_wait(3, 1 / 4, 2 / 16) == pytest.approx(0.75), "exponential: E[S^2] = 2 E[S]^2"
     assert queueing.mg1_wait(3, 1 / 4, 1 / 16) == pytest.approx(0.375), "constant: half of it"
-    assert queueing.utilization(3, 4) == 0.75
 
 
 @pytest.mark.parametrize("arrivals", [4, 5])
 def test_at_saturation_the_wait_has_no_end(arrivals: int) -> None:
-    assert not queueing.stable(arrivals / 4)
     assert queueing.mm1_wait(arrivals, 4) == math.inf
     assert queueing.mg1_wait(arrivals, 0.25, 0.1) == math.inf
     assert queueing.mm1_wait(0, 4) == 0
     assert queueing.throughput(100, 10, math.inf, 1.0, 0.1) == 0
-    np.testing.assert_array_equal(queueing.stable(np.array([0.5, 1.0])), [True, False])
 
 
 def test_equation_8() -> None:

@@ -20,7 +20,6 @@ from antiphon.cost.profile import (
     MachineFacts,
     MessageTable,
     Profile,
-    covered,
     profiled_attention,
     profiled_experts,
     profiled_messages,
@@ -154,8 +153,6 @@ def test_tables_are_found_or_not() -> None:
     assert PROFILE.collective_times("all_reduce", 2) is CURVE
     assert PROFILE.collective_times("all_reduce", 3) is None
     assert PROFILE.message_times("tcp") is None
-    assert covered(PROFILE.experts[0], [(3, 20)])
-    assert not covered(PROFILE.experts[0], [(3, 20), (4, 1)])
 
 
 def test_parts_of_measured_times() -> None:
@@ -168,12 +165,6 @@ def test_parts_of_measured_times() -> None:
     assert times is not None
     messages = profiled_messages(times, 1000.0, 3)
     assert (messages.fixed_s, messages.scale_out_s) == (6.0, 6.0)
-
-
-def test_util_is_the_rate_over_the_best() -> None:
-    # 1000 bytes in 4 s is the best rate, 250; 100 bytes in 2 s is a fifth of it.
-    np.testing.assert_allclose(PROFILE.util("shm", np.array([100.0, 1000.0])), [0.2, 1.0])
-    assert PROFILE.util("tcp", 5.0) is None
 
 
 def test_impossible_machines_and_versions() -> None:

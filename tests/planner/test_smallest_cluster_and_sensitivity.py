@@ -9,7 +9,7 @@ from antiphon.base.errors import UserError
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.search import evaluate_phase, make_plan
 from antiphon.planner.sensitivity import base_value, sensitivity, with_prompts
-from antiphon.planner.size import one_more_node, smallest_cluster, with_nodes
+from antiphon.planner.smallest_cluster import one_more_node, smallest_cluster, with_nodes
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
 
