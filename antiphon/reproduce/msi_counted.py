@@ -5,7 +5,6 @@ Hand-worked numbers are of the printed equation; ours come from the functions th
 
 from collections.abc import Callable
 
-from antiphon.cost.gemm import grouped_gemm
 from antiphon.cost.m2n import message_bytes
 from antiphon.cost.memory import msi_memory_bytes
 from antiphon.cost.network import Link
@@ -17,7 +16,7 @@ from antiphon.cost.ping_pong import (
     min_micro_batches,
     throughput_per_cost,
 )
-from antiphon.cost.roofline import Roof
+from antiphon.cost.roofline import Roof, grouped_gemm
 from antiphon.reproduce import shipped
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import DeviceSpec

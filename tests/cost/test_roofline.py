@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cost.gemm import gemm, grouped_gemm
 from antiphon.cost.parts import Parts, longest, select
-from antiphon.cost.roofline import Roof, kernel, roof, roofs
+from antiphon.cost.roofline import Roof, gemm, grouped_gemm, kernel, roof, roofs
 from antiphon.specs.cluster import EfficiencySpec
 from tests.cost.specimens import PERFECT, ROUND
 
