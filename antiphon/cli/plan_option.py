@@ -15,7 +15,7 @@ from antiphon.cli.options import CapacityOptions, WorkerOptions
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, obey
-from antiphon.specs.plan_file import read_plan
+from antiphon.specs.plan import read_plan
 
 _PLANNED = ("layout", "attention", "experts", "micro_batches", "max_running")  # options a plan decides
 

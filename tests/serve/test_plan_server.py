@@ -14,8 +14,7 @@ from antiphon.cli.plan_option import plan_lines
 from antiphon.cli.serve import serve as serve_command
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.serve.served_plan import obey
-from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted
-from antiphon.specs.plan_file import write_plan
+from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, write_plan
 from tests.serve.server_harness import ServerProcess, serve
 
 TPOT_S = 0.5

@@ -1,4 +1,4 @@
-"""Where the steps of a running engine spend their time, from its workers' spans, in the terms of `planner.local`.
+"""Where the steps of a running engine spend their time, from its workers' spans, named as in `benchmarks/predict.py`.
 
 Only steps count in which all requests decode: those with a worker's even share of them as rows.
 """

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from antiphon.planner.local_times import (
+from antiphon.bench.profile.local_times import (
     Curve,
     EngineTimes,
     ExchangeTimes,

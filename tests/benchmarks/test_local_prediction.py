@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.planner.local import LocalChoice, predict_decode
-from antiphon.planner.local_times import Curve, flat, local_times_from_json, local_times_to_json, read_local_times
-from tests.planner.local_times_harness import MODEL, line, local_times, thread_times
+from antiphon.bench.profile.local_times import Curve, flat, local_times_to_json
+from benchmarks.local_prediction import LocalChoice, local_times_from_json, predict_decode, read_local_times
+from tests.bench.local_times_harness import MODEL, line, local_times, thread_times
 
 
 def apart(attention: int = 1, experts: int = 1, micro_batches: int = 1) -> LocalChoice:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.device_file import device_from_table, device_to_json, load_device
+from antiphon.specs.device import DeviceSpec, device_from_table, device_to_json, load_device
 from antiphon.specs.strict_table import Table
 
 LINES = {

@@ -47,14 +47,11 @@ class SmallestCluster:
 
 @dataclass(frozen=True, kw_only=True)
 class OneMoreNode:
-    """The most tokens/s of the cluster with one more node of `device`. `gain`: over that without it, as a ratio;
-    `marginal_tokens_per_s` the difference, `marginal_per_cost` by the node's price; None if it has none."""
+    """The most tokens/s of the cluster with one more node of `device`. `gain`: over that without it, as a ratio."""
 
     device: str
     tokens_per_s: float
     gain: float
-    marginal_tokens_per_s: float
-    marginal_per_cost: float | None
 
 
 def smallest_cluster(
@@ -191,14 +188,11 @@ def one_more_node(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -> li
             replace(other, num_nodes=other.num_nodes + (place == kind)) for place, other in enumerate(setting.groups)
         )
         then = most_tokens_per_s(replace(setting, cluster=replace(setting.cluster, groups=groups)), layouts)
-        price = group.device.price
         found.append(
             OneMoreNode(
                 device=group.device.name,
                 tokens_per_s=then,
                 gain=then / now if now > 0 else float("inf"),
-                marginal_tokens_per_s=then - now,
-                marginal_per_cost=None if price is None else (then - now) / (price * group.devices_per_node),
             )
         )
     return found

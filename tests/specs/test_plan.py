@@ -19,8 +19,11 @@ from antiphon.specs.plan import (
     Plan,
     Predicted,
     Rejected,
+    plan_from_json,
+    plan_to_json,
+    read_plan,
+    write_plan,
 )
-from antiphon.specs.plan_file import plan_from_json, plan_to_json, read_plan, write_plan
 from antiphon.specs.precision import BYTES_OF, PrecisionSpec
 
 DECODE = PhasePlan(

@@ -1,4 +1,4 @@
-"""What `antiphon profile` measured of the engine on one machine: tables of seconds, to JSON and back.
+"""What `antiphon profile` measured of the engine on one machine: tables of seconds, as JSON.
 
 Rows are the tokens of one micro-batch at one worker. Everything is per layer that has the part, or said to be per step.
 Times are kept by number of threads, because a worker's share of the cores decides it; beside a worker on other cores
@@ -10,7 +10,6 @@ caches and waiting, which a roofline has no term for.
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -150,47 +149,8 @@ class LocalTimes:
     spread: float = 0.0
     notes: tuple[str, ...] = ()
 
-    def with_threads(self, num_threads: int) -> ThreadTimes:
-        """The times with so many threads; `UserError` if they were not measured."""
-        for times in self.threads:
-            if times.num_threads == num_threads:
-                return times
-        known = ", ".join(str(times.num_threads) for times in self.threads)
-        raise UserError(
-            f"the profile has no times with {num_threads} threads, only with {known}: "
-            f"measure again with antiphon profile --threads {known.replace(' ', '')},{num_threads}"
-        )
-
 
 def local_times_to_json(times: LocalTimes) -> dict[str, Any]:
     """Plain JSON values."""
     written: dict[str, Any] = msgspec.to_builtins(times, str_keys=True)
     return written
-
-
-def local_times_from_json(mapping: Any, where: str) -> LocalTimes:
-    """`UserError` if it is not what `local_times_to_json` wrote."""
-    if not isinstance(mapping, dict) or mapping.get("kind") != KIND:
-        raise UserError(f"{where} is no profile of a machine: make one with antiphon profile MODEL --json FILE")
-    if mapping.get("version") != VERSION:
-        raise UserError(
-            f"{where} has version {mapping.get('version')!r}, this program reads {VERSION}: "
-            f"measure again with antiphon profile"
-        )
-    try:
-        return msgspec.convert(mapping, LocalTimes, strict=True, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{where} is damaged: {error}; measure again with antiphon profile") from error
-
-
-def read_local_times(path: Path) -> LocalTimes:
-    """The measured tables in a profile file: the file itself, or its part called `local`."""
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give the file antiphon profile wrote") from error
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}): give the file antiphon profile wrote") from error
-    if isinstance(found, dict) and "local" in found:
-        found = found["local"]
-    return local_times_from_json(found, str(path))

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from antiphon.base.errors import UserError
 from antiphon.specs.catalog import names
 from antiphon.specs.strict_table import Table
-from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
-from antiphon.specs.workload_file import load_workload, workload_from_table, workload_to_json
+from antiphon.specs.workload import (
+    LengthSpec,
+    SloSpec,
+    WorkloadSpec,
+    load_workload,
+    workload_from_table,
+    workload_to_json,
+)
 
 LENGTHS = "[input_tokens]\nmedian = 100\n[output_tokens]\nmedian = 10\n"
 

@@ -9,7 +9,7 @@ from antiphon.base.errors import UserError
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.search import evaluate_phase, make_plan
 from antiphon.planner.sensitivity import base_value, sensitivity, with_prompts
-from antiphon.planner.size import one_more_node, smallest_cluster, with_nodes
+from antiphon.planner.smallest_cluster import one_more_node, smallest_cluster, with_nodes
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
 
@@ -68,9 +68,6 @@ def test_one_more_node_never_lowers_the_total(phase: str) -> None:
     assert [more.device for more in found] == ["a", "b"]
     for more in found:
         assert more.gain >= 1.0
-        assert more.marginal_tokens_per_s >= 0
-        size = {"a": 4, "b": 5}[more.device]
-        assert more.marginal_per_cost == pytest.approx(more.marginal_tokens_per_s / size)
     assert max(more.gain for more in found) > 1.0
 
 

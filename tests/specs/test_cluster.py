@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.specs.catalog import names
-from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
-from antiphon.specs.cluster_file import cluster_from_table, cluster_to_json, load_cluster
-from antiphon.specs.device_file import load_device
+from antiphon.specs.cluster import (
+    ClusterSpec,
+    EfficiencySpec,
+    NodeGroup,
+    cluster_from_table,
+    cluster_to_json,
+    load_cluster,
+)
+from antiphon.specs.device import load_device
 from antiphon.specs.strict_table import Table
 
 

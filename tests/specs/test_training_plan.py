@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.specs.plan_file import plan_from_json
+from antiphon.specs.plan import plan_from_json
 from antiphon.specs.precision import BYTES_OF
-from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPlan, TrainingPredicted
-from antiphon.specs.training_plan_file import (
+from antiphon.specs.training_plan import (
+    RejectedTraining,
+    TrainingLayout,
+    TrainingPlan,
+    TrainingPredicted,
     read_training_plan,
     training_plan_from_json,
     training_plan_to_json,

@@ -1,8 +1,12 @@
-"""The vLLM command nearest to a plan.
+"""The vLLM and SGLang commands nearest to a plan.
 
 vLLM's terms (its pages on data parallel and expert parallel deployment, version 0.12): `--tensor-parallel-size` and
 `--data-parallel-size` are attention's; experts are split over all TP x DP ranks, as whole experts with
 `--enable-expert-parallel`, as slices of each without. `--max-num-seqs` counts the requests of one data-parallel rank.
+
+SGLang's terms (its pages on server arguments and expert parallelism): `--tp-size` counts all devices of a pipeline
+stage; with `--enable-dp-attention` attention is data-parallel in `--dp-size` groups of tp / dp devices; experts are
+split in `--ep-size` groups, inside a group by tensor. `--max-running-requests` counts the requests of the whole server.
 """
 
 from antiphon.report.colocated import (
@@ -28,12 +32,12 @@ def vllm_command(plan: Plan, target: Target) -> str:
             f"  - experts in EP {parallel.expert_ep} x TP {parallel.expert_tp}: vLLM splits them over all "
             f"{nearest.devices_per_stage} ranks as whole experts"
         )
-    return text + _commands(nearest, target)
+    return text + _vllm_commands(nearest, target)
 
 
-def _commands(nearest: Colocated, target: Target) -> str:
+def _vllm_commands(nearest: Colocated, target: Target) -> str:
     parallel = nearest.parallel
-    options = _options(nearest, target)
+    options = _vllm_options(nearest, target)
     program = f"vllm serve {target.model}"
     per_rank = parallel.attention_tp * parallel.pp
     if per_rank * parallel.attention_dp <= target.devices_per_node:
@@ -44,7 +48,7 @@ def _commands(nearest: Colocated, target: Target) -> str:
     return _on_several_nodes(program, options, parallel.attention_dp, target.devices_per_node // per_rank)
 
 
-def _options(nearest: Colocated, target: Target) -> Options:
+def _vllm_options(nearest: Colocated, target: Target) -> Options:
     parallel = nearest.parallel
     options: Options = [("--tensor-parallel-size", parallel.attention_tp)]
     if parallel.pp > 1:
@@ -68,3 +72,32 @@ def _on_several_nodes(program: str, options: Options, num_ranks: int, local: int
     if uneven:
         text += commented(f"the last one runs fewer ranks: --data-parallel-size-local {uneven} there")
     return text + shell_command(program, others)
+
+
+SGLANG_PORT = 5000
+
+
+def sglang_command(plan: Plan, target: Target) -> str:
+    """A shell script: comments that tell what is lost, then the command."""
+    nearest = nearest_colocated(plan, target.slo)
+    text = preamble(plan, nearest, target, "SGLang")
+    num_nodes = -(-nearest.devices_per_stage * nearest.parallel.pp // target.devices_per_node)
+    options = _sglang_options(nearest, target)
+    if num_nodes > 1:
+        text += commented(f"on each of {num_nodes} nodes; HEAD is the first one's address, RANK = 0 to {num_nodes - 1}")
+        options += [("--nnodes", num_nodes), ("--node-rank", "$RANK"), ("--dist-init-addr", f"$HEAD:{SGLANG_PORT}")]
+    return text + shell_command("python -m sglang.launch_server", options)
+
+
+def _sglang_options(nearest: Colocated, target: Target) -> Options:
+    parallel = nearest.parallel
+    options: Options = [("--model-path", target.model), ("--tp-size", nearest.devices_per_stage)]
+    if parallel.attention_dp > 1:
+        options += [("--dp-size", parallel.attention_dp), ("--enable-dp-attention", None)]
+    if parallel.expert_ep > 1:
+        options.append(("--ep-size", parallel.expert_ep))
+    if parallel.pp > 1:
+        options.append(("--pp-size", parallel.pp))
+    options.append(("--max-running-requests", nearest.batch))
+    options.append(("--mem-fraction-static", f"{1 - target.memory_reserve:.2f}"))
+    return options + format_options(target.precision, "fp8_e4m3")

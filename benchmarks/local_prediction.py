@@ -1,5 +1,7 @@
 """What the engine on this machine will take for a token: the measured pieces put together by the papers' equations.
 
+The tables are `local.json` of `antiphon profile`; `benchmarks/predict.py` holds the predictions against measurements.
+
 1. A worker has cores / workers threads, at least one, as the engine deals them (`serve.config`).
 2. Colocated: a step is its layers' attention and experts, head and sampling, bookkeeping, and the engine's turn.
 3. Apart: T_a, T_e, T_c of one micro-batch and layer, then MegaScale-Infer's layer time (`cost.ping_pong`), L times; the
@@ -11,11 +13,14 @@ Rejected: simulating two cores' scheduler. What it would add is below what the m
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
 
 from antiphon.base.errors import UserError
+from antiphon.bench.profile.local_times import KIND, VERSION, LocalTimes, ThreadTimes
 from antiphon.cost import ping_pong
-from antiphon.planner.local_times import LocalTimes, ThreadTimes
 from antiphon.specs.model import ModelSpec
 
 LocalLayout = Literal["colocated", "disaggregated"]
@@ -60,7 +65,7 @@ def predict_decode(
     """A step in which `concurrency` requests, `context` tokens behind each, all decode."""
     if concurrency < 1 or not context >= 1:
         raise UserError(f"{concurrency} requests of context {context}: both must be at least 1")
-    threads = times.with_threads(max(1, times.num_cores // choice.num_workers))
+    threads = _with_threads(times, max(1, times.num_cores // choice.num_workers))
     if choice.layout == "colocated":
         return _colocated(times, threads, model, choice, concurrency, context)
     return _disaggregated(times, threads, model, choice, concurrency, context)
@@ -157,3 +162,43 @@ def _slowed(t_a: float, t_e: float, slow_a: float, slow_e: float) -> tuple[float
         new_a = t_a * (1 + (slow_a - 1) * new_e / longest)
         new_e = t_e * (1 + (slow_e - 1) * new_a / longest)
     return new_a, new_e
+
+
+def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
+    """The times with so many threads; `UserError` if they were not measured."""
+    for measured in times.threads:
+        if measured.num_threads == num_threads:
+            return measured
+    known = ", ".join(str(measured.num_threads) for measured in times.threads)
+    raise UserError(
+        f"the profile has no times with {num_threads} threads, only with {known}: "
+        f"measure again with antiphon profile --threads {known.replace(' ', '')},{num_threads}"
+    )
+
+
+def local_times_from_json(mapping: Any, where: str) -> LocalTimes:
+    """`UserError` if it is not what `local_times_to_json` wrote."""
+    if not isinstance(mapping, dict) or mapping.get("kind") != KIND:
+        raise UserError(f"{where} is no profile of a machine: make one with antiphon profile MODEL --json FILE")
+    if mapping.get("version") != VERSION:
+        raise UserError(
+            f"{where} has version {mapping.get('version')!r}, this program reads {VERSION}: "
+            f"measure again with antiphon profile"
+        )
+    try:
+        return msgspec.convert(mapping, LocalTimes, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{where} is damaged: {error}; measure again with antiphon profile") from error
+
+
+def read_local_times(path: Path) -> LocalTimes:
+    """The measured tables in a profile file: the file itself, or its part called `local`."""
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give the file antiphon profile wrote") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}): give the file antiphon profile wrote") from error
+    if isinstance(found, dict) and "local" in found:
+        found = found["local"]
+    return local_times_from_json(found, str(path))
