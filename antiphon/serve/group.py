@@ -20,7 +20,6 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from enum import Enum
 
 from antiphon.base.logging import get_logger
@@ -28,8 +27,9 @@ from antiphon.serve.exchange_control import ExchangeControl
 from antiphon.serve.fleet import Fleet, WorkerName, WorkerProcess
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import Commit, RunningStep, StepFailure
+from antiphon.serve.running_step import RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import ExchangeReport, ExpertReport, Ready, ResetDone, StepFailed, StepResult
 
 _log = get_logger("engine")
@@ -57,7 +57,7 @@ class StepGroup:
         control: ExchangeControl | None,
         fleet: Fleet,
         statistics: EngineStatistics,
-        bitmask_of: Callable[[str], bytes | None],
+        tracked: TrackedRequests,
         timeout_s: float,
     ) -> None:
         self.attention = attention
@@ -66,7 +66,7 @@ class StepGroup:
         self._control = control
         self._fleet = fleet
         self._statistics = statistics
-        self._step = RunningStep(self.schedulers, num_micro_batches, bitmask_of)
+        self._step = RunningStep(self.schedulers, num_micro_batches, tracked)
         self._timeout_s = timeout_s
         self._phase = Phase.LOADING
         self._epoch = 0
@@ -115,13 +115,13 @@ class StepGroup:
 
     # --- what workers say ------------------------------------------------------------------------------------------
 
-    def on_message(self, worker: WorkerProcess, message: object) -> Commit | StepFailure | None:
-        """Handle one message. A `Commit` carries tokens; a `StepFailure` is to be charged to its requests."""
-        if isinstance(message, StepResult):
-            return self._on_result(worker.name, message)
+    def on_message(self, worker: WorkerProcess, message: object) -> StepFailure | None:
+        """Handle one message. A `StepFailure` is to be charged to its requests."""
         if isinstance(message, StepFailed):
             return self._on_failure(worker, message)
-        if isinstance(message, ExpertReport):
+        if isinstance(message, StepResult):
+            self._on_result(worker.name, message)
+        elif isinstance(message, ExpertReport):
             self._statistics.record_experts(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
@@ -134,13 +134,12 @@ class StepGroup:
             self._on_reset_done(worker, message.epoch)
         return None
 
-    def _on_result(self, name: WorkerName, result: StepResult) -> Commit:
-        commit = self._step.commit(name, result)
+    def _on_result(self, name: WorkerName, result: StepResult) -> None:
+        self._step.commit(name, result)
         self._statistics.record_step(result)
         if self.quiet:
             self._statistics.record_group_step(time.monotonic() - self._step_started)
         self._advance()
-        return commit
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
         failure: StepFailure | None = None

@@ -30,6 +30,7 @@ from antiphon.serve.join_secret import exchange_secret
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
@@ -87,32 +88,30 @@ class Launcher:
             max_waiting=config.max_waiting,
             vocab_size=self.spec.vocab_size,
         )
-        groups: list[StepGroup] = []
-        engine = Engine(
+        tracked = TrackedRequests()
+        groups = [
+            StepGroup(
+                attention=attention,
+                experts=experts,
+                schedulers=[Scheduler(limits) for _ in attention],
+                num_micro_batches=config.num_micro_batches,
+                control=ExchangeControl(self.fleet, experts) if experts else None,
+                fleet=self.fleet,
+                statistics=statistics,
+                tracked=tracked,
+                timeout_s=config.timeout_s,
+            )
+            for attention, experts in self._membership()
+        ]
+        return Engine(
             info=self._info(),
             fleet=self.fleet,
             groups=groups,
+            tracked=tracked,
             scheduler_config=limits,
             statistics=statistics,
             relaunch=self.launch,
         )
-        for attention, experts in self._membership():
-            control = ExchangeControl(self.fleet, experts) if experts else None
-            groups.append(
-                StepGroup(
-                    attention=attention,
-                    experts=experts,
-                    schedulers=[Scheduler(limits) for _ in attention],
-                    num_micro_batches=config.num_micro_batches,
-                    control=control,
-                    fleet=self.fleet,
-                    statistics=statistics,
-                    bitmask_of=engine.bitmask_of,
-                    timeout_s=config.timeout_s,
-                )
-            )
-        engine.workforce.adopt_groups()
-        return engine
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""

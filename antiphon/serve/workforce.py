@@ -17,9 +17,9 @@ from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import Commit, StepFailure
+from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import Failure, FromWorker, Progress, Ready
+from antiphon.serve.worker.messages import Failure, FromWorker, Progress, Ready, StepResult
 
 _log = get_logger("engine")
 LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
@@ -41,22 +41,18 @@ class Workforce:
     ) -> None:
         self.groups = groups
         self.schedulers: dict[WorkerName, Scheduler] = {}
+        for group in groups:
+            self.schedulers |= group.schedulers
         self.load_timeout_s = load_timeout_s
         self._fleet = fleet
         self._statistics = statistics
         self._relaunch = relaunch
-        self._group_of: dict[WorkerName, StepGroup] = {}
+        self._group_of = {name: group for group in groups for name in _members(group)}
         self._loading: dict[WorkerName, Progress] = {}
         self._ready: dict[WorkerName, Ready] = {}
-        self._restarts: dict[WorkerName, Restarts] = {}
+        self._restarts = {name: Restarts() for name in self._group_of}
         self._stopped_since_s: dict[WorkerProcess, float] = {}
         self._looked_s = 0.0
-
-    def adopt_groups(self) -> None:
-        """Take note of the groups' workers; the groups may be made after this object."""
-        self._group_of = {name: group for group in self.groups for name in _members(group)}
-        self._restarts = {name: Restarts() for name in self._group_of}
-        self.schedulers = {name: scheduler for group in self.groups for name, scheduler in group.schedulers.items()}
 
     # --- read by any thread ----------------------------------------------------------------------------------------
 
@@ -108,12 +104,7 @@ class Workforce:
     def group_of(self, name: WorkerName) -> StepGroup:
         return self._group_of[name]
 
-    def start_steps(self) -> None:
-        """A step in every group that stands still and has work."""
-        for group in self.groups:
-            group.start_step()
-
-    def on_message(self, worker: WorkerProcess, message: FromWorker) -> Commit | StepFailure | None:
+    def on_message(self, worker: WorkerProcess, message: FromWorker) -> StepFailure | None:
         """Note what a worker says. `StartFailed` if it cannot start and never could."""
         if isinstance(message, Progress):
             self._loading[worker.name] = message
@@ -125,12 +116,12 @@ class Workforce:
             self._ready[worker.name] = message
             self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
         group = self._group_of[worker.name]
-        outcome = group.on_message(worker, message)
-        if isinstance(outcome, Commit):
+        failure = group.on_message(worker, message)
+        if isinstance(message, StepResult):
             self._begin_count((worker.name, *group.experts))
-        elif outcome is not None:
+        elif failure is not None:
             self._begin_count(_members(group))
-        return outcome
+        return failure
 
     def _on_refusal(self, worker: WorkerProcess, failure: Failure) -> None:
         """It cannot start. Its death follows, and starts it again where that may help."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.block_tables import BlockTables
-from antiphon.serve.worker.expert_path import ExpertPath
 from antiphon.serve.worker.messages import Sampled, Step, StepResult
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
@@ -37,16 +37,17 @@ class _MicroBatch:
 
 
 class AttentionRunner:
-    """Runs steps over one attention half and its KV cache. Not thread-safe."""
+    """Runs steps over one attention half and its KV cache. Waits for experts at most `timeout_s`. Not thread-safe."""
 
     def __init__(
         self,
         half: AttentionHalf,
-        experts: ExpertPath,
+        experts: AttentionExchange,
         cache: KVCache,
         tables: BlockTables,
         sampler: RowSampler,
         recorder: SpanRecorder,
+        timeout_s: float,
     ) -> None:
         self._half = half
         self._device = half.backend.device
@@ -55,6 +56,7 @@ class AttentionRunner:
         self._tables = tables
         self._sampler = sampler
         self._recorder = recorder
+        self._timeout_s = timeout_s
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
@@ -131,7 +133,7 @@ class AttentionRunner:
         if layer is None:
             return
         start_ns = time.monotonic_ns()
-        delta_TH = self._experts.combine(layer, index)
+        delta_TH = self._experts.combine(layer, index, self._timeout_s)
         if delta_TH.device != micro_batch.x_TH.device:
             delta_TH = delta_TH.to(micro_batch.x_TH.device)
         if micro_batch.local_TH is not None:

@@ -18,8 +18,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
-from antiphon.serve.worker.expert_path import LocalExperts, RemoteExperts
-from antiphon.serve.worker.experts import ExpertRunner
+from antiphon.serve.worker.experts import ExpertRunner, LocalExperts
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
@@ -36,24 +35,9 @@ class AttentionWorker:
 
     runner: AttentionRunner
     recorder: SpanRecorder
-    exchange: AttentionExchange | None
+    exchange: AttentionExchange
     kernels: str
     weight_bytes: int
-
-    ticket = b""
-
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void."""
-        if self.exchange is not None:
-            self.exchange.abort(epoch)
-
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        if self.exchange is not None:
-            self.exchange.reset(epoch, tickets)
-
-    def close(self) -> None:
-        if self.exchange is not None:
-            self.exchange.close()
 
 
 @dataclass
@@ -66,21 +50,6 @@ class ExpertWorker:
     kernels: str
     weight_bytes: int
     timeout_s: float
-
-    @property
-    def ticket(self) -> bytes:
-        """How attention workers reach this worker."""
-        return self.exchange.ticket
-
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void."""
-        self.exchange.abort(epoch)
-
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        self.exchange.reset(epoch, tickets)
-
-    def close(self) -> None:
-        self.exchange.close()
 
 
 def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWorker | ExpertWorker:
@@ -189,8 +158,7 @@ def _build_attention(
         max_positions=configure.max_model_len,
     )
     weight_bytes = half.weight_bytes
-    exchange: AttentionExchange | None = None
-    experts: LocalExperts | RemoteExperts
+    exchange: AttentionExchange
     if configure.exchange is None:
         expert_half = load_expert_half(
             checkpoint,
@@ -200,7 +168,7 @@ def _build_attention(
             lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
         )
         weight_bytes += expert_half.num_bytes
-        experts = LocalExperts(expert_half)
+        exchange = LocalExperts(expert_half)
     else:
         exchange = NativeAttentionExchange(
             _endpoint(configure),
@@ -209,10 +177,9 @@ def _build_attention(
             placement,
             configure.timeout_s,
         )
-        experts = RemoteExperts(exchange, configure.timeout_s)
     cache = half.new_cache(configure.num_blocks, configure.block_size)
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
     sampler = RowSampler(backend)
-    runner = AttentionRunner(half, experts, cache, tables, sampler, recorder)
+    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s)
     return AttentionWorker(runner, recorder, exchange, backend.name, weight_bytes)

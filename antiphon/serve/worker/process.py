@@ -52,9 +52,9 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
         message = orders.next()
         if isinstance(message, Step):
             channel.send(_run_step(worker, message))
-            if worker.exchange is not None and time.monotonic() - last_report > _REPORT_S:
+            if time.monotonic() - last_report > _REPORT_S and (traffic := worker.exchange.traffic()).pairs:
                 last_report = time.monotonic()
-                channel.send(ExchangeReport(worker.exchange.traffic()))
+                channel.send(ExchangeReport(traffic))
         elif isinstance(message, Reset):
             _reset(worker, channel, message)
         elif isinstance(message, TakeSpans):
@@ -80,7 +80,7 @@ def _run_step(worker: AttentionWorker, step: Step) -> StepResult | StepFailed:
 def _reset(worker: AttentionWorker | ExpertWorker, channel: Channel, order: Reset) -> None:
     """Begin the epoch and say so. A peer that cannot be reached is reported instead: the engine then asks again."""
     try:
-        worker.reset(order.epoch, order.tickets)
+        worker.exchange.reset(order.epoch, order.tickets)
     except StepAborted:
         return  # a newer epoch is on its way
     except PeerTimeout as error:
@@ -156,7 +156,7 @@ def _ready(worker: AttentionWorker | ExpertWorker) -> Ready:
         weight_bytes=worker.weight_bytes,
         resident_bytes=psutil.Process().memory_info().rss,
         kernels=worker.kernels,
-        ticket=worker.ticket,
+        ticket=worker.exchange.ticket if isinstance(worker, ExpertWorker) else b"",
     )
 
 
@@ -171,7 +171,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
         orders.start()
         try:
             worker = _start(channel, adapt(configure))
-            orders.on_abort = worker.abort
+            orders.on_abort = worker.exchange.abort
             channel.send(_ready(worker))
         except UserError as error:
             channel.send(Failure(str(error), error.exit_code))
@@ -186,7 +186,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             serve_experts(worker, channel, orders)
         else:
             serve_attention(worker, channel, orders)
-        worker.close()
+        worker.exchange.close()
     except PeerLost:
         pass  # the engine is gone: nobody is left to serve
     return 0
