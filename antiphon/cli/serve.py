@@ -21,7 +21,7 @@ from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings, read_api_keys
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.join_secret import read_join_secret
+from antiphon.serve.joining import read_join_secret
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer_files import load_tokenizer

@@ -14,13 +14,11 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear, RotaryTable
 from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights
-from antiphon.models.attention_half import AttentionHalf, AttentionLayer
+from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import tensor_names
 from antiphon.models.expert_half import ExpertHalf
-from antiphon.models.feed_forward import LocalFeedForward
 from antiphon.models.latent_attention import LatentAttention, LatentWeights
-from antiphon.models.norm import LayerNorm, Norm, RMSNorm
 from antiphon.models.rotary import rotary_table
 from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, check_sizes, expert_refs, outer_plan
 from antiphon.models.weights import Progress, WeightReader

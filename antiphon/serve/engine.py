@@ -20,17 +20,17 @@ from concurrent.futures import Future
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
-from antiphon.serve.fleet import Event, Fleet, WorkerName
+from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.limits import SchedulerConfig, check_request
 from antiphon.serve.policy.request import new_request
-from antiphon.serve.reading import read_stats
 from antiphon.serve.request_desk import RequestDesk
 from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.streams import AsyncSink, Sink
 from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
 from antiphon.serve.worker.messages import Spans
+from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import LOAD_TIMEOUT_S, Workforce
 from antiphon.specs.sampling import SamplingParams
 
@@ -178,13 +178,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """See `AsyncEngine.stats`."""
-        return read_stats(
-            self.workforce,
-            self.statistics,
-            num_waiting=self._desk.num_waiting + len(self._new),
-            num_blocks_per_worker=self._scheduler_config.num_blocks,
-            fatal=self._fatal,
-            draining=self._draining,
+        return self.workforce.stats(
+            num_waiting=self._desk.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
         )
 
     def call_when_given_up(self, callback: Callable[[], None]) -> None:

@@ -23,18 +23,53 @@ from collections import Counter
 from enum import Enum
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.exchange_control import ExchangeControl
-from antiphon.serve.fleet import Fleet, WorkerName, WorkerProcess
+from antiphon.serve.fleet import Fleet
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.running_step import RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
-from antiphon.serve.worker.messages import ExchangeReport, ExpertReport, Ready, ResetDone, StepFailed, StepResult
+from antiphon.serve.worker.messages import (
+    Abort,
+    ExchangeReport,
+    ExpertReport,
+    Ready,
+    Reset,
+    ResetDone,
+    StepFailed,
+    StepResult,
+)
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
 _MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
 _SUSPECT_S = 2.0  # what a worker has to answer in, once others waited for it in vain
+
+
+class ExchangeControl:
+    """Numbers the epochs of a group's exchange, and hands expert workers' tickets to attention workers."""
+
+    def __init__(self, fleet: Fleet, experts: list[WorkerName]) -> None:
+        self._fleet = fleet
+        self._experts = experts
+        self._tickets: dict[WorkerName, bytes] = {}
+        self._epoch = 0
+
+    def learn(self, worker: WorkerName, ticket: bytes) -> None:
+        """A worker is ready and can be reached so; a restarted one has a new ticket."""
+        self._tickets[worker] = ticket
+
+    def abort_step(self) -> int:
+        """Begin a new epoch and call all workers out of the running step. Returns the epoch to `reset` to."""
+        self._epoch += 1
+        for worker in self._fleet.workers.values():
+            if worker.ready:
+                self._fleet.send(worker, Abort(self._epoch))
+        return self._epoch
+
+    def reset(self, epoch: int) -> Reset:
+        """The order to begin `epoch`. All expert workers must be ready."""
+        return Reset(epoch, [self._tickets[name] for name in self._experts])
 
 
 class Phase(Enum):
@@ -54,7 +89,6 @@ class StepGroup:
         experts: list[WorkerName],
         schedulers: list[Scheduler],
         num_micro_batches: int,
-        control: ExchangeControl | None,
         fleet: Fleet,
         statistics: EngineStatistics,
         tracked: TrackedRequests,
@@ -63,7 +97,7 @@ class StepGroup:
         self.attention = attention
         self.experts = experts
         self.schedulers = dict(zip(attention, schedulers, strict=True))
-        self._control = control
+        self._control = ExchangeControl(fleet, experts) if experts else None
         self._fleet = fleet
         self._statistics = statistics
         self._step = RunningStep(self.schedulers, num_micro_batches, tracked)

@@ -23,15 +23,15 @@ from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo
-from antiphon.serve.exchange_control import ExchangeControl
-from antiphon.serve.fleet import Fleet, WorkerName
+from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
-from antiphon.serve.join_secret import exchange_secret
+from antiphon.serve.joining import exchange_secret
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
+from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
@@ -85,7 +85,6 @@ class Launcher:
             max_batch_tokens=config.max_batch_tokens,
             context_tokens_per_row=context_tokens_per_row(self.spec),
             max_running=config.max_running,
-            max_waiting=config.max_waiting,
             vocab_size=self.spec.vocab_size,
         )
         tracked = TrackedRequests()
@@ -95,7 +94,6 @@ class Launcher:
                 experts=experts,
                 schedulers=[Scheduler(limits) for _ in attention],
                 num_micro_batches=config.num_micro_batches,
-                control=ExchangeControl(self.fleet, experts) if experts else None,
                 fleet=self.fleet,
                 statistics=statistics,
                 tracked=tracked,

@@ -11,7 +11,7 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.request import Request
-from antiphon.serve.policy.routing import choose_attention_worker
+from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.serve.policy.suspects import Suspects, Verdict
 from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics

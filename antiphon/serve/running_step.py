@@ -7,14 +7,14 @@ workers is the group's business (`group.py`), what it means for the requests the
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.policy.micro_batches import micro_batch_steps
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.serve.policy.suspects import Blamed
 from antiphon.serve.tracked import TrackedRequests
-from antiphon.serve.worker.messages import Step, StepResult
+from antiphon.serve.worker.messages import RunStep, StepResult
+from antiphon.serve.worker_process import WorkerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class RunningStep:
         self._tracked = tracked
         self._running: dict[WorkerName, _Part] = {}
         self._failed: dict[WorkerName, _Part] = {}
-        self._round = 0
+        self._num_steps = 0
 
     @property
     def workers(self) -> list[WorkerName]:
         """Attention workers that have not answered yet; empty: no step runs."""
         return list(self._running)
 
-    def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, Step]:
+    def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, RunStep]:
         """What to send to each of `workers` that has something to compute: a part that failed, or a new plan."""
         assert not self._running, "a step is running"
         for name in workers:
@@ -68,7 +68,7 @@ class RunningStep:
                 ratio = scheduler.config.context_tokens_per_row
                 self._running[name] = _Part(plan, micro_batch_steps(plan.sequences, self._num_micro_batches, ratio))
         participants = self._participants()
-        self._round += bool(self._running)
+        self._num_steps += bool(self._running)
         return {name: self._message(part, participants) for name, part in self._running.items()}
 
     def _participants(self) -> list[list[int]]:
@@ -78,14 +78,13 @@ class RunningStep:
             for index in range(num_micro_batches)
         ]
 
-    def _message(self, part: _Part, participants: list[list[int]]) -> Step:
+    def _message(self, part: _Part, participants: list[list[int]]) -> RunStep:
         bitmasks = {}
         for sequence in part.plan.sequences:
             if sequence.samples and (mask := self._tracked.bitmask_of(sequence.request_id)) is not None:
                 bitmasks[sequence.request_id] = mask
-        return Step(
-            step=part.plan.step_id,
-            round=self._round,
+        return RunStep(
+            step=self._num_steps,
             released=list(part.plan.released),
             starts=list(part.plan.starts),
             micro_batches=part.micro_batches,

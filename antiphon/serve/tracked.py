@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from antiphon.serve.engine_api import EngineOutput, FinishReason
 from antiphon.serve.policy.request import Request
-from antiphon.serve.policy.step import Progress
+from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.streams import Sink
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import TokenLogprob
@@ -70,7 +70,7 @@ class TrackedRequests:
             return None
         return tracked.matcher.fill_bitmask().tobytes()
 
-    def publish(self, progress: list[Progress], sampled: dict[str, Sampled]) -> list[tuple[str, str]]:
+    def publish(self, progress: list[RequestOutput], sampled: dict[str, Sampled]) -> list[tuple[str, str]]:
         """Turn what a step did, and what the worker said of each request, into outputs: one delivery per sink.
 
         Returns (id, error) of requests that cannot go on."""

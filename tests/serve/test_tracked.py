@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.policy.request import new_request
-from antiphon.serve.policy.step import Progress
+from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.tracked import TrackedRequest, TrackedRequests
 from antiphon.specs.sampling import SamplingParams
 
@@ -37,7 +37,7 @@ def test_an_end_that_a_broken_grammar_allowed_is_not_shown_as_the_end() -> None:
     sink = Collected()
     tracked = TrackedRequests()
     tracked.add(TrackedRequest(request, sink, matcher=BrokenMatcher()))
-    assert tracked.publish([Progress(request, END, "stop")], {}) == [
+    assert tracked.publish([RequestOutput(request, END, "stop")], {}) == [
         ("a", "structured output broke off: too many items")
     ]
     assert sink.outputs == []

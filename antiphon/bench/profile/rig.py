@@ -30,7 +30,7 @@ from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.experts import LocalExperts
-from antiphon.serve.worker.messages import Spans, Step
+from antiphon.serve.worker.messages import RunStep, Spans
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder
 from antiphon.specs.sampling import SamplingParams
@@ -85,7 +85,7 @@ class Rig:
         self._capturing = _CapturingExperts(self._experts)
         self._colocated = self._runner(LocalExperts(self._experts))
         self._alone = self._runner(self._capturing)
-        self._steps: dict[Work, Step] = {}
+        self._steps: dict[Work, RunStep] = {}
         self._captures: dict[Work, dict[int, _Captured]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
@@ -133,7 +133,7 @@ class Rig:
             step=[max(0.0, seconds) for seconds in rest],
         )
 
-    def _step_of(self, work: Work) -> Step:
+    def _step_of(self, work: Work) -> RunStep:
         """The message an engine would send; made once, because a step may be sent again with the same effect."""
         if work not in self._steps:
             self._steps = {work: self._make_step(work)}  # one at a time: a slot belongs to one sequence
@@ -141,16 +141,15 @@ class Rig:
                 self._sampler.add(start)
         step = self._steps[work]
         self._recorder.step += 1
-        return Step(
-            step=step.step,
-            round=self._recorder.step,
+        return RunStep(
+            step=self._recorder.step,
             released=[],
             starts=[],
             micro_batches=step.micro_batches,
             participants=step.participants,
         )
 
-    def _make_step(self, work: Work) -> Step:
+    def _make_step(self, work: Work) -> RunStep:
         num_rows = 1 if work.prompt_tokens else work.rows
         context = work.prompt_tokens or work.context
         blocks_each = -(-context // BLOCK_SIZE)
@@ -164,7 +163,7 @@ class Rig:
             starts.append(SequenceStart(str(index), index, (own[0],) * context, context, _GREEDY, 0, ()))
             blocks = tuple(range(index * blocks_each, (index + 1) * blocks_each))
             sequences.append(SequenceStep(str(index), index, own, start, 0, blocks, True, 0, 0))
-        return Step(step=0, round=0, released=[], starts=starts, micro_batches=[sequences], participants=[[0]])
+        return RunStep(step=0, released=[], starts=starts, micro_batches=[sequences], participants=[[0]])
 
     @torch.inference_mode()
     def _run_experts(self, work: Work) -> None:

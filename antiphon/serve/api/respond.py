@@ -6,8 +6,9 @@ wait for the client in an `Outbox`, within a limit.
 """
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -16,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.disconnect import ClientGone, until_disconnect
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.outbox import Outbox, SlowReader
@@ -25,6 +25,37 @@ from antiphon.serve.api.requests import GenerationRequest, StreamOptions
 _log = get_logger("serve.api")
 _encode = msgspec.json.Encoder().encode
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_Result = TypeVar("_Result")
+
+
+class ClientGone(ApiError):
+    """The client closed the connection; nobody will read this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before.
+
+    The web server reports a closed connection only to somebody who listens, and sending to one fails in silence. So one
+    task works and one listens, for the whole request; whichever is first ends the other."""
+    working = asyncio.ensure_future(work)
+    listening = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        listening.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class AnswerShape(Protocol):

@@ -37,7 +37,6 @@ class AttentionWorker:
     recorder: SpanRecorder
     exchange: AttentionExchange
     kernels: str
-    weight_bytes: int
 
 
 @dataclass
@@ -48,7 +47,6 @@ class ExpertWorker:
     recorder: SpanRecorder
     exchange: ExpertExchange
     kernels: str
-    weight_bytes: int
     timeout_s: float
 
 
@@ -136,7 +134,7 @@ def _build_experts(
         _endpoint(configure), _exchange_shape(configure, spec, backend.dtype), configure.index
     )
     runner = ExpertRunner(configure.index, half, exchange, recorder)
-    return ExpertWorker(runner, recorder, exchange, backend.name, half.num_bytes, configure.timeout_s)
+    return ExpertWorker(runner, recorder, exchange, backend.name, configure.timeout_s)
 
 
 def _build_attention(
@@ -157,7 +155,6 @@ def _build_attention(
         lambda done, total: progress(done, max(total, expected)),
         max_positions=configure.max_model_len,
     )
-    weight_bytes = half.weight_bytes
     exchange: AttentionExchange
     if configure.exchange is None:
         expert_half = load_expert_half(
@@ -167,7 +164,6 @@ def _build_attention(
             tuple(range(spec.router.num_experts)),
             lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
         )
-        weight_bytes += expert_half.num_bytes
         exchange = LocalExperts(expert_half)
     else:
         exchange = NativeAttentionExchange(
@@ -182,4 +178,4 @@ def _build_attention(
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
     sampler = RowSampler(backend)
     runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s)
-    return AttentionWorker(runner, recorder, exchange, backend.name, weight_bytes)
+    return AttentionWorker(runner, recorder, exchange, backend.name)

@@ -63,7 +63,6 @@ class ExpertRunner:
         self._rows_per_layer: Counter[int] = Counter()
         self._busy_s = 0.0
         self._reported_wait_s = 0.0
-        self._reported_bytes = 0
 
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Answer one batch; False if none came within `idle_s`. Raises `StepAborted`, or `PeerTimeout` when some
@@ -103,10 +102,8 @@ class ExpertRunner:
             rows_per_layer=dict(self._rows_per_layer),
             busy_s=self._busy_s,
             wait_s=self._exchange.wait_s - self._reported_wait_s,
-            reply_bytes=self._exchange.bytes_sent - self._reported_bytes,
         )
         self._rows_per_layer.clear()
         self._busy_s = 0.0
         self._reported_wait_s = self._exchange.wait_s
-        self._reported_bytes = self._exchange.bytes_sent
         return report
