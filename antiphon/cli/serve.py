@@ -14,8 +14,8 @@ from antiphon.cli.banner import banner, server_facts
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import check_json, check_output_file, emit_json, show
-from antiphon.cli.plan_option import check_plan_fits, machine_name, plan_lines, planned_config
 from antiphon.cli.ray_options import RayOptions
+from antiphon.cli.serve_plan import check_plan_fits, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import reserve, run_server

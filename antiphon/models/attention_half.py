@@ -109,8 +109,8 @@ class AttentionLayer:
 class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
-    `weight_bytes` were read from the checkpoint. Positions reach to `max_positions` - 1: a longer sequence is a bug of
-    the caller's, which back-ends need not notice.
+    `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a bug of the
+    caller's, which back-ends need not notice.
     """
 
     def __init__(
@@ -123,13 +123,11 @@ class AttentionHalf:
         final_norm: Norm,
         head: PackedLinear,
         weight_bytes: int,
-        max_positions: int,
     ) -> None:
         self.spec = spec
         self.backend = backend
         self.layers = layers
         self.weight_bytes = weight_bytes
-        self.max_positions = max_positions
         self._embedding_WH = embedding_WH
         self._final_norm = final_norm
         self._head = head

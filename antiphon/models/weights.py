@@ -14,16 +14,16 @@ from torch import Tensor
 from antiphon.base.errors import CheckpointError
 from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.tensors import ExpertRefs, Plan, TensorRef
+from antiphon.models.tensors import ExpertRefs, LoadPlan, TensorRef
 
-Progress = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 
 
 class WeightReader:
     """Reads planned tensors for one back-end and reports (bytes done, bytes total) after each."""
 
     def __init__(
-        self, checkpoint: Checkpoint, backend: KernelBackend, total_bytes: int, progress: Progress | None
+        self, checkpoint: Checkpoint, backend: KernelBackend, total_bytes: int, progress: ReportProgress | None
     ) -> None:
         self.checkpoint = checkpoint
         self.backend = backend
@@ -53,10 +53,10 @@ class WeightReader:
         """The tensors stacked along their rows: a copy on the back-end's device, in its dtype unless told."""
         return self._stacked(refs, self.backend.device, dtype or self.backend.dtype)
 
-    def optional(self, plan: Plan, purpose: str, dtype: torch.dtype | None = None) -> Tensor | None:
+    def optional(self, plan: LoadPlan, purpose: str, dtype: torch.dtype | None = None) -> Tensor | None:
         return self.tensor(plan[purpose], dtype) if purpose in plan else None
 
-    def linear(self, plan: Plan, purpose: str) -> PackedLinear:
+    def linear(self, plan: LoadPlan, purpose: str) -> PackedLinear:
         """The packed projection of `purpose`. Its bias may cover the last rows only: the first get zeros."""
         refs = plan[purpose]
         bias = None

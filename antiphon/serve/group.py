@@ -11,7 +11,8 @@ Recovery, when a worker of a disaggregated group dies or stops answering:
 An attention worker's requests move to the other attention workers, or wait for its return, and are computed again.
 
 Who hangs? Whoever waits in vain names its peers, but may name one that itself waits for a third. So nobody is killed on
-a report: suspects are asked to leave the step and to join the new epoch as everyone is, and only have less time for it.
+a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have less time
+for it.
 
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
 What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
@@ -43,7 +44,7 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
 _MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
-_SUSPECT_S = 2.0  # what a worker has to answer in, once others waited for it in vain
+_UNRESPONSIVE_S = 2.0  # what a worker has to answer in, once others waited for it in vain
 
 
 class ExchangeControl:
@@ -106,7 +107,7 @@ class StepGroup:
         self._epoch = 0
         self._num_asked: Counter[WorkerName] = Counter()
         self._joined: set[WorkerName] = set()
-        self._suspects: set[str] = set()
+        self._unresponsive: set[str] = set()
         self._step_started = 0.0
         self._waiting_since_s = fleet.clock.now_s  # for answers to a step, or for a phase to end
 
@@ -185,7 +186,7 @@ class StepGroup:
         self._step.fail(worker.name)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
-            self._suspects.update(failed.peers)
+            self._unresponsive.update(failed.peers)
         if is_news and self._control is not None:
             self._begin_recovery()
         elif failed.reason == "timeout" and self._phase is Phase.JOINING:
@@ -241,15 +242,15 @@ class StepGroup:
         self._advance()
 
     def on_tick(self) -> None:
-        """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. Suspects have
-        less time, once the step they hold up has been given up."""
+        """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. The
+        unresponsive have less time, once the step they hold up has been given up."""
         waited_s = self._fleet.clock.now_s - self._waiting_since_s
         owing = set(self._step.workers)
         if self._phase is Phase.JOINING:
             owing |= {worker.name for worker in self._loaded()} - self._joined
         for name in owing:
-            suspect = str(name) in self._suspects and self._phase is not Phase.STEPPING
-            if waited_s > (min(_SUSPECT_S, self._timeout_s) if suspect else 2 * self._timeout_s):
+            unresponsive = str(name) in self._unresponsive and self._phase is not Phase.STEPPING
+            if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):
                 _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
                 self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")
 
@@ -280,7 +281,7 @@ class StepGroup:
                 self._fleet.send(worker, self._control.reset(self._epoch))
         everyone_joined = all(worker.name in self._joined for worker in self._loaded())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
-            self._suspects.clear()
+            self._unresponsive.clear()
             self._enter(Phase.STEPPING)
 
     def _experts_loaded(self) -> bool:

@@ -5,7 +5,6 @@ What the user got wrong (checkpoint, budget, sizes) is reported before a process
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_de
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out
+from antiphon.models.weights import ReportProgress
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
@@ -36,7 +36,6 @@ from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
-ReportLoading = Callable[[int, int], None]
 
 
 class Launcher:
@@ -122,7 +121,7 @@ class Launcher:
     def _joined_names(self) -> frozenset[WorkerName]:
         """The workers that come from other machines: the last ones of each role."""
         config = self.config
-        places = {
+        places: dict[Role, range] = {
             "attention": range(config.num_attention - config.joined_attention, config.num_attention),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
@@ -143,7 +142,6 @@ class Launcher:
     def _configure(self, name: WorkerName) -> Configure:
         config = self.config
         local_index = self._local_index(name)
-        roles: dict[str, Role] = {"replica": "colocated", "attention": "attention", "experts": "experts"}
         exchange = None
         if self._disaggregated:
             exchange = ExchangeConfig(
@@ -158,7 +156,7 @@ class Launcher:
                 max_rows=config.max_batch_tokens,
             )
         return Configure(
-            role=roles[name.role],
+            role=name.role,
             index=name.index,
             model=str(config.model),
             device=config.device,
@@ -198,7 +196,7 @@ def _say_who_shares(config: ServeConfig) -> None:
         _log.info("%d workers take turns over %d GPUs", config.num_workers, torch.cuda.device_count())
 
 
-def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> Engine:
+def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> Engine:
     """Start all workers and wait until they can step. `report(done, total)` bytes of weights while loading.
 
     `UserError` (one line) if the checkpoint, the budget or a worker's start is at fault. The caller stops it."""

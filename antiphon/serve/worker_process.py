@@ -16,7 +16,7 @@ from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
 from antiphon.serve import signals
 from antiphon.serve.worker.channel import Channel
-from antiphon.serve.worker.messages import FromWorker, Shutdown
+from antiphon.serve.worker.messages import FromWorker, Role, Shutdown
 
 _log = get_logger("fleet")
 _HUNG_UP_S = 0.2  # for a worker that closed its socket to end by itself
@@ -27,7 +27,7 @@ _EXIT_TIMEOUT_S = 10.0  # for the kernel to take apart a process that was killed
 class WorkerName:
     """`attention[0]`, `experts[2]`, `replica[1]`."""
 
-    role: str
+    role: Role
     index: int
 
     def __str__(self) -> str:

@@ -1,7 +1,6 @@
 """From a `Configure` message to a worker that can run: device, kernels, half of the model, cache, exchange."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -16,6 +15,7 @@ from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.weights import ReportProgress
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.experts import ExpertRunner, LocalExperts
@@ -26,12 +26,11 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("worker")
-ReportProgress = Callable[[int, int], None]
 
 
 @dataclass
 class AttentionWorker:
-    """A loaded attention worker (or colocated worker, whose experts are in the same process)."""
+    """A loaded attention worker (or a replica, whose experts are in the same process)."""
 
     runner: AttentionRunner
     recorder: SpanRecorder

@@ -13,7 +13,7 @@ from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.specs.sampling import TokenLogprob
 
-Role = Literal["colocated", "attention", "experts"]
+Role = Literal["replica", "attention", "experts"]
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
