@@ -1,7 +1,7 @@
 """One token for each row of logits: edits, filters, draw, and the log-probabilities that were asked for.
 
 1. If every row is plain greedy, one argmax is all (`argmax_rows`, where a native operator can be put in).
-2. Otherwise copy the logits and apply each request's edits (`logit_edits.py`).
+2. Otherwise copy the logits and apply each request's edits (`sampling_state.py`).
 3. Greedy rows take the argmax; the others are filtered and drawn (`draw.py`) with the uniform that belongs to their
    (seed, output index). A row of which nothing is allowed (all minus infinity) falls back to the argmax.
 4. Log-probabilities are of the raw logits (`token_logprobs`).
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from antiphon.serve.worker.draw import counter_uniform, draw_tokens, filtered_probabilities
-from antiphon.serve.worker.logit_edits import GrammarMask, edit_logits
-from antiphon.serve.worker.sampling_state import SamplingState
+from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState, edit_logits
 from antiphon.specs.sampling import TokenLogprob
 
 ArgmaxRows = Callable[[Tensor], Tensor]
