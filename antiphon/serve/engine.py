@@ -31,7 +31,7 @@ from antiphon.serve.streams import AsyncSink, Sink
 from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker_process import WorkerName
-from antiphon.serve.workforce import LOAD_TIMEOUT_S, Workforce
+from antiphon.serve.workforce import Workforce
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
@@ -53,15 +53,10 @@ class Engine:
         scheduler_config: SchedulerConfig,
         statistics: EngineStatistics,
         relaunch: Callable[[WorkerName], None],
-        make_matcher: Callable[[str], Matcher] | None = None,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         self.info = info
-        self.statistics = statistics
-        self.make_matcher = make_matcher
-        self.workforce = Workforce(
-            fleet=fleet, groups=groups, statistics=statistics, relaunch=relaunch, load_timeout_s=load_timeout_s
-        )
+        self.make_matcher: Callable[[str], Matcher] | None = None  # set by who has a tokenizer
+        self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, relaunch=relaunch)
         self._fleet = fleet
         self._scheduler_config = scheduler_config
         self._desk = RequestDesk(self.workforce, statistics, tracked)

@@ -24,7 +24,7 @@ from antiphon.serve.worker.messages import Failure, FromWorker, LoadProgress, Re
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
-LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
+_LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
 _STOPPED_S = 2.0  # a process that is stopped for so long is not about to go on
 _LOOK_S = 0.2  # between two looks for stopped processes
 
@@ -39,13 +39,12 @@ class Workforce:
         groups: list[StepGroup],
         statistics: EngineStatistics,
         relaunch: Callable[[WorkerName], None],
-        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         self.groups = groups
         self.schedulers: dict[WorkerName, Scheduler] = {}
         for group in groups:
             self.schedulers |= group.schedulers
-        self.load_timeout_s = load_timeout_s
+        self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
         self._statistics = statistics
         self._relaunch = relaunch
