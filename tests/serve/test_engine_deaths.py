@@ -12,7 +12,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
-from antiphon.serve.fleet import WorkerName
+from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     PATIENCE_S,
@@ -197,13 +197,13 @@ def test_a_system_that_starts_no_process_is_asked_again(
 def test_a_bug_of_the_engine_ends_it_aloud(
     tiny_model: TinyModel, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_steps() -> None:
+    def on_tick() -> None:
         raise KeyError("a bug")
 
     given_up = threading.Event()
     with running(config(tiny_model, "1")) as engine:
         engine.call_when_given_up(given_up.set)
-        monkeypatch.setattr(engine.workforce, "start_steps", start_steps)
+        monkeypatch.setattr(engine.workforce, "on_tick", on_tick)
         assert given_up.wait(PATIENCE_S)
         assert engine.failure().exit_code == 1
         assert str(engine.failure()) == "a bug ended the engine (KeyError: 'a bug'); the log has its traceback"

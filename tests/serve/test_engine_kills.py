@@ -11,8 +11,8 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import Launcher, start_engine
+from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,

@@ -1,5 +1,5 @@
-"""`--plan`: from a plan file and the other options to the configuration that obeys both, or the line that says why
-not."""
+"""`serve --plan`: from a plan file and the other options to the configuration that obeys both, or the line that says
+why not."""
 
 import os
 from dataclasses import replace

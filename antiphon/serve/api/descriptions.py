@@ -1,41 +1,11 @@
-"""What every POST endpoint does first, and how the routes are described for OpenAPI."""
+"""How the routes are described for OpenAPI: FastAPI sees neither bodies, which are read by hand, nor event streams."""
 
-from typing import Any, TypeVar
+from typing import Any
 
-from fastapi import Request
 from pydantic import BaseModel
 
-from antiphon.serve.api.body import read_request
-from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.errors import ApiError
-from antiphon.serve.api.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from antiphon.serve.api.requests import AnyRequest
 from antiphon.serve.api.responses import ErrorResponse
-
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-
-
-async def receive_body(request: Request, model: type[AnyRequest]) -> AnyRequest:
-    """The validated body of `request`, for this server's model."""
-    context = context_of(request)
-    body = await read_request(request, model, context)
-    check_model_name(context, body.model)
-    return body
-
-
-def check_model_name(context: ApiContext, name: str | None) -> None:
-    """`ApiError` 404 unless `name` is the served model or absent."""
-    if name is not None and name != context.model_name:
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} does not exist here: this server serves {context.model_name!r}",
-            param="model",
-            code="model_not_found",
-        )
 
 
 def described_body(model: type[AnyRequest]) -> dict[str, Any]:
