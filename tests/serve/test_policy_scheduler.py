@@ -22,6 +22,7 @@ def simulation(**changes: Any) -> Simulation:
         block_size=4,
         max_model_len=64,
         max_batch_tokens=32,
+        context_tokens_per_row=1e9,
         max_running=4,
         watermark_blocks=0,
     )
@@ -65,7 +66,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
 
 
 def test_rows_that_see_a_long_context_are_fewer() -> None:
-    """Chunks of a long prompt cost at most what the first one costs, in rows and visible keys."""
+    """Chunks of a long prompt cost at most as much as `max_batch_tokens` rows without a context."""
     ratio = 50.0
     sim = simulation(
         num_blocks=1024, max_model_len=4000, max_batch_tokens=256, max_running=8, context_tokens_per_row=ratio
@@ -76,10 +77,10 @@ def test_rows_that_see_a_long_context_are_fewer() -> None:
         ((_, start, num_rows),) = chunks(sim)
         costs.append(chunk_cost(start, num_rows, ratio))
         rows.append(num_rows)
-    assert rows[0] == 256
-    assert max(costs) <= costs[0]
-    assert min(costs[:-1]) > 0.9 * costs[0]
-    assert rows[-2] < 30
+    assert max(costs) <= 256
+    assert min(costs[:-1]) > 0.7 * 256
+    assert rows[0] > 100
+    assert rows[-2] < 10
 
 
 def test_a_plan_names_only_new_blocks_after_the_first() -> None:
