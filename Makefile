@@ -5,11 +5,13 @@
 # TORCH_FLAGS  extra flags for pip when it installs torch. The default index serves a CUDA build of some gigabytes;
 #              for the small CPU build add the index that pytorch.org names for it: TORCH_FLAGS="--extra-index-url ADDRESS"
 # PYTEST_FLAGS extra flags for pytest, for example PYTEST_FLAGS="-x -k router"
+# TEST_PROCESSES  how many processes run tests side by side (default: 2)
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 PYTEST_FLAGS ?=
+TEST_PROCESSES ?= 2
 
 ifneq ($(words $(TORCH)) $(words $(filter $(foreach v,2.11 2.12 2.13,torch==$v torch==$v.%),$(TORCH))),1 1)
 $(error TORCH is '$(TORCH)': write torch==VERSION with a version from 2.11 to 2.13, for example TORCH=torch==2.12.1)
@@ -20,6 +22,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := antiphon tests benchmarks examples scripts
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+# A process that has run out of tests takes half of what the other has left: neighbours, which share their fixtures.
+PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=worksteal --durations=10
 YARDSTICK := out/yardstick-tiny
 
 # Stamps live inside the environment, so that removing it removes what is known about it.
@@ -33,7 +37,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint format bench gpu-check ray-check clients-check peers yardstick lock clean distclean
+.PHONY: help setup demo serve test test-all lint format bench gpu-check ray-check clients-check peers yardstick lock clean distclean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -46,9 +50,13 @@ demo: setup  ## serve the shipped model with attention and experts apart, ask it
 serve: setup  ## the same server, left running
 	$(VENV)/bin/antiphon serve examples/demo-moe --layout disaggregated
 
-test: lint  ## lint, then every test
+test: lint  ## lint, then every test but the slow ones
 	@echo "== tests"
-	$(PY) -m pytest --durations=10 $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
+
+test-all: test  ## test, then the slow ones: sanitizers, fuzzing, long chaos, whole matrices
+	@echo "== slow tests"
+	$(PYTEST) -m slow $(PYTEST_FLAGS)
 
 lint: setup  ## style, types, import order, file sizes
 	@echo "== style"

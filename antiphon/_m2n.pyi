@@ -15,8 +15,7 @@ from typing_extensions import Buffer as _Buffer
 Buffer = _Buffer | NDArray[Any]  # numpy arrays are buffers, but their stubs say so only from Python 3.12 on
 
 class TransportOptions:
-    """`cache_bytes` (shm): what the machine's last-level caches hold; None: as the system says. Slots that they have
-    lost since their last use are written past them."""
+    """`congestion`: of tcp's data connections; empty: cubic where the system's is BBR, else the system's."""
 
     data_priority: int
     data_type_of_service: int
@@ -27,7 +26,6 @@ class TransportOptions:
     provider: str
     data_traffic_class: int
     credit_traffic_class: int
-    cache_bytes: int | None
     shuffle_seed: int
 
     def __init__(self) -> None: ...
@@ -76,12 +74,6 @@ class Endpoint:
     def close(self) -> None:
         """Say goodbye and stop; peers see `PeerLost` with reason "closed its endpoint". A second call does nothing."""
 
-class PreparedCall:
-    """A call whose arguments were converted and checked once and are kept, all but the step: for loops. It raises what
-    the call itself would, and keeps the object that it is a call of."""
-
-    def __call__(self, step: int, /) -> None: ...
-
 class Message:
     """One message that is visible and not yet released."""
 
@@ -114,8 +106,6 @@ class Inbox:
 
         A number counts messages: with it no source may send two of one step. `PeerLost` as soon as too few sources are
         left; a lost source's message that arrived completely counts."""
-    def prepare_wait(self, expect: int | Sequence[int], timeout_s: float) -> PreparedCall:
-        """`wait`, with this `expect` and this timeout in each call."""
     def wait_complete(self, timeout_s: float) -> int | None:
         """The next step of which all `participants` (as its messages say) have arrived; None at the timeout.
 
@@ -135,7 +125,7 @@ class Inbox:
     def discard_below(self, step: int) -> None:
         """Drop all messages of earlier steps, now and from now on; they are counted as stale, their credits return."""
     def counters(self) -> list[dict[str, int | str]]:
-        """Per source: name, epoch, state, messages, bytes, stale, rejected, lost."""
+        """Per source: name, incarnation, state, messages, bytes, stale, rejected, lost."""
     def wait_histogram(self) -> list[int]:
         """Waits by duration: bucket i counts those of [2^i, 2^(i+1)) ns."""
 
@@ -174,55 +164,16 @@ class Outbox:
     def wait_credits(self, num_credits: int, timeout_s: float) -> None:
         """Until at least so many slots are free; all of them: everything sent has been released."""
     def counters(self) -> dict[str, int | str]:
-        """peer, messages, bytes, credit_waits, nontemporal (copied past the caches), credits."""
+        """peer, messages, bytes, credit_waits, credits."""
     def credit_histogram(self) -> list[int]:
         """Messages by time from send to credit, as in `Inbox.wait_histogram`."""
 
-class Fanout:
-    """Several outboxes of one endpoint, used together: one call for all of them. Make it once: it keeps what a call
-    would have to convert. It keeps the outboxes, too, so their receivers lose this source only when it is gone.
-
-    `UserError` if one of them is None, is there twice, or is of another endpoint."""
-
-    def __init__(self, outboxes: Sequence[Outbox]) -> None: ...
-    def send(
-        self,
-        step: int,
-        payload: Buffer,
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        participants: int = 0,
-        timeout_s: float = 0.0,
-    ) -> None:
-        """`outboxes[i].send(step, payload[offsets[i]:][:lengths[i]])` for all i, in turn: where one of them cannot,
-        what went to those before it is on its way."""
-    def slots(self, timeout_s: float = 0.0) -> list[NDArray[np.uint8]]:
-        """`outboxes[i].slot()` for all i."""
-    def commit(self, step: int, lengths: Sequence[int], participants: int = 0) -> None:
-        """`outboxes[i].commit(step, lengths[i])` for all i; if one of them cannot, nothing is sent."""
-    def wait_credits(self, timeout_s: float) -> None:
-        """Until everything sent through these outboxes has been released."""
-    def prepare_send(
-        self,
-        payload: Buffer,
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        participants: int = 0,
-        timeout_s: float = 0.0,
-    ) -> PreparedCall:
-        """`send` of what lies in `payload` at each call. Its memory stays where it is as long as the prepared call
-        exists: a bytearray cannot grow meanwhile."""
-    def prepare_commit(self, lengths: Sequence[int], participants: int = 0) -> PreparedCall:
-        """`commit` of the slots that `slots` handed out before each call."""
-    def prepare_wait_credits(self, timeout_s: float) -> PreparedCall:
-        """`wait_credits`; it takes a step like the others, and looks at all credits whatever the step."""
+def wait_all_credits(outboxes: Sequence[Outbox], timeout_s: float) -> None:
+    """Until everything sent through these outboxes, all of one endpoint, has been released. Sleeps until the last
+    credit; `wait_credits` of one after another is woken by each."""
 
 def libfabric_info(options: TransportOptions = ...) -> dict[str, Any]:
     """Which libfabric there is, its providers and what they can do; `problem` says what is missing and its mend."""
-
-def nontemporal_copy(target: Buffer, source: Buffer) -> None:
-    """Copy all bytes of `source` to `target`, which is as long, past the caches: for a slot written in place that they
-    have lost. Releases the GIL."""
 
 def transports() -> list[str]:
     """The back-ends this build has."""

@@ -24,14 +24,14 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
 from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.bench.profile.local_times import LocalTimes, local_times_to_json
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
 from antiphon.bench.quiet import CpuWatch, wait_for_quiet
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
-from antiphon.planner.local import LocalChoice, LocalPrediction, predict_decode
-from antiphon.planner.local_times import LocalTimes, local_times_to_json, read_local_times
 from antiphon.specs.model import ModelSpec
+from benchmarks.local_prediction import LocalChoice, LocalPrediction, predict_decode, read_local_times
 
 DEFAULT_GRID = (
     "colocated:1,4,16,64,128",

@@ -1,11 +1,43 @@
-"""What tests of several packages share: one tiny checkpoint, one running server over it."""
+"""What tests of several packages share: a tiny checkpoint and a server over it; and the count of tests left out.
+
+`make test` leaves out the tests that carry the mark `slow`, and says how many at its end. pytest-xdist's processes
+collect the tests, so each reports its count to the one that prints.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.serve.server_harness import ServerProcess, serve, write_checkpoint
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        config = items[0].config
+        slow = sum(item.get_closest_marker("slow") is not None for item in items)
+        config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + slow
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process collects all tests: one's count is that of all."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of all."""
+    num_left_out = config.stash.get(LEFT_OUT, 0)
+    if num_left_out and "not slow" in config.option.markexpr and not hasattr(config, "workeroutput"):
+        print(f"left out: {num_left_out} slow tests; `make test-all` runs them too")
 
 
 @pytest.fixture(scope="session")

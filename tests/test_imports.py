@@ -1,6 +1,8 @@
 """The house rule on imports: they point down. Read from the sources, so that nothing needs to be importable."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -144,6 +146,13 @@ def test_plain_packages_stay_plain(start: str) -> None:
         if found.source in loaded and not found.late and found.target.split(".")[0] in FREE_OF[start]
     ]
     assert heavy == []
+
+
+def test_policy_loads_no_native_code() -> None:
+    names = [name for name in modules() if name.startswith("antiphon.serve.policy")]
+    program = f"import sys, {', '.join(names)}; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert set(loaded.stdout.split()) & {"antiphon._m2n", "antiphon._native", "torch", "numpy"} == set()
 
 
 def test_no_late_imports_of_our_own() -> None:

@@ -4,6 +4,7 @@ Built incrementally, in the folder where the development build is; with the pack
 nothing is downloaded. Slow where the native code has to be compiled anew.
 """
 
+import fcntl
 import json
 import os
 import site
@@ -40,7 +41,10 @@ def run(command: list[object], cwd: Path, timeout_s: float = 300) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "wheel", ROOT, "--no-deps", "--no-build-isolation", "--wheel-dir", folder], folder, 1400)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be building in the same folder
+        run([*pip, "wheel", ROOT, "--no-deps", "--no-build-isolation", "--wheel-dir", folder], folder, 1400)
     (made,) = folder.glob("antiphon-*.whl")
     return made
 

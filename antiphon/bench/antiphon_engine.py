@@ -21,10 +21,10 @@ from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import Layout, ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
 from antiphon.serve.worker.messages import Spans
+from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16

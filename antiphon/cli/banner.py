@@ -11,8 +11,8 @@ from antiphon.kernels.select import resolve_dtype
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import describe
+from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.model import ModelSpec
 
 EXAMPLE_BODY = '{"prompt": "class Stack:", "max_tokens": 32}'

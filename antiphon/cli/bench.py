@@ -1,20 +1,17 @@
 """`antiphon bench serve`: throughput and latency of Antiphon's layouts beside other engines, on one machine."""
 
 import json as jsonlib
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import torch
 import typer
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.antiphon_engine import AntiphonEngine
-from antiphon.bench.limits import MachineLimits
 from antiphon.bench.peers.api import Peer
 from antiphon.bench.peers.openai_peer import OpenAIPeer
 from antiphon.bench.peers.transformers_peer import transformers_peer
@@ -23,7 +20,7 @@ from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
 from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
@@ -110,7 +107,13 @@ def serve(
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     show(result_table(rows), json=json)
-    emit_json(json, {"bench": "serve", **provenance(limits, device), "rows": rows})
+    about = provenance(
+        device=device_name(device),
+        cpu=cpu_name(),
+        torch=torch.__version__,
+        limits=jsonlib.loads(jsonlib.dumps(asdict(limits))),
+    )
+    emit_json(json, {"bench": "serve", **about, "rows": rows})
 
 
 def check_sizes(sizes: Sequence[WorkloadSize], spec: ModelSpec) -> None:
@@ -168,23 +171,6 @@ def parse_prefill(text: str) -> list[tuple[int, int]]:
         options.check_count(f"--prefill {text!r}: a number of prompts", count, MOST_REQUESTS)
         options.check_count(f"--prefill {text!r}: a prompt's length", tokens, MOST_TOKENS)
     return pairs
-
-
-def provenance(limits: MachineLimits, device: str) -> dict[str, Any]:
-    """Where figures come from: commit, command, machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "command": " ".join(["antiphon", *sys.argv[1:]]),
-        "machine": {
-            "cpus": psutil.cpu_count(),
-            "device": device_name(device),
-            "cpu": cpu_name(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "torch": torch.__version__,
-            "limits": jsonlib.loads(jsonlib.dumps(asdict(limits))),
-        },
-    }
 
 
 def device_name(device: str) -> str:

@@ -1,13 +1,10 @@
 """`antiphon bench m2n`: the M2N library beside gloo and beside plain memory copy, in one run."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import psutil
 import typer
 
 from antiphon.base.errors import UserError
@@ -19,7 +16,7 @@ from antiphon.bench.m2n.table import COLUMNS, table_cells
 from antiphon.bench.m2n.timeline import write_trace
 from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.options import check_count, check_timeout, parse_size
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
 
 SendersOption = Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")]
 ReceiversOption = Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")]
@@ -28,7 +25,7 @@ BytesOption = Annotated[
 ]
 FigureOption = Annotated[str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")]
 TransportOption = Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")]
-AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, memcpy-nt, mpi, ucx.")]
+AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, mpi, ucx.")]
 RoundsOption = Annotated[
     int | None, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")
 ]
@@ -70,7 +67,10 @@ def m2n(
     settings = make_settings(rounds, repetitions, timeout, record=timeline is not None)
     outcome = bench_m2n(contestants, chosen_cases, settings)
     show(table(COLUMNS, table_cells(outcome.rows)), json=json)
-    emit_json(json, {"bench": "m2n", **provenance(), "rows": outcome.rows})
+    emit_json(
+        json,
+        {"bench": "m2n", **provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown"), "rows": outcome.rows},
+    )
     if timeline is not None:
         with whole_file("--timeline", timeline) as partial:
             write_trace(partial, outcome.recordings)
@@ -106,21 +106,6 @@ def make_settings(rounds: int | None, repetitions: int, timeout: float, *, recor
     check_count("--repetitions", repetitions, MOST_REPETITIONS)
     check_timeout("--timeout", timeout)
     return Settings(num_rounds=rounds or 0, num_repetitions=repetitions, timeout_s=timeout, record=record)
-
-
-def provenance() -> dict[str, Any]:
-    """Where figures come from: commit, command, machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "command": " ".join(["antiphon", *sys.argv[1:]]),
-        "machine": {
-            "cpus": psutil.cpu_count(),
-            "device": "cpu",
-            "cpu": read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown",
-            "memory_bytes": psutil.virtual_memory().total,
-        },
-    }
 
 
 def _names(text: str) -> Sequence[str]:

@@ -24,8 +24,7 @@ from rich.text import Text
 
 from antiphon import __version__
 from antiphon.base.units import format_bytes
-from antiphon.cli.doctor_transports import probe_transports
-from antiphon.cli.finding import Finding, Status
+from antiphon.cli.doctor_transports import Finding, Status, probe_transports
 from antiphon.cli.output import JsonOption, emit_json, show, table
 
 STYLES: dict[Status, str] = {"ok": "green", "info": "", "missing": "yellow", "broken": "bold red"}

@@ -1,4 +1,4 @@
-"""`antiphon doctor`, transports: how workers can exchange rows here, and PyTorch's collectives.
+"""`antiphon doctor`: a line of its report, and the transports: how workers can exchange rows here, and collectives.
 
 Shared memory travels as memory files of the kernel, which need no mount. TCP works everywhere; what can be missing is
 room in the kernel's buffers, without which a thread of the library has to move bytes while a worker computes. All of
@@ -7,11 +7,11 @@ them wake processes up, which a virtual machine makes expensive where its cores 
 
 import importlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from antiphon.base.units import format_bytes
-from antiphon.cli.finding import Finding
 
 BUFFER_LIMITS = (Path("/proc/sys/net/core/wmem_max"), Path("/proc/sys/net/core/rmem_max"))
 WANTED_BUFFER_BYTES = 4 * 2**20  # a micro-batch of 512 rows of 4096 bf16 values
@@ -21,6 +21,20 @@ WANTED_HALT_POLL_NS = 200_000  # the kernel's own default
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 LIBFABRIC_HEADERS = "install libfabric-dev (libfabric-devel) and reinstall: pip install . or make clean setup"
+
+
+Status = Literal["ok", "info", "missing", "broken"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report. `mend` says what to do about it, empty when there is nothing to do."""
+
+    area: str
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
 
 
 def probe_transports() -> list[Finding]:

@@ -12,7 +12,7 @@ from antiphon.cli import options
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
-from antiphon.cli.plan_option import check_plan_fits, planned_config
+from antiphon.cli.serve_plan import check_plan_fits, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput

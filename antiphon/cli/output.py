@@ -8,6 +8,7 @@ import errno
 import io
 import json as jsonlib
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -139,6 +141,17 @@ def show(renderable: RenderableType, *, json: str | None = None) -> None:
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     console = Console(highlight=False, width=width, soft_wrap=isinstance(renderable, str))
     console.print(renderable, markup=False)
+
+
+def provenance(**machine: Any) -> dict[str, Any]:
+    """Where figures come from: commit, command, machine. Nothing here depends on how fast the machine is."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    about = {"cpus": psutil.cpu_count(), "device": "cpu", "memory_bytes": psutil.virtual_memory().total}
+    return {
+        "commit": commit or "unknown",
+        "command": " ".join(["antiphon", *sys.argv[1:]]),
+        "machine": about | machine,
+    }
 
 
 def run_command(command: Callable[[], object], *, debug: bool = False) -> int:

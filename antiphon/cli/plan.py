@@ -13,25 +13,22 @@ from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
-from antiphon.cost.profile_file import read_profile
+from antiphon.cost.profile import read_profile
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.setting import SearchLimits
-from antiphon.planner.size import smallest_cluster
+from antiphon.planner.smallest_cluster import smallest_cluster
 from antiphon.report.colocated import Target, nearest_colocated
+from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
-from antiphon.report.emit_sglang import sglang_command
-from antiphon.report.emit_vllm import vllm_command
 from antiphon.report.gather import gather
 from antiphon.report.page import html_page
 from antiphon.report.terminal import terminal_report
 from antiphon.report.training_page import training_page
 from antiphon.report.training_terminal import training_report
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.device_file import load_device
-from antiphon.specs.plan import Plan
-from antiphon.specs.plan_file import plan_to_json
-from antiphon.specs.training_plan_file import training_plan_to_json
+from antiphon.specs.device import DeviceSpec, load_device
+from antiphon.specs.plan import Plan, plan_to_json
+from antiphon.specs.training_plan import training_plan_to_json
 
 EMITTERS = ("vllm", "sglang", "k8s")
 

@@ -15,15 +15,13 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.catalog import names, shipped_model_config
-from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, OBJECTIVES, Layout, Objective, PhaseName
 from antiphon.specs.precision import BYTES_OF, PrecisionSpec, StorageDtype
-from antiphon.specs.workload import SloSpec, WorkloadSpec
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
 PHASES: dict[str, tuple[PhaseName, ...]] = {
     "decode": ("decode",),

@@ -12,14 +12,14 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.bench.profile.local_times import LocalTimes, local_times_to_json
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.models.config import load_model_spec
-from antiphon.planner.local_times import LocalTimes, local_times_to_json
 from antiphon.serve.config import MAX_THREADS
-from antiphon.specs.cluster_file import cluster_to_json
+from antiphon.specs.cluster import cluster_to_json
 
 CLUSTER_FILE, LOCAL_FILE, PROFILE_FILE = "this-machine.json", "local.json", "profile.json"
 

@@ -1,19 +1,16 @@
 """`antiphon reproduce`: the papers' figures and tables, theirs beside ours."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
 from antiphon.reproduce.claim import PAPERS, Claim, Row
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.run import reproduce as run_claims
@@ -98,17 +95,3 @@ def write_page(path: Path, text: str) -> None:
     """The page appears whole or not at all."""
     with whole_file("--markdown", path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def provenance() -> dict[str, Any]:
-    """Where figures come from: commit, command, machine. Nothing here depends on how fast the machine is."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or "unknown",
-        "command": " ".join(["antiphon", *sys.argv[1:]]),
-        "machine": {
-            "cpus": psutil.cpu_count(),
-            "device": "cpu",
-            "memory_bytes": psutil.virtual_memory().total,
-        },
-    }

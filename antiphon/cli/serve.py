@@ -14,14 +14,14 @@ from antiphon.cli.banner import banner, server_facts
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import check_json, check_output_file, emit_json, show
-from antiphon.cli.plan_option import check_plan_fits, machine_name, plan_lines, planned_config
 from antiphon.cli.ray_options import RayOptions
+from antiphon.cli.serve_plan import check_plan_fits, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings, read_api_keys
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.join_secret import read_join_secret
+from antiphon.serve.joining import read_join_secret
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer_files import load_tokenizer

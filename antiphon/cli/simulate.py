@@ -14,16 +14,14 @@ from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, 
 from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
 from antiphon.cli.simulate_output import shown
 from antiphon.cost.ping_pong import iteration
-from antiphon.sim.ping_pong import simulate_ping_pong
-from antiphon.sim.plan_pipeline import plan_pipeline
+from antiphon.sim.ping_pong import plan_pipeline, simulate_ping_pong
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve import ServingRun, simulate_serving
 from antiphon.sim.serve_results import ServingResult, result_to_json, serving_result
 from antiphon.sim.serve_trace import write_serving_trace
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.trace import write_trace
-from antiphon.specs.plan import Plan
-from antiphon.specs.plan_file import read_plan
+from antiphon.specs.plan import Plan, read_plan
 
 _RECORDED_WORKERS = 8
 _SERVING_ONLY = (
@@ -118,9 +116,9 @@ def show_pipeline(plan: Plan, perfetto: Path | None, json: str | None) -> None:
     """Pipeline level: one iteration of the decode phase, without chance."""
     phase = plan.phases.get("decode") or next(iter(plan.phases.values()))
     model = plan_model(plan)
-    made = plan_pipeline(phase, model.num_moe_layers)
-    watched = [range(min(count, _RECORDED_WORKERS)) for count in (made.num_attention_workers, made.num_expert_workers)]
-    result = simulate_ping_pong(made, record_attention=watched[0], record_experts=watched[1])
+    result = simulate_ping_pong(plan_pipeline(phase, model.num_moe_layers))
+    workers = (phase.parallel.attention_dp, phase.parallel.expert_workers)
+    shown_workers = [min(count, _RECORDED_WORKERS) for count in workers]
     predicted = phase.predicted
     times = (predicted.t_a_s or 0.0, predicted.t_e_s or 0.0, predicted.t_c_s or 0.0)
     formula_s = float(iteration(phase.micro_batches, model.num_moe_layers, *times))
@@ -145,9 +143,7 @@ def show_pipeline(plan: Plan, perfetto: Path | None, json: str | None) -> None:
     show(table(("one decode step", ""), rows), json=json)
     if perfetto is not None:
         with whole_file("--perfetto", perfetto) as partial:
-            write_trace(partial, result.bars)
-        show(
-            f"trace of {len(watched[0])} attention and {len(watched[1])} expert workers written to {perfetto}",
-            json=json,
-        )
+            write_trace(partial, result.bars_of(*shown_workers))
+        num_attention, num_experts = shown_workers
+        show(f"trace of {num_attention} attention and {num_experts} expert workers written to {perfetto}", json=json)
     emit_json(json, payload)

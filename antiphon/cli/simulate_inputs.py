@@ -14,7 +14,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
-from antiphon.cost.profile_file import read_profile
+from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
@@ -23,12 +23,10 @@ from antiphon.sim.pools import Pool, Prefill, pools_of
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.worker_names import parse_kill
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import PhaseName, Plan
-from antiphon.specs.workload import WorkloadSpec
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import WorkloadSpec, load_workload
 
 PREFILLS = ("mixed", "elsewhere")
 _OTHERWISE = 0.01  # relative difference from which the plan's times are of something else

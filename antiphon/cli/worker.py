@@ -9,8 +9,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli.options import check_count, check_not_empty, check_timeout
 from antiphon.cli.output import show
 from antiphon.serve.config import MAX_THREADS
-from antiphon.serve.join_secret import read_join_secret
-from antiphon.serve.joining import JoinRole
+from antiphon.serve.joining import JoinRole, read_join_secret
 from antiphon.serve.worker.joined import JoinOrder, run_joined_worker
 
 

@@ -14,9 +14,8 @@ the KV cache, which then would be missing.
 
 import numpy as np
 
-from antiphon.cost.gemm import gemm, row_bytes_of
 from antiphon.cost.parts import Number, Parts, select
-from antiphon.cost.roofline import Roofs, kernel
+from antiphon.cost.roofline import Roofs, gemm, kernel, row_bytes_of
 from antiphon.cost.shapes import (
     Matrix,
     attention_matrices,

@@ -78,10 +78,6 @@ class Surface:
         result: Number = np.where((one > 0) & (two > 0), value, 0.0)
         return result
 
-    def along_first(self, second: float) -> Curve:
-        """The curve over the first size at one value of the second."""
-        return Curve(self.first, tuple(float(self.at(size, second)) for size in self.first))
-
     @functools.cached_property
     def _grid(self) -> FloatArray:
         grid = np.asarray(self.seconds, np.float64)

@@ -11,9 +11,8 @@ several times too slow.
 
 import numpy as np
 
-from antiphon.cost.gemm import grouped_gemm, row_bytes_of
 from antiphon.cost.parts import Number, Parts
-from antiphon.cost.roofline import Roof, kernel
+from antiphon.cost.roofline import Roof, grouped_gemm, kernel, row_bytes_of
 from antiphon.cost.shapes import gated_matrices
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec

@@ -9,7 +9,7 @@
    round overlaps with the next round's messages, because they use different wires.
 
 The paper's own equations stand below, named by number. Rejected as costs: eq. 2 divides by the degree twice, and
-eq. 13 leaves out the reduce-scatter of the k weighted copies, which eq. 12 does not need.
+eq. 13 leaves out the reduce-scatter of the k weighted copies.
 """
 
 from dataclasses import dataclass
@@ -151,29 +151,3 @@ def eq6_service_s(
 ) -> Number:
     """Eq. 6: l (tau + lambda) + (d_PP - 1) P2P."""
     return num_layers * (compute_s + communication_s) + (pp - 1) * hop_s
-
-
-def eq12_lambda_ep(
-    network: Network, size_bytes: Number, top_k: Number, num_processes: Number, num_nodes: Number
-) -> Parts:
-    """Eq. 12 on the network: AR(bsh, n_proc) + 2 A2A(bshk, n_node). `size_bytes` is bsh in bytes."""
-    exchanged = network.all_to_all(size_bytes * top_k, num_nodes, 1)
-    return network.all_reduce(size_bytes, num_processes, num_processes) + 2 * exchanged
-
-
-def eq13_lambda_mix(
-    network: Network, size_bytes: Number, top_k: Number, num_processes: Number, num_nodes: Number
-) -> Parts:
-    """Eq. 13 on the network: AR(bsh, n_proc) + AG(bshk / n_proc, n_proc) + 2 A2A(bshk / n_proc, n_node).
-
-    The paper's AG size is before the collective; ours is after it, so bshk."""
-    copies = size_bytes * top_k
-    return (
-        network.all_reduce(size_bytes, num_processes, num_processes)
-        + network.all_gather(copies, num_processes, num_processes)
-        + 2 * network.all_to_all(copies / num_processes, num_nodes, 1)
-    )
-
-
-lambda_ep = eq12_lambda_ep
-lambda_mix = eq13_lambda_mix

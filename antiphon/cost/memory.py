@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.gemm import row_bytes_of
 from antiphon.cost.kv_blocks import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
 from antiphon.cost.parts import Number
+from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.shapes import Matrix, attention_matrices, cached_width, gated_matrices, share_of
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import DeviceSpec

@@ -3,17 +3,18 @@ question.
 
 1. Per layer: attention by (sequences, context) for decode and (tokens, context) for prefill, and experts by (experts
    held, (token, expert) pairs); per iteration: the head by rows, and the engine's own fixed work.
-2. Per message: one-way time by bytes and transport (Util is derived from it); per collective: time by bytes and degree.
+2. Per message: one-way time by bytes and transport ; per collective: time by bytes and degree.
 3. Results are the same `Parts` as the roofline's. A measurement cannot tell arithmetic from memory, so all beyond the
    fixed share k2 is booked under the table's `bound`, which the writer states.
 
-`antiphon profile` writes such a file through `cost.profile_file`, `antiphon plan --profile` reads it.
+`antiphon profile` writes a `Profile` as JSON, key by key with tuples as lists; `antiphon plan --profile` reads it back,
+strictly: a misspelt table would else be taken for one that was never measured, and the roofline would answer for it.
 
 Rejected: correcting the roofline by measured ratios. At sizes that were not measured it inherits the faults of both.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.network import CollectiveName
 from antiphon.cost.parts import Number, Parts
+from antiphon.specs.strict_table import read_json, write_json
 
 PROFILE_VERSION = 1
 Bound = Literal["compute", "memory"]
@@ -141,15 +143,6 @@ class Profile:
         """Seconds by size; None if this collective was not measured with so many ranks."""
         return next((table.times for table in self.collectives if (table.name, table.degree) == (name, degree)), None)
 
-    def util(self, transport: str, message_bytes: Number) -> Number | None:
-        """Util(x) of MegaScale-Infer eq. 6: rate at message size x over the best rate measured; at most 1."""
-        times = self.message_times(transport)
-        if times is None:
-            return None
-        best = max(size / seconds for size, seconds in zip(times.sizes, times.seconds, strict=True) if seconds > 0)
-        result: Number = np.minimum(message_bytes / (np.asarray(times.at(message_bytes)) * best), 1.0)
-        return result
-
 
 def profiled_attention(table: AttentionTable, rows: Number, context: Number) -> Parts:
     """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each."""
@@ -168,12 +161,6 @@ def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number 
     return Parts(scale_out_s=total - fixed, fixed_s=fixed)
 
 
-def covered(table: AttentionTable | ExpertTable, sizes: Sequence[tuple[float, float]]) -> bool:
-    """Whether all (first, second) sizes lie within what was measured, so that nothing is extrapolated."""
-    first, second = table.times.first, table.times.second
-    return all(one <= first[-1] and two <= second[-1] for one, two in sizes)
-
-
 def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: tuple[float, float]) -> Parts:
     total = np.asarray(times.at(first, second))
     fixed = np.minimum(total, times.at(*lowest))
@@ -181,3 +168,18 @@ def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: 
     if bound == "compute":
         return Parts(compute_s=beyond, fixed_s=fixed)
     return Parts(memory_s=beyond, fixed_s=fixed)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Replaces the file at `path`."""
+    write_json(asdict(profile), path)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a file of `antiphon profile`. `UserError` names the file and the entry that is wrong."""
+    table = read_json(path)
+    version = table.whole("version", at_least=0)
+    if version != PROFILE_VERSION:
+        fix = "make the profile again with `antiphon profile`"
+        raise table.error("version", f"this program reads version {PROFILE_VERSION}: {fix}")
+    return table.read(Profile, version=version)

@@ -1,9 +1,9 @@
-"""Waiting before service, and what a user sees: MixServe eq. 7 and 9 to 11, with M/G/1 beside M/M/1.
+"""Waiting before service, and what a user sees: MixServe eq. 7, 9 and 11, with M/G/1 beside M/M/1.
 
 1. M/M/1, as the paper: W_q = rho / (mu (1 - rho)).
 2. M/G/1 (Pollaczek-Khinchine): W_q = lambda E[S^2] / (2 (1 - rho)). Equal to 1 for exponential service, half of it for
    constant service, more for spread lengths.
-3. At rho >= 1 the queue grows without end: every wait is infinite, and `stable` says so.
+3. At rho >= 1 the queue grows without end: every wait is infinite.
 
 Rejected: clipping rho below 1. A plan that cannot keep up would then look slow instead of impossible.
 """
@@ -12,16 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.parts import Number
-
-
-def stable(rho: Number) -> bool | NDArray[np.bool_]:
-    """Whether a server that is busy for the fraction `rho` of the time can keep up."""
-    return np.asarray(rho) < 1 if isinstance(rho, np.ndarray) else bool(rho < 1)
-
-
-def utilization(arrivals_per_s: Number, service_per_s: Number) -> Number:
-    """rho = lambda / mu."""
-    return arrivals_per_s / service_per_s
 
 
 def mm1_wait(arrivals_per_s: Number, service_per_s: Number) -> Number:
@@ -43,11 +33,6 @@ def mg1_wait(arrivals_per_s: Number, mean_s: Number, mean_square_s2: Number) -> 
 def ttft(wait_s: Number, prefill_s: Number) -> Number:
     """MixServe eq. 9: wait, then service of the whole prompt."""
     return wait_s + prefill_s
-
-
-def itl(decode_s: Number) -> Number:
-    """MixServe eq. 10: the steady service time of one token (no wait between tokens)."""
-    return decode_s
 
 
 def throughput(

@@ -2,7 +2,10 @@
 
     T = max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) + num_kernels * kernel_s
 
-Efficiencies are the cluster's one calibration (`EfficiencySpec`), the same for every model and layout.
+Efficiencies are the cluster's one calibration (`EfficiencySpec`), the same for every model and layout. A matrix product
+of rows [rows, inner] and a weight [inner, outputs] has 2 * rows * inner * outputs FLOPs; weights are read once, rows
+are read and written once. With few rows the weights' bytes dominate: that is what batching cures. Of a grouped product
+only the touched experts' weights are read.
 
 Rejected: an efficiency by shape fitted to single results. It explains what was fitted and predicts nothing; where
 shapes matter, a measured profile (`cost.profile`) takes the roofline's place.
@@ -16,6 +19,7 @@ import numpy as np
 from antiphon.cost.parts import Number, Parts
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import ComputeDtype, DeviceSpec
+from antiphon.specs.precision import PrecisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +77,32 @@ def kernel(roof: Roof, flops: Number, moved_bytes: Number, num_kernels: Number =
         memory_s=np.where(by_compute, 0.0, memory_s),
         fixed_s=np.where(runs, num_kernels * roof.kernel_s, 0.0),
     )
+
+
+def row_bytes_of(precision: PrecisionSpec) -> float:
+    """Bytes of one element of a row between kernels: 4 where float32 is computed in, else 2 (FP8 products still
+    read and write rows in 16 bits or convert them on the way)."""
+    return 4.0 if precision.compute == "float32" else 2.0
+
+
+def gemm(
+    roof: Roof, rows: Number, inner: Number, outputs: Number, weight_bytes: Number, row_bytes: Number, count: Number = 1
+) -> Parts:
+    """One product; `weight_bytes` and `row_bytes` are per element. `count` equal products in one kernel, each with its
+    own weight and rows (as one per head). No rows: no time."""
+    return grouped_gemm(roof, rows * count, count, inner, outputs, weight_bytes, row_bytes)
+
+
+def grouped_gemm(
+    roof: Roof,
+    rows: Number,
+    num_touched: Number,
+    inner: Number,
+    outputs: Number,
+    weight_bytes: Number,
+    row_bytes: Number,
+) -> Parts:
+    """`rows` over all experts together, of whose weights `num_touched` are read. One kernel."""
+    flops = 2 * rows * inner * outputs
+    moved = num_touched * inner * outputs * weight_bytes + rows * (inner + outputs) * row_bytes
+    return kernel(roof, flops, np.where(np.asarray(rows) > 0, moved, 0.0))

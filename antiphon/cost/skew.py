@@ -1,6 +1,6 @@
 """Unequal loads: popular experts, chance, and sequences of unequal length. What counts is the slowest worker.
 
-1. Popularity: a Zipf law or measured shares, summed over the experts of each worker by the placement.
+1. Popularity: a Zipf law; `placement.balance` sums shares over the experts of each worker.
 2. Chance: even with equal shares, rows fall on workers at random; a step waits for the fullest. Expected maximum of
    normal variables with the multinomial's mean and variance.
 3. Barrier: n attention workers with work of mean 1 and coefficient of variation cv finish, expected, at
@@ -13,7 +13,6 @@ Rejected: the mean over workers, which is what no step ever takes; and sqrt(2 ln
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,26 +31,6 @@ def zipf_shares(num_experts: int, exponent: float) -> FloatArray:
     weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
     shares: FloatArray = weights / weights.sum()
     return shares
-
-
-def worker_shares(
-    shares: Sequence[float] | FloatArray, placement: Sequence[Sequence[tuple[int, float]]], num_workers: int
-) -> FloatArray:
-    """Share of all rows by worker. `placement[e]`: (worker, fraction of expert e's rows), as in `PhasePlan`."""
-    if len(shares) != len(placement):
-        raise UserError(f"{len(shares)} shares for {len(placement)} placed experts: give one share per expert")
-    loads = np.zeros(num_workers)
-    for share, owners in zip(shares, placement, strict=True):
-        for worker, fraction in owners:
-            loads[worker] += share * fraction
-    return loads
-
-
-def busiest_share(
-    shares: Sequence[float] | FloatArray, placement: Sequence[Sequence[tuple[int, float]]], num_workers: int
-) -> float:
-    """Share of all rows that the busiest worker gets; at least 1 / num_workers."""
-    return float(worker_shares(shares, placement, num_workers).max())
 
 
 def expected_max_normal(count: Number) -> Number:

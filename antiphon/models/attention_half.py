@@ -16,15 +16,82 @@ Letters as in `antiphon.kernels.api`; W vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedLinear
+from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
-from antiphon.models.feed_forward import LocalFeedForward
-from antiphon.models.norm import Norm
 from antiphon.specs.model import ModelSpec
+
+
+class Norm(Protocol):
+    """Norm(x), and norm(x + delta) with the sum: a kernel, or PyTorch's LayerNorm (DBRX, Phi-3.5-MoE)."""
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """The normalised rows."""
+
+    def after_adding(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual step that starts each half-layer."""
+
+
+class RMSNorm:
+    def __init__(self, backend: KernelBackend, weight_H: Tensor, eps: float) -> None:
+        self.backend = backend
+        self.weight_H = weight_H
+        self.eps = eps
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return self.backend.rms_norm(x_TH, self.weight_H, self.eps)
+
+    def after_adding(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return self.backend.add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps)
+
+
+class LayerNorm:
+    def __init__(self, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
+        self.weight_H = weight_H
+        self.bias_H = bias_H
+        self.eps = eps
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return F.layer_norm(x_TH, self.weight_H.shape, self.weight_H, self.bias_H, self.eps)
+
+    def after_adding(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        x_TH = x_TH + delta_TH
+        return x_TH, self(x_TH)
+
+
+class LocalFeedForward:
+    """A feed-forward that stays with attention: a dense layer's, or the shared expert that all tokens pass.
+
+    Either is a grouped feed-forward with one expert: every row goes to expert 0 with the model's residual multiplier (1
+    but for Granite) as its weight, times the sigmoid of a learned gate (Qwen2-MoE). One kernel therefore serves them
+    and the routed experts.
+    """
+
+    def __init__(
+        self,
+        backend: KernelBackend,
+        expert: PackedExperts,
+        shared_gate: PackedLinear | None,
+        residual_multiplier: float = 1.0,
+    ) -> None:
+        self.backend = backend
+        self.expert = expert
+        self.shared_gate = shared_gate
+        self.residual_multiplier = residual_multiplier
+
+    def __call__(self, y_TH: Tensor) -> Tensor:
+        ids_T1 = torch.zeros((y_TH.shape[0], 1), dtype=torch.int32, device=y_TH.device)
+        if self.shared_gate is None:
+            weights_T1 = torch.full_like(ids_T1, self.residual_multiplier, dtype=torch.float32)
+        else:
+            weights_T1 = self.backend.linear(y_TH, self.shared_gate, out_dtype=torch.float32).sigmoid()
+            weights_T1.mul_(self.residual_multiplier)
+        return self.backend.grouped_ffn(y_TH, ids_T1, weights_T1, self.expert)
 
 
 @dataclass(kw_only=True)
@@ -42,8 +109,8 @@ class AttentionLayer:
 class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
-    `weight_bytes` were read from the checkpoint. Positions reach to `max_positions` - 1: a longer sequence is a bug of
-    the caller's, which back-ends need not notice.
+    `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a bug of the
+    caller's, which back-ends need not notice.
     """
 
     def __init__(
@@ -56,13 +123,11 @@ class AttentionHalf:
         final_norm: Norm,
         head: PackedLinear,
         weight_bytes: int,
-        max_positions: int,
     ) -> None:
         self.spec = spec
         self.backend = backend
         self.layers = layers
         self.weight_bytes = weight_bytes
-        self.max_positions = max_positions
         self._embedding_WH = embedding_WH
         self._final_norm = final_norm
         self._head = head

@@ -14,16 +14,22 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear, RotaryTable
 from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights
-from antiphon.models.attention_half import AttentionHalf, AttentionLayer
+from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import tensor_names
 from antiphon.models.expert_half import ExpertHalf
-from antiphon.models.feed_forward import LocalFeedForward
 from antiphon.models.latent_attention import LatentAttention, LatentWeights
-from antiphon.models.norm import LayerNorm, Norm, RMSNorm
 from antiphon.models.rotary import rotary_table
-from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, check_sizes, expert_refs, outer_plan
-from antiphon.models.weights import Progress, WeightReader
+from antiphon.models.tensors import (
+    ExpertRefs,
+    LoadPlan,
+    attention_layer_plan,
+    check,
+    check_sizes,
+    expert_refs,
+    outer_plan,
+)
+from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
@@ -43,7 +49,7 @@ def load_attention_half(
     checkpoint: Checkpoint,
     spec: ModelSpec,
     backend: KernelBackend,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
     *,
     max_positions: int | None = None,
 ) -> AttentionHalf:
@@ -71,7 +77,6 @@ def load_attention_half(
         final_norm=final_norm,
         head=head,
         weight_bytes=reader.done_bytes,
-        max_positions=rotary.cos.shape[0],
     )
 
 
@@ -80,7 +85,7 @@ def load_expert_half(
     spec: ModelSpec,
     backend: KernelBackend,
     expert_ids: ExpertIds | None = None,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> ExpertHalf:
     """Read the routed experts with these global ids: the same for every layer, or layer by layer; all by default.
 
@@ -127,13 +132,13 @@ def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader) 
     return packed
 
 
-def _head(spec: ModelSpec, outer: Plan, reader: WeightReader, embedding_WH: Tensor) -> PackedLinear:
+def _head(spec: ModelSpec, outer: LoadPlan, reader: WeightReader, embedding_WH: Tensor) -> PackedLinear:
     if not spec.tie_embeddings:
         return reader.linear(outer, "head")
     return reader.backend.pack_linear(embedding_WH, reader.optional(outer, "head_bias"))
 
 
-def _attention_layer(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: RotaryTable) -> AttentionLayer:
+def _attention_layer(spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: RotaryTable) -> AttentionLayer:
     return AttentionLayer(
         input_norm=_norm(spec, plan, "input_norm", reader),
         attention=_attention(spec, plan, reader, rotary),
@@ -144,19 +149,19 @@ def _attention_layer(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: 
     )
 
 
-def _score_bias(plan: Plan, reader: WeightReader) -> Tensor | None:
+def _score_bias(plan: LoadPlan, reader: WeightReader) -> Tensor | None:
     bias = reader.optional(plan, "score_bias", torch.float32)
     return None if bias is None else bias.flatten()  # ERNIE stores it as one row
 
 
-def _norm(spec: ModelSpec, plan: Plan, purpose: str, reader: WeightReader) -> Norm:
+def _norm(spec: ModelSpec, plan: LoadPlan, purpose: str, reader: WeightReader) -> Norm:
     weight = reader.tensor(plan[purpose])
     if spec.norm == "rms":
         return RMSNorm(reader.backend, weight, spec.norm_eps)
     return LayerNorm(weight, reader.optional(plan, purpose + "_bias"), spec.norm_eps)
 
 
-def _attention(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: RotaryTable) -> Attention:
+def _attention(spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: RotaryTable) -> Attention:
     attention, backend = spec.attention, reader.backend
     if attention.latent is None:
         grouped = GroupedQueryWeights(
@@ -180,7 +185,7 @@ def _attention(spec: ModelSpec, plan: Plan, reader: WeightReader, rotary: Rotary
     return LatentAttention(attention, attention.latent, backend, latent, rotary)
 
 
-def _local_feed_forward(spec: ModelSpec, plan: Plan, reader: WeightReader) -> LocalFeedForward | None:
+def _local_feed_forward(spec: ModelSpec, plan: LoadPlan, reader: WeightReader) -> LocalFeedForward | None:
     widths, backend = spec.feed_forward, reader.backend
     purpose = next((kind for kind in ("dense", "shared") if f"{kind}.gate_up" in plan), None)
     if purpose is None:

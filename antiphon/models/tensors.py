@@ -38,7 +38,7 @@ class TensorRef:
     rows: Rows = None
 
 
-Plan = dict[str, tuple[TensorRef, ...]]
+LoadPlan = dict[str, tuple[TensorRef, ...]]
 
 
 def bias_of(weight: str) -> str:
@@ -92,10 +92,10 @@ def _check_layers(checkpoint: Checkpoint, spec: ModelSpec, layers: frozenset[int
         )
 
 
-def outer_plan(spec: ModelSpec, names: TensorNames) -> Plan:
+def outer_plan(spec: ModelSpec, names: TensorNames) -> LoadPlan:
     """Embedding, final norm and head. A tied head reads nothing: it is the embedding."""
     table = (spec.vocab_size, spec.hidden_size)
-    plan: Plan = {"embedding": (TensorRef(names.embedding, table),)}
+    plan: LoadPlan = {"embedding": (TensorRef(names.embedding, table),)}
     plan |= _norm(spec, "final_norm", names.final_norm)
     if not spec.tie_embeddings:
         plan["head"] = (TensorRef(names.head, table),)
@@ -104,7 +104,7 @@ def outer_plan(spec: ModelSpec, names: TensorNames) -> Plan:
     return plan
 
 
-def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkpoint: StoredNames) -> Plan:
+def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkpoint: StoredNames) -> LoadPlan:
     """One layer without its routed experts: norms, attention, and router with shared expert or dense feed-forward."""
     prefix = names.layer.format(layer=layer)
     attention, hidden = spec.attention, spec.hidden_size
@@ -126,19 +126,19 @@ def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkp
     return plan
 
 
-def _norm(spec: ModelSpec, purpose: str, name: str) -> Plan:
-    plan: Plan = {purpose: (TensorRef(name, (spec.hidden_size,)),)}
+def _norm(spec: ModelSpec, purpose: str, name: str) -> LoadPlan:
+    plan: LoadPlan = {purpose: (TensorRef(name, (spec.hidden_size,)),)}
     if spec.norm == "layer":
         plan[purpose + "_bias"] = (TensorRef(bias_of(name), (spec.hidden_size,)),)
     return plan
 
 
-def _grouped_query(attention: AttentionSpec, hidden: int, names: TensorNames, prefix: str) -> Plan:
+def _grouped_query(attention: AttentionSpec, hidden: int, names: TensorNames, prefix: str) -> LoadPlan:
     q_size = attention.num_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     sizes = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
     parts = list(zip(names.qkv, sizes, strict=True))
-    plan: Plan = {"qkv": tuple(TensorRef(prefix + name, (size, hidden)) for name, size in parts)}
+    plan: LoadPlan = {"qkv": tuple(TensorRef(prefix + name, (size, hidden)) for name, size in parts)}
     if attention.qkv_bias:
         plan["qkv_bias"] = tuple(TensorRef(bias_of(prefix + name), (size,)) for name, size in parts)
     if attention.qk_norm != "none":
@@ -150,10 +150,10 @@ def _grouped_query(attention: AttentionSpec, hidden: int, names: TensorNames, pr
     return plan
 
 
-def _latent(attention: AttentionSpec, latent: LatentSpec, hidden: int, names: TensorNames, prefix: str) -> Plan:
+def _latent(attention: AttentionSpec, latent: LatentSpec, hidden: int, names: TensorNames, prefix: str) -> LoadPlan:
     q_size = attention.num_heads * attention.head_dim
     up_size = attention.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    plan: Plan = {}
+    plan: LoadPlan = {}
     downs = [(names.kv_down, latent.key_dim)]
     if latent.q_lora_rank is None:
         downs.insert(0, (names.q_direct, q_size))
@@ -171,10 +171,10 @@ def _latent(attention: AttentionSpec, latent: LatentSpec, hidden: int, names: Te
     return plan
 
 
-def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: StoredNames) -> Plan:
+def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: StoredNames) -> LoadPlan:
     hidden, num_experts, widths = spec.hidden_size, spec.router.num_experts, spec.feed_forward
     router = _stored(names.router, prefix, checkpoint)
-    plan: Plan = {"router": (TensorRef(router, (num_experts, hidden)),)}
+    plan: LoadPlan = {"router": (TensorRef(router, (num_experts, hidden)),)}
     if spec.router.has_logit_bias:
         plan["router_bias"] = (TensorRef(bias_of(router), (num_experts,)),)
     if spec.router.has_score_bias:
@@ -198,7 +198,7 @@ def _score_bias(name: str, num_experts: int, checkpoint: StoredNames) -> TensorR
     return TensorRef(name, (1, *shape) if in_one_row else shape)
 
 
-def _gated(purpose: str, names: GatedNames, prefix: str, hidden: int, width: int) -> Plan:
+def _gated(purpose: str, names: GatedNames, prefix: str, hidden: int, width: int) -> LoadPlan:
     prefix += names.prefix
     return {
         f"{purpose}.gate_up": _gate_up(names, prefix, hidden, width),

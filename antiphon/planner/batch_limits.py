@@ -24,7 +24,7 @@ from antiphon.cost.memory import (
     max_sequences,
 )
 from antiphon.cost.parts import FloatArray
-from antiphon.planner.candidates import BoolArray, Candidates, IntArray, real
+from antiphon.planner.candidates import Candidates, IntArray, real
 from antiphon.planner.setting import Setting
 
 BLOCK_SIZE = 16
@@ -110,8 +110,3 @@ def activation_limit(setting: Setting, candidates: Candidates) -> FloatArray:
     together = reserve / (of_attention + of_experts)
     beside = np.minimum(reserve / of_attention, _reserve(setting, candidates.expert_kind) / of_experts)
     return np.asarray(np.where(apart, beside, together))
-
-
-def fits(setting: Setting, candidates: Candidates) -> BoolArray:
-    """Whether at least one sequence per attention worker and micro-batch fits."""
-    return np.asarray(batch_limits(setting, candidates) > 0)

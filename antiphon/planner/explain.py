@@ -79,7 +79,7 @@ def nearest(table: CandidateTable, among: np.ndarray[tuple[int, ...], np.dtype[n
     """Of infeasible candidates the one that breaks its limit least: only the rate before a promise, then the
     fastest."""
     index = np.flatnonzero(among)
-    latency = np.where(np.isnan(table.tpot_s), table.ttft_s, table.tpot_s)[index]
+    latency = table.latency_s[index]
     only_rate = table.why_not[index] == RATE
     if only_rate.any():
         chosen = index[only_rate]

@@ -15,7 +15,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.planner.batch_limits import batch_limits
 from antiphon.planner.candidates import IntArray
-from antiphon.planner.packing import instances_that_fit
+from antiphon.planner.instance_packing import instances_that_fit
 from antiphon.planner.search import table_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.space import Space

@@ -26,7 +26,7 @@ from antiphon.planner.candidates import (
     candidates_of,
     joined,
 )
-from antiphon.planner.packing import domains_of, instances_that_fit, num_workers_that_fit, widest_domain
+from antiphon.planner.instance_packing import domains_of, instances_that_fit, num_workers_that_fit, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.cost.gemm import row_bytes_of
 from antiphon.cost.hybrid import Degrees, layer_exchange
 from antiphon.cost.m2n import Side, m2n
 from antiphon.cost.network import Link
 from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.ping_pong import layer_time
 from antiphon.cost.profile import profiled_messages
+from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
-from antiphon.planner.packing import widest_domain
+from antiphon.planner.instance_packing import widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
     AttentionTimes,

@@ -1,6 +1,6 @@
 """All evaluated candidates of one phase as columns: what was tried, what it would do, and why it will not do.
 
-`why_not` is a code, an index into `WHY_NOT`; 0 means feasible. Candidates that memory or the number of devices rules
+`why_not` is `TPOT`, `TTFT` or `RATE`; 0 means feasible. Candidates that memory or the number of devices rules
 out are not in here; how many those were is in `num_considered` and its companions, by layout.
 
 Rejected: only the winners. The report's clouds, the sentences about losers and the sensitivity charts all need the
@@ -17,8 +17,8 @@ from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Objective, Parallel
 
-WHY_NOT = ("", "time per output token", "time to first token", "request rate")
 TPOT, TTFT, RATE = 1, 2, 3
+"""Why not: a promise that is broken, or the rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,11 @@ class CandidateTable:
         return self.outcome.ttft_s
 
     @property
+    def latency_s(self) -> FloatArray:
+        """Time per output token in decode, time to first token in prefill."""
+        return np.where(np.isnan(self.tpot_s), self.ttft_s, self.tpot_s)
+
+    @property
     def tokens_per_s(self) -> FloatArray:
         return self.outcome.tokens_per_s
 
@@ -158,17 +163,12 @@ class CandidateTable:
     def pareto(self, objective: Objective, layout: Layout | None = None) -> IntArray:
         """Indices of candidates that no other beats in both latency (TPOT, or TTFT in prefill) and score, by latency.
         Promises are left out of it: the front shows what a looser one would buy."""
-        latency = np.where(np.isnan(self.tpot_s), self.ttft_s, self.tpot_s)
         scores = np.nan_to_num(self.score(objective), nan=-np.inf)
-        allowed = np.isfinite(latency) & (scores > 0)
+        allowed = np.isfinite(self.latency_s) & (scores > 0)
         if layout is not None:
             allowed &= self.candidates.layout == LAYOUTS.index(layout)
         index = np.flatnonzero(allowed)
-        index = index[np.lexsort((-scores[index], latency[index]))]
-        if index.size == 0:
-            return index
-        before = np.concatenate([[-np.inf], np.maximum.accumulate(scores[index])[:-1]])
-        return np.asarray(index[scores[index] > before])
+        return index[front(self.latency_s[index], scores[index])]
 
     def parallel(self, index: int) -> Parallel:
         return self.candidates.parallel_of(index)
@@ -191,3 +191,10 @@ class CandidateTable:
     def total_considered(self) -> int:
         """Candidates looked at, those without room included."""
         return int(self.num_considered.sum())
+
+
+def front(latency_s: FloatArray, scores: FloatArray) -> IntArray:
+    """Positions that no other beats in both, by latency: each has a higher score than all that are faster."""
+    order = np.lexsort((-scores, latency_s))
+    before = np.maximum.accumulate(np.concatenate([[-np.inf], scores[order]]))[:-1]
+    return np.asarray(order[scores[order] > before])

@@ -17,9 +17,9 @@ import numpy as np
 
 from antiphon.cost.attention import attention_decode, attention_prefill, output_head
 from antiphon.cost.experts import expert_feed_forward
-from antiphon.cost.gemm import row_bytes_of
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
+from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.skew import barrier_factor, expected_max_rows
 from antiphon.planner.candidates import Candidates, real
 from antiphon.planner.setting import Setting

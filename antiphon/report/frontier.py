@@ -15,7 +15,7 @@ from antiphon.planner.candidates import BoolArray, IntArray, joined
 from antiphon.planner.decode import outcome_at as decode_at
 from antiphon.planner.prefill import outcome_at as prefill_at
 from antiphon.planner.setting import Setting
-from antiphon.planner.table import CandidateTable, Outcome
+from antiphon.planner.table import CandidateTable, Outcome, front
 from antiphon.report.contents import Points
 from antiphon.report.words import devices_text, plural, short_degrees
 from antiphon.specs.plan import LAYOUTS, Layout, Objective
@@ -35,7 +35,7 @@ def frontier(setting: Setting, table: CandidateTable) -> tuple[tuple[Points, ...
         index = np.flatnonzero(_is_shown(points, setting.objective))
         if not index.size:
             continue
-        latency_s, scores = latency_of(points), points.score(setting.objective)
+        latency_s, scores = points.latency_s, points.score(setting.objective)
         best = front(latency_s[index], scores[index])
         fronts.append(_points(points, layout, index[best], setting.objective))
         clouds.append(_points(points, layout, thinned(index, latency_s, NUM_SHOWN), setting.objective))
@@ -73,18 +73,6 @@ def _worth_sweeping(table: CandidateTable, index: IntArray, objective: Objective
     return np.unique(np.concatenate([order[: NUM_SWEPT // 2], spread]))
 
 
-def latency_of(table: CandidateTable) -> FloatArray:
-    """Time per output token in decode, time to first token in prefill."""
-    return np.where(np.isnan(table.tpot_s), table.ttft_s, table.tpot_s)
-
-
-def front(latency_s: FloatArray, scores: FloatArray) -> IntArray:
-    """Positions that no other beats in both, by latency: each has a higher score than all that are faster."""
-    order = np.lexsort((-scores, latency_s))
-    before = np.concatenate([[-np.inf], np.maximum.accumulate(scores[order])[:-1]])
-    return np.asarray(order[scores[order] > before])
-
-
 def thinned(index: IntArray, latency_s: FloatArray, most: int) -> IntArray:
     """At most so many of `index`, evenly by latency."""
     order = index[np.argsort(latency_s[index], kind="stable")]
@@ -94,12 +82,12 @@ def thinned(index: IntArray, latency_s: FloatArray, most: int) -> IntArray:
 
 
 def _is_shown(table: CandidateTable, objective: Objective) -> BoolArray:
-    latency_s = latency_of(table)
+    latency_s = table.latency_s
     return np.asarray(np.isfinite(latency_s) & (latency_s > 0) & (np.nan_to_num(table.score(objective)) > 0))
 
 
 def _points(table: CandidateTable, layout: Layout, index: IntArray, objective: Objective) -> Points:
-    latency_s, scores, batch = latency_of(table), table.score(objective), table.batch
+    latency_s, scores, batch = table.latency_s, table.score(objective), table.batch
     return Points(
         layout=layout,
         latency_s=tuple(float(value) for value in latency_s[index]),

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from antiphon.planner.search import PlanResult, Progress
 from antiphon.planner.sensitivity import FACTORS, Over, base_value, sensitivity
-from antiphon.planner.size import one_more_node
+from antiphon.planner.smallest_cluster import one_more_node
 from antiphon.report.chosen import layer_parts, look_closely, memory_uses, ping_pong_conditions
 from antiphon.report.contents import MoreNodes, PhaseContents, Report, Sensitivity
 from antiphon.report.frontier import frontier

@@ -16,15 +16,11 @@ from plotly.offline import get_plotlyjs
 
 from antiphon import __version__
 from antiphon.report.contents import PhaseContents, Report, Sensitivity
-from antiphon.report.figure_bars import memory_figure, parts_figure
-from antiphon.report.figure_gantt import gantt_figure
-from antiphon.report.figure_pareto import pareto_figure
-from antiphon.report.figure_sensitivity import sensitivity_figure
 from antiphon.report.figure_style import Figure
+from antiphon.report.figures import gantt_figure, memory_figure, pareto_figure, parts_figure, sensitivity_figure
 from antiphon.report.summary import LOSER_COLUMNS, facts, given, headline, loser_row, search_summary, subtitle, verdict
 from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, milliseconds, num_devices, number, score
-from antiphon.specs.plan import Objective
-from antiphon.specs.plan_file import plan_to_json
+from antiphon.specs.plan import Objective, plan_to_json
 from antiphon.specs.workload import SloSpec
 
 CAPTIONS = {

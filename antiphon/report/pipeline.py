@@ -41,14 +41,12 @@ def _ping_pong(chosen: Chosen, num_layers: int) -> tuple[Bar, ...]:
     pipeline = PingPong(
         num_layers=num_layers,
         num_micro_batches=int(chosen.candidate.micro_batches[0]),
-        num_attention_workers=1,
-        num_expert_workers=1,
         attention_s=float(parts["attention"].total_s),
         attention_send_s=float(parts["to experts"].total_s),
         experts_s=float(parts["experts"].total_s),
         experts_send_s=float(parts["to attention"].total_s),
     )
-    bars = simulate_ping_pong(pipeline, record_attention=(0,), record_experts=(0,)).bars
+    bars = simulate_ping_pong(pipeline).bars
     named = [
         replace(bar, track=TRACKS[bar.track], label=f"layer {bar.layer + 1}, micro-batch {bar.micro_batch + 1}")
         for bar in bars

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from antiphon.cost.parts import BOUND_NAMES
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
-from antiphon.report.figure_bars import PART_FIELDS
+from antiphon.report.figures import PART_FIELDS
 from antiphon.report.summary import (
     FACTS,
     facts,

@@ -27,8 +27,7 @@ from antiphon.report.training_summary import (
     title,
 )
 from antiphon.report.words import milliseconds, number, time_unit
-from antiphon.specs.training_plan import TrainingPlan
-from antiphon.specs.training_plan_file import training_plan_to_json
+from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
 
 STEP_COLOURS = {
     "work": "#0088cc",

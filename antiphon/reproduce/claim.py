@@ -40,7 +40,7 @@ class Claim:
     source: str
     what: str
     theirs: Value
-    ours: Callable[[], Value]
+    ours: Callable[[], Any]
     unit: str = ""
     tolerance: float = 0.0
     relation: Relation = "within"
@@ -54,46 +54,6 @@ class Claim:
             raise UserError(f"claim {self.id}: tolerance is {self.tolerance}: it must be at least 0 and below 1")
         if isinstance(self.theirs, str) and (self.tolerance or self.relation != "within"):
             raise UserError(f"claim {self.id}: {self.theirs!r} is text: it holds exactly or not at all")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimMaker:
-    """Claims of one paper that have kind and cluster in common; ids get the paper's name in front."""
-
-    paper: Paper
-    kind: Kind
-    cluster: str = ""
-
-    def __call__(
-        self,
-        id: str,
-        source: str,
-        what: str,
-        theirs: Value,
-        ours: Callable[[], Value],
-        tolerance: float = 0.0,
-        *,
-        unit: str = "",
-        relation: Relation = "within",
-        cluster: str | None = None,
-        reason: str = "",
-        note: str = "",
-    ) -> Claim:
-        return Claim(
-            id=f"{self.paper.lower()}-{id}",
-            paper=self.paper,
-            source=source,
-            what=what,
-            theirs=theirs,
-            ours=ours,
-            tolerance=tolerance,
-            unit=unit,
-            relation=relation,
-            kind=self.kind,
-            cluster=self.cluster if cluster is None else cluster,
-            reason=reason,
-            note=note,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +87,10 @@ class Row:
 def evaluate(claim: Claim) -> Row:
     """Compute our value and compare."""
     ours = claim.ours()
+    ours = ours if isinstance(ours, str) else float(ours)
     fits = holds(claim.theirs, ours, claim.tolerance, claim.relation)
-    return Row(
-        id=claim.id,
-        paper=claim.paper,
-        source=claim.source,
-        what=claim.what,
-        theirs=claim.theirs,
-        ours=ours if isinstance(ours, str) else float(ours),
-        unit=claim.unit,
-        tolerance=claim.tolerance,
-        relation=claim.relation,
-        holds=fits,
-        kind=claim.kind,
-        cluster=claim.cluster,
-        reason="" if fits else claim.reason or NOT_ANALYSED,
-        note=claim.note,
-    )
+    reason = "" if fits else claim.reason or NOT_ANALYSED
+    return Row(**{**vars(claim), "ours": ours, "holds": fits, "reason": reason})
 
 
 def holds(theirs: Value, ours: Value, tolerance: float, relation: Relation = "within") -> bool:

@@ -12,32 +12,20 @@ Rejected: Table 1's times. They are of whole steps of other runs, which Figure 7
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 from antiphon.cost.network import network
 from antiphon.reproduce import shipped
-from antiphon.reproduce.claim import Claim
+from antiphon.sim.expert_packing import PackingNetwork, choose_packing, packed_layer
 from antiphon.sim.lina_figure_7 import LAYER, MEASURED_CONTENTION
-from antiphon.sim.packing import PackingNetwork, choose_packing, packed_layer
 from antiphon.sim.training_step import BackwardLayer, BackwardOptions, simulate_backward
 
 CLUSTER = "lina-a100"
 NUM_LAYERS = 12
 MEASURED_DEVICES = 16  # of Figure 7's run
 ALL_TO_ALL_SHARE = 0.749  # of a forward layer, Figure 2
-STEP, EFFICIENCY = 0.15, 0.15
-# Section 7.2.1 and Table 3: packing by number of experts; Transformer-XL packs four of sixteen.
-SPEEDUPS = {2: (1.71, (2, 2, 2)), 4: (1.37, (2, 2, 2)), 8: (1.73, (2, 2, 2)), 16: (1.47, (4, 2, 2))}
-TABLE_3 = {"Transformer-XL": (0.33, 0.86, 4), "GPT-2": (0.36, 0.85, 2), "BERT2GPT2": (0.34, 0.79, 2)}
-STEP_REASONS = {
-    2: "With both experts on each of two GPUs no all-to-all is left, and what remains is computation: 1.71 asks for "
-    "a step that was 42% all-to-all, but the paper's Figure 4 gives all-to-all 33% of it, which bounds the gain by "
-    "1.50.",
-}
-
-
-def claims() -> tuple[Claim, ...]:
-    return (*_speedups(), *_exchanges(), *_shares(), *_packing())
+# Section 7.2.1, by number of experts: packing of each of the three models; Transformer-XL packs four of sixteen.
+PACKED = {2: (2, 2, 2), 4: (2, 2, 2), 8: (2, 2, 2), 16: (4, 2, 2)}
 
 
 def packing_network(num_devices: int) -> PackingNetwork:
@@ -107,141 +95,23 @@ def _options(num_experts: int, packed: int, lina: bool) -> BackwardOptions:
 
 def _speedup(num_experts: int) -> float:
     """Mean over the three models, which differ in packing only."""
-    packings = SPEEDUPS[num_experts][1]
+    packings = PACKED[num_experts]
     gains = [step_s(num_experts, 1, False) / step_s(num_experts, packed, True) for packed in packings]
     return sum(gains) / len(gains)
-
-
-def _speedups() -> tuple[Claim, ...]:
-    return tuple(
-        Claim(
-            id=f"lina-step-{num_experts}",
-            paper="LINA",
-            source="Figure 10, section 7.2.1",
-            what=f"step of {num_experts} experts, Lina over DeepSpeed, mean of three models",
-            theirs=theirs,
-            ours=partial(_speedup, num_experts),
-            tolerance=STEP,
-            kind="simulated",
-            cluster=CLUSTER,
-            reason=STEP_REASONS.get(num_experts, ""),
-            note="chose the calibration",
-        )
-        for num_experts, (theirs, _) in SPEEDUPS.items()
-    )
 
 
 def _exchange_gain(num_experts: int) -> float:
     """All-to-all of the backward pass, the baseline's beside all-reduce, over Lina's; mean over the three models."""
     sums = []
-    for packed, lina in ((1, False), *((packed, True) for packed in SPEEDUPS[num_experts][1])):
+    for packed, lina in ((1, False), *((packed, True) for packed in PACKED[num_experts])):
         run = simulate_backward([layer_of(num_experts, packed)] * NUM_LAYERS, _options(num_experts, packed, lina))
         sums.append(sum(run.all_to_all_s()))
     return sum(sums[0] / one for one in sums[1:]) / len(sums[1:])
 
 
-def _exchanges() -> tuple[Claim, ...]:
-    gains = tuple(
-        Claim(
-            id=f"lina-fig13-all-to-all-{num_experts}",
-            paper="LINA",
-            source="Figure 13, section 7.2.1",
-            what=f"all-to-all of the backward pass, {num_experts} experts, DeepSpeed over Lina",
-            theirs=theirs,
-            ours=partial(_exchange_gain, num_experts),
-            tolerance=STEP,
-            kind="simulated",
-            cluster=CLUSTER,
-        )
-        for num_experts, theirs in ((4, 2.21), (8, 2.39), (16, 2.31))
-    )
-    return (
-        *gains,
-        Claim(
-            id="lina-table1-time",
-            paper="LINA",
-            source="Table 1",
-            what="all-to-all time of 4 experts (one node) over 16 experts (four nodes), 12 layers",
-            theirs=259 / 333,
-            ours=lambda: layer_of(4, 1).all_to_all_s / layer_of(16, 1).all_to_all_s,
-            tolerance=STEP,
-            kind="simulated",
-            cluster=CLUSTER,
-            reason="0.78 asks for a node whose GPUs exchange 1.3 times as fast as nodes do. Then packing eight "
-            "experts into groups of one node gains 1.1 in the step, where Figure 10 has 1.73: Table 1 and Figure 10 "
-            "do not fit one network. Ours is chosen with Figure 10.",
-        ),
-    )
-
-
 def _share(num_experts: int) -> float:
     """All-to-all alone (four a layer) over the baseline's step."""
     return 4 * NUM_LAYERS * layer_of(num_experts, 1).all_to_all_s / step_s(num_experts, 1, False)
-
-
-def _shares() -> tuple[Claim, ...]:
-    reason = (
-        "Figure 7's run has 9.4 ms of computation a layer backward; Table 1's steps of the same model have 42 ms of "
-        "other work a layer, both passes together (843 ms, 39.5% all-to-all, 12 layers): attention, optimizer, data "
-        "loading. What Figure 7 does not show is missing in our step, so all-to-all weighs more in it."
-    )
-    return (
-        *(
-            Claim(
-                id=f"lina-fig4-share-{num_experts}",
-                paper="LINA",
-                source="Figure 4, section 2.2",
-                what=f"all-to-all's share of the training step, {num_experts} experts",
-                theirs=theirs,
-                ours=partial(_share, num_experts),
-                tolerance=0.25,
-                kind="simulated",
-                cluster=CLUSTER,
-                reason=reason,
-            )
-            for num_experts, theirs in ((2, 0.334), (16, 0.445))
-        ),
-        Claim(
-            id="lina-fig4-order",
-            paper="LINA",
-            source="Figure 4",
-            what="all-to-all's share grows with the number of experts",
-            theirs="2 < 4 < 8 < 16",
-            ours=lambda: " < ".join(str(count) for count in sorted(SPEEDUPS, key=_share)),
-            kind="simulated",
-            cluster=CLUSTER,
-        ),
-    )
-
-
-def _packing() -> tuple[Claim, ...]:
-    found = []
-    for name, (without, packed, experts) in TABLE_3.items():
-        found += [
-            Claim(
-                id=f"lina-table3-{name.lower()}-experts",
-                paper="LINA",
-                source="Table 3",
-                what=f"{name}: experts per device that Lina's search takes, from {without:.0%} without packing",
-                theirs=float(experts),
-                ours=partial(_chosen, without),
-                unit="experts",
-                kind="simulated",
-                cluster=CLUSTER,
-            ),
-            Claim(
-                id=f"lina-table3-{name.lower()}-efficiency",
-                paper="LINA",
-                source="Table 3",
-                what=f"{name}: pipelining efficiency with {experts} experts per device",
-                theirs=packed,
-                ours=partial(_packed_efficiency, without, experts),
-                tolerance=EFFICIENCY,
-                kind="simulated",
-                cluster=CLUSTER,
-            ),
-        ]
-    return tuple(found)
 
 
 def _layer_at(without: float) -> BackwardLayer:
@@ -258,3 +128,14 @@ def _packed_efficiency(without: float, experts: int) -> float:
     layer = packed_layer(_layer_at(without), packing_network(MEASURED_DEVICES), experts, float(experts))
     run = simulate_backward([layer], BackwardOptions(schedule="micro_ops", pipeline=True))
     return run.pipelining_efficiency()
+
+
+OURS = {
+    "speed-up": _speedup,
+    "exchange gain": _exchange_gain,
+    "exchange over": lambda few, many: layer_of(few, 1).all_to_all_s / layer_of(many, 1).all_to_all_s,
+    "share": _share,
+    "order of shares": lambda: " < ".join(str(count) for count in sorted(PACKED, key=_share)),
+    "packed": _chosen,
+    "efficiency": _packed_efficiency,
+}

@@ -26,10 +26,6 @@ from antiphon.specs.precision import PrecisionSpec
 
 ASCEND, H20 = "mix-ascend", "mix-h20"
 R1, QWEN = "deepseek-r1", "qwen3-235b-a22b"
-TITLES = {R1: "DeepSeek-R1", QWEN: "Qwen3-235B"}
-SHORT = {R1: "r1", QWEN: "qwen3"}
-LEVEL, RATIO, NEAR_ONE = 0.25, 0.25, 0.1  # tolerances of Figure 10
-CHOSE = "chose the calibration"
 WORKLOAD = "mix-sharegpt-4"
 IN_FLIGHT = 16
 

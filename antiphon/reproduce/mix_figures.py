@@ -1,22 +1,20 @@
-"""MixServe's Figures 3, 4, 11 and 12 by the cost model: networks, the three cases of d_DP and d_EP, fused collectives.
+"""MixServe's Figures 3, 4, 10, 11 and 12 by the planner's cost model, on the Ascend 910B cluster and the H20 cluster.
 
-None of them chose the clusters' calibrations (Figure 10 did): all rows are checks.
+Figure 10 (TTFT, ITL, throughput) chose the calibrations; rows that did say so in `note`, all others are checks.
 """
 
-from functools import partial
+from collections.abc import Callable
 
 from antiphon.cost.network import Network, network
 from antiphon.reproduce import shipped
-from antiphon.reproduce.claim import Claim, ClaimMaker
 from antiphon.reproduce.mix_cases import (
     ASCEND,
     CASES,
+    H20,
     IN_FLIGHT,
     MIXSERVE,
     QWEN,
     R1,
-    SHORT,
-    TITLES,
     WORKLOAD,
     itl_s,
     pass_times,
@@ -24,56 +22,7 @@ from antiphon.reproduce.mix_cases import (
     ttft_s,
 )
 
-ORDER_ASCEND = (
-    "Our TTFT falls with the degree of DP or EP: TP over fewer NPUs gathers less (HCCS at 60 GB/s is the slow wire "
-    "here), and attention computes as much. The paper measures the opposite and eq. 5 does not explain it either "
-    "(mix-fig11-eq5)."
-)
-ORDER_H20 = (
-    "d_DP > d_EP has the shortest TTFT in our model: attention on TP 4 reduces half as many bytes and nothing else "
-    "differs. DP ranks with prompts of unequal length, which we take as equal here, would cost it more than the "
-    "others."
-)
-_claim = ClaimMaker(paper="MIX", kind="modelled", cluster=ASCEND)
-
-
-def claims() -> tuple[Claim, ...]:
-    return (
-        *_networks(),
-        *_figure_11(),
-        *_figure_12(),
-    )
-
-
-def _networks() -> tuple[Claim, ...]:
-    return (
-        _claim(
-            "fig3-inside",
-            "Figure 3, section II-B",
-            "DeepSeek-R1's prompts, 910B: all-reduce over 16 against 8 NPUs, 'significant increase'",
-            1.5,
-            lambda: _all_reduce_s(16) / _all_reduce_s(8),
-            relation="at_least",
-            reason="Our all-reduce is hierarchical: of each row only an eighth crosses between nodes, beside 7/8 "
-            "inside, so the second node adds 22%. A flat ring, as MixServe's library seems to run it, would cross "
-            "with all of it.",
-        ),
-        _claim(
-            "fig3-tp-ep",
-            "Figure 3, section II-B",
-            "the same over 32 NPUs: all-reduce of TP against dispatch and combine of EP",
-            "TP > EP",
-            lambda: "TP > EP" if _all_reduce_s(32) > _exchange_s(32) else "TP < EP",
-        ),
-        _claim(
-            "fig4-hybrid",
-            "Figure 4, section II-C",
-            "communication of an MoE block, EP 32 over TP 8 + EP 4 without fusing, at least",
-            1.0,
-            lambda: _exchanged_s("DP+EP TP8") / _exchanged_s("d_DP = d_EP", fused=False),
-            relation="at_least",
-        ),
-    )
+BASELINES = ("TP+PP", "DP+EP TP8", "DP+EP TP4", "Tutel TP8", "Tutel TP4")
 
 
 def _net() -> Network:
@@ -100,62 +49,58 @@ def _exchanged_s(name: str, *, fused: bool | None = None) -> float:
     return float(pass_times(R1, ASCEND, name, "prefill", fused=fused).t_c_s[0])
 
 
-def _figure_11() -> tuple[Claim, ...]:
-    found = []
-    for cluster, theirs in MIXSERVE.items():
-        for model in (R1, QWEN):
-            for metric, title in (("ttft", "shortest TTFT"), ("throughput", "most throughput")):
-                short = "910b" if cluster == ASCEND else "h20"
-                found.append(
-                    _claim(
-                        f"fig11-{metric}-{SHORT[model]}-{short}",
-                        "Figure 11, section IV-C",
-                        f"{'910B' if cluster == ASCEND else 'H20'}, {TITLES[model]}: case with {title}",
-                        theirs,
-                        partial(_best_case, model, cluster, metric),
-                        cluster=cluster,
-                        reason=ORDER_ASCEND if cluster == ASCEND else ORDER_H20,
-                    )
-                )
-    return tuple(found)
-
-
 def _best_case(model: str, cluster: str, metric: str) -> str:
     names = [name for name in CASES[cluster] if name.startswith("d_DP")]
-    if metric == "ttft":
-        return min(names, key=lambda name: ttft_s(model, cluster, name))
-    return max(names, key=lambda name: tokens_per_s(model, cluster, name))
+    best = min if metric == "TTFT" else max
+    return best(names, key=lambda name: READ[metric](model, cluster, name))
 
 
-def _figure_12() -> tuple[Claim, ...]:
-    mixserve = MIXSERVE[ASCEND]
+def _fusing_improves() -> str:
+    """What is better with fused collectives."""
+    fused, plain = ([read(R1, ASCEND, MIXSERVE[ASCEND], fused=on) for read in READ.values()] for on in (True, False))
+    better = (fused[0] < plain[0], fused[1] < plain[1], fused[2] > plain[2])
+    return ", ".join(name for name, is_better in zip(READ, better, strict=True) if is_better)
 
-    def improved() -> str:
-        better = {
-            "TTFT": ttft_s(R1, ASCEND, mixserve, fused=True) < ttft_s(R1, ASCEND, mixserve, fused=False),
-            "ITL": itl_s(R1, ASCEND, mixserve, fused=True) < itl_s(R1, ASCEND, mixserve, fused=False),
-            "throughput": tokens_per_s(R1, ASCEND, mixserve, fused=True)
-            > tokens_per_s(R1, ASCEND, mixserve, fused=False),
-        }
-        return ", ".join(name for name, is_better in better.items() if is_better)
 
-    return (
-        _claim(
-            "fig12-improves",
-            "Figure 12(b), section IV-C",
-            "910B, DeepSeek-R1: what fusing the collectives improves",
-            "TTFT, ITL, throughput",
-            improved,
-            reason="In decode a rank has half a row per round: every round's all-gather pays its own start, more "
-            "than it hides, so fusing saves nothing of ITL in our model (it is then not done). TTFT and throughput "
-            "gain.",
-        ),
-        _claim(
-            "fig12-exchange",
-            "Figure 12(a), section IV-C",
-            "910B, DeepSeek-R1's prompts: fused exchange over synchronous, below",
-            1.0,
-            lambda: _exchanged_s(mixserve, fused=True) / _exchanged_s(mixserve, fused=False),
-            relation="at_most",
-        ),
-    )
+def _over(metric: str, cluster: str, model: str, name: str) -> float:
+    """A configuration over the paper's own."""
+    read = READ[metric]
+    return read(model, cluster, name) / read(model, cluster, MIXSERVE[cluster])
+
+
+def _throughput_gain(cluster: str, model: str, name: str) -> float:
+    """The paper's own configuration over another."""
+    return tokens_per_s(model, cluster, MIXSERVE[cluster]) / tokens_per_s(model, cluster, name)
+
+
+def _over_baselines(metric: str) -> list[float]:
+    return [_over(metric, H20, model, name) for model in (R1, QWEN) for name in BASELINES]
+
+
+def _over_ep() -> list[float]:
+    return [
+        _throughput_gain(cluster, model, name)
+        for cluster in (ASCEND, H20)
+        for model in (R1, QWEN)
+        for name in BASELINES[1:]
+        if name in CASES[cluster]
+    ]
+
+
+READ: dict[str, Callable[..., float]] = {"TTFT": ttft_s, "ITL": itl_s, "throughput": tokens_per_s}
+OURS = {
+    **READ,
+    "over": _over,
+    "best DP+EP": lambda model: min(_over("TTFT", ASCEND, model, name) for name in ("DP+EP TP8", "DP+EP TP4")),
+    "throughput gain": _throughput_gain,
+    "least over": lambda metric: min(_over_baselines(metric)),
+    "most over": lambda metric: max(_over_baselines(metric)),
+    "least over EP": lambda: min(_over_ep()),
+    "most over EP": lambda: max(_over_ep()),
+    "all-reduce over": lambda degree, fewer: _all_reduce_s(degree) / _all_reduce_s(fewer),
+    "slower at": lambda degree: "TP > EP" if _all_reduce_s(degree) > _exchange_s(degree) else "TP < EP",
+    "exchange over hybrid": lambda: _exchanged_s("DP+EP TP8") / _exchanged_s("d_DP = d_EP", fused=False),
+    "best case": _best_case,
+    "fusing improves": _fusing_improves,
+    "fused exchange": lambda name: _exchanged_s(name, fused=True) / _exchanged_s(name, fused=False),
+}

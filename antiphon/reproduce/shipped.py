@@ -4,13 +4,10 @@ from functools import cache
 
 from antiphon.models.config import load_model_spec
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.cluster_file import load_cluster
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.device_file import load_device
+from antiphon.specs.cluster import ClusterSpec, load_cluster
+from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.workload import WorkloadSpec
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import WorkloadSpec, load_workload
 
 
 @cache

@@ -14,7 +14,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
-from antiphon.serve.reachable_host import refuse_wildcard
+from antiphon.serve.joining import refuse_wildcard
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES

@@ -14,9 +14,10 @@ import msgspec
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.serve.fleet import Arrival, WorkerName, WorkerProcess
+from antiphon.serve.fleet import Arrival
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.worker.messages import Configure, FromWorker
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("join")
 

@@ -20,19 +20,18 @@ from concurrent.futures import Future
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
-from antiphon.serve.fleet import Event, Fleet, WorkerName
+from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.limits import SchedulerConfig, check_request
 from antiphon.serve.policy.request import new_request
-from antiphon.serve.reading import read_stats
 from antiphon.serve.request_desk import RequestDesk
-from antiphon.serve.running_step import Commit
 from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.streams import AsyncSink, Sink
-from antiphon.serve.tracked import Matcher, TrackedRequest
+from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
 from antiphon.serve.worker.messages import Spans
-from antiphon.serve.workforce import LOAD_TIMEOUT_S, Workforce
+from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.workforce import Workforce
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
@@ -40,7 +39,9 @@ _TICK_S = 0.2
 
 
 class Engine:
-    """Implements `AsyncEngine`; `submit_to` serves plain threads too. `start` launches the thread, `stop` ends it."""
+    """Implements `AsyncEngine`; `submit_to` serves plain threads too. `start` launches the thread, `stop` ends it.
+
+    The `groups` hand out what their steps make to the `tracked` requests they were built with."""
 
     def __init__(
         self,
@@ -48,21 +49,17 @@ class Engine:
         info: EngineInfo,
         fleet: Fleet,
         groups: list[StepGroup],
+        tracked: TrackedRequests,
         scheduler_config: SchedulerConfig,
         statistics: EngineStatistics,
         relaunch: Callable[[WorkerName], None],
-        make_matcher: Callable[[str], Matcher] | None = None,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         self.info = info
-        self.statistics = statistics
-        self.make_matcher = make_matcher
-        self.workforce = Workforce(
-            fleet=fleet, groups=groups, statistics=statistics, relaunch=relaunch, load_timeout_s=load_timeout_s
-        )
+        self.make_matcher: Callable[[str], Matcher] | None = None  # set by who has a tokenizer
+        self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, relaunch=relaunch)
         self._fleet = fleet
         self._scheduler_config = scheduler_config
-        self._desk = RequestDesk(self.workforce, statistics)
+        self._desk = RequestDesk(self.workforce, statistics, tracked)
         self._spans = SpanCollections()
         self._lock = threading.Lock()
         self._new: dict[str, TrackedRequest] = {}
@@ -76,10 +73,6 @@ class Engine:
         self._given_up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._random = random.SystemRandom()
-
-    def bitmask_of(self, request_id: str) -> bytes | None:
-        """The tokens a request's grammar allows next; None for free text."""
-        return self._desk.tracked.bitmask_of(request_id)
 
     # --- called from other threads -----------------------------------------------------------------------------------
 
@@ -180,13 +173,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """See `AsyncEngine.stats`."""
-        return read_stats(
-            self.workforce,
-            self.statistics,
-            num_waiting=self._desk.num_waiting + len(self._new),
-            num_blocks_per_worker=self._scheduler_config.num_blocks,
-            fatal=self._fatal,
-            draining=self._draining,
+        return self.workforce.stats(
+            num_waiting=self._desk.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
         )
 
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
@@ -236,7 +224,8 @@ class Engine:
             while not self._stopping:
                 self._take_orders()
                 self._desk.assign()
-                self.workforce.start_steps()
+                for group in self.workforce.groups:
+                    group.start_step()
                 self._desk.note_first_schedules()
                 self._desk.count_waiting()
                 for event in self._fleet.poll(_TICK_S):
@@ -274,11 +263,10 @@ class Engine:
         elif isinstance(event.message, Spans):
             self._spans.add(event.worker.name, event.message)
         else:
-            outcome = self.workforce.on_message(event.worker, event.message)
-            if isinstance(outcome, Commit):
-                self._desk.on_commit(outcome)
-            elif outcome is not None:
-                self._desk.on_failure(outcome)
+            failure = self.workforce.on_message(event.worker, event.message)
+            self._desk.on_progress()
+            if failure is not None:
+                self._desk.on_failure(failure)
 
     def _on_death(self, event: Event) -> None:
         failure, homeless = self.workforce.on_death(event)

@@ -1,146 +1,28 @@
 """Worker processes: start, talk, notice death. No policy: what to do about a death is the engine's business.
 
-A worker inherits one end of a socket pair. When its process dies the kernel closes that end, and the next `poll`
-reports it within milliseconds. A stopped process (SIGSTOP) is told from a busy one by its state in the process table.
-Rejected: heartbeats between processes of one machine, which notice later and can be wrong. Nothing here waits for one
-worker: what it does not read now is sent later. One that reads nothing for `send_timeout_s` hangs, and is killed.
+When a worker's process dies the kernel closes its socket, and the next `poll` reports it within milliseconds. A
+stopped process (SIGSTOP) is told from a busy one by its state in the process table. Rejected: heartbeats between
+processes of one machine, which notice later and can be wrong. Nothing here waits for one worker: what it does not read
+now is sent later. One that reads nothing for `send_timeout_s` hangs, and is killed.
 """
 
 import contextlib
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
-
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
-from antiphon.serve import signals
-from antiphon.serve.awake_clock import AwakeClock
-from antiphon.serve.wake_up import WakeUp
-from antiphon.serve.worker.channel import Channel
-from antiphon.serve.worker.messages import Configure, FromWorker, Shutdown, ToWorker
+from antiphon.serve.worker.messages import Configure, FromWorker, ToWorker
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("fleet")
 _SEND_TIMEOUT_S = 30.0
 _LAST_WORD_S = 1.0  # for workers to exit in order; they hold nothing that is not held here
-_HUNG_UP_S = 0.2  # for a worker that closed its socket to end by itself
-_EXIT_TIMEOUT_S = 10.0  # for the kernel to take apart a process that was killed
-
-
-@dataclass(frozen=True)
-class WorkerName:
-    """`attention[0]`, `experts[2]`, `replica[1]`."""
-
-    role: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.role}[{self.index}]"
-
-
-class WorkerProcess:
-    """One incarnation of a worker: a process and the channel to it."""
-
-    is_remote = False
-
-    def __init__(self, name: WorkerName) -> None:
-        self.name = name
-        self.ready = False
-        self.explanation = ""  # of its end: why `kill` was called, or what the worker said itself
-        self.heard_s = 0.0  # when it was started or last said something, by the fleet's clock
-        self.channel: Channel | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Launch the process; it waits for `Configure`. `OSError` if the system has no room for another process."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "antiphon.serve.worker.process", "--fd", str(theirs.fileno())]
-        try:
-            with signals.blocked():
-                self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self.channel = Channel(ours, str(self.name), FromWorker)
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "start() comes first"
-        return self._process.pid
-
-    @property
-    def is_stopped(self) -> bool:
-        """Somebody stopped the process (SIGSTOP, SIGTSTP); it does nothing until it is told to go on."""
-        with contextlib.suppress(psutil.Error):
-            return self.channel is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        return False
-
-    @property
-    def was_killed_from_outside(self) -> bool:
-        """The process has ended by SIGKILL, and not for a reason of ours."""
-        return self._process is not None and self._process.poll() == -signal.SIGKILL and not self.explanation
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it lives."""
-        assert self._process is not None, "start() comes first"
-        self._process.send_signal(number)
-
-    def kill(self, reason: str = "") -> None:
-        """SIGKILL: for a worker that hangs. Its death is then noticed as any other, and explained by `reason`."""
-        if self._process is not None and self._process.poll() is None:
-            self.explanation = self.explanation or reason
-            self._process.kill()
-
-    def end_after_hanging_up(self, reason: str) -> None:
-        """The channel is closed: the process is about to end. Kill it, because of `reason`, if it goes on."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_HUNG_UP_S)
-        self.kill(reason)
-
-    def ask_to_exit(self) -> None:
-        """Send `Shutdown`. A worker that does not take it at once is killed, as is one that loads or was stopped: it
-        would not obey."""
-        if self.channel is None:
-            return
-        with contextlib.suppress(PeerLost):
-            self.channel.enqueue(Shutdown())
-            if self.ready and not self.channel.has_unsent and not self.is_stopped:
-                return
-        self.kill()
-
-    def wait_until_gone(self, timeout_s: float) -> None:
-        """Wait for the process to end; kill it after `timeout_s`."""
-        if self._process is not None:
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self.describe_exit()
-        self.close()
-
-    def describe_exit(self) -> str:
-        """How the process ended, in words. It must have been killed, or be about to exit."""
-        assert self._process is not None, "start() comes first"
-        try:
-            code = self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver: nobody can end it
-            _log.error("%s, process %d, was killed and does not end", self.name, self.pid)
-            return "does not end, although killed"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-
-    def close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+_LONGEST_TICK_S = 1.0  # what passes between two ticks of the clock counts for at most so long
 
 
 @dataclass(frozen=True)
@@ -170,6 +52,56 @@ class Event:
     worker: WorkerProcess
     message: FromWorker | None
     reason: str = ""
+
+
+class WakeUp:
+    """Wakes a thread that sleeps on sockets: a socket pair that its selector watches like any other. `wake` from any
+    thread; the rest is for the thread that sleeps."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        """Becomes readable when somebody calls `wake`."""
+        return self._receiver.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # many wake-ups are pending, or it is closed and nobody sleeps
+            self._sender.send(b"x")
+
+    def drain(self) -> None:
+        """Forget the wake-ups so far."""
+        with contextlib.suppress(BlockingIOError):
+            while self._receiver.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class AwakeClock:
+    """A clock that runs while this process does: for how long a worker has been silent, stopped or hanging.
+
+    Somebody may stop the whole server and let it go on later: ^Z, a benchmark that gives the cores to another engine, a
+    machine that is suspended. Its workers must not be found hanging then. So what passes between two ticks counts for
+    at most a second. Rejected: the system's clock of process time, which stands still while the process only waits.
+
+    `tick` more often than once a second, in one thread; the rest may be used by any."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.paused = False  # the clock stands still: the workers were stopped on purpose
+        self._ticked_s = time.monotonic()
+
+    def tick(self) -> None:
+        """Let the time since the last tick count."""
+        ticked_s = time.monotonic()
+        if not self.paused:
+            self.now_s += min(ticked_s - self._ticked_s, _LONGEST_TICK_S)
+        self._ticked_s = ticked_s
 
 
 class Fleet:

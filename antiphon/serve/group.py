@@ -11,7 +11,8 @@ Recovery, when a worker of a disaggregated group dies or stops answering:
 An attention worker's requests move to the other attention workers, or wait for its return, and are computed again.
 
 Who hangs? Whoever waits in vain names its peers, but may name one that itself waits for a third. So nobody is killed on
-a report: suspects are asked to leave the step and to join the new epoch as everyone is, and only have less time for it.
+a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have less time
+for it.
 
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
 What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
@@ -20,21 +21,56 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from enum import Enum
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.exchange_control import ExchangeControl
-from antiphon.serve.fleet import Fleet, WorkerName, WorkerProcess
+from antiphon.serve.fleet import Fleet
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import Commit, RunningStep, StepFailure
+from antiphon.serve.running_step import RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import ExchangeReport, ExpertReport, Ready, ResetDone, StepFailed, StepResult
+from antiphon.serve.tracked import TrackedRequests
+from antiphon.serve.worker.messages import (
+    Abort,
+    ExchangeReport,
+    ExpertReport,
+    Ready,
+    Reset,
+    ResetDone,
+    StepFailed,
+    StepResult,
+)
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
 _MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
-_SUSPECT_S = 2.0  # what a worker has to answer in, once others waited for it in vain
+_UNRESPONSIVE_S = 2.0  # what a worker has to answer in, once others waited for it in vain
+
+
+class ExchangeControl:
+    """Numbers the epochs of a group's exchange, and hands expert workers' tickets to attention workers."""
+
+    def __init__(self, fleet: Fleet, experts: list[WorkerName]) -> None:
+        self._fleet = fleet
+        self._experts = experts
+        self._tickets: dict[WorkerName, bytes] = {}
+        self._epoch = 0
+
+    def learn(self, worker: WorkerName, ticket: bytes) -> None:
+        """A worker is ready and can be reached so; a restarted one has a new ticket."""
+        self._tickets[worker] = ticket
+
+    def abort_step(self) -> int:
+        """Begin a new epoch and call all workers out of the running step. Returns the epoch to `reset` to."""
+        self._epoch += 1
+        for worker in self._fleet.workers.values():
+            if worker.ready:
+                self._fleet.send(worker, Abort(self._epoch))
+        return self._epoch
+
+    def reset(self, epoch: int) -> Reset:
+        """The order to begin `epoch`. All expert workers must be ready."""
+        return Reset(epoch, [self._tickets[name] for name in self._experts])
 
 
 class Phase(Enum):
@@ -54,25 +90,24 @@ class StepGroup:
         experts: list[WorkerName],
         schedulers: list[Scheduler],
         num_micro_batches: int,
-        control: ExchangeControl | None,
         fleet: Fleet,
         statistics: EngineStatistics,
-        bitmask_of: Callable[[str], bytes | None],
+        tracked: TrackedRequests,
         timeout_s: float,
     ) -> None:
         self.attention = attention
         self.experts = experts
         self.schedulers = dict(zip(attention, schedulers, strict=True))
-        self._control = control
+        self._control = ExchangeControl(fleet, experts) if experts else None
         self._fleet = fleet
         self._statistics = statistics
-        self._step = RunningStep(self.schedulers, num_micro_batches, bitmask_of)
+        self._step = RunningStep(self.schedulers, num_micro_batches, tracked)
         self._timeout_s = timeout_s
         self._phase = Phase.LOADING
         self._epoch = 0
         self._num_asked: Counter[WorkerName] = Counter()
         self._joined: set[WorkerName] = set()
-        self._suspects: set[str] = set()
+        self._unresponsive: set[str] = set()
         self._step_started = 0.0
         self._waiting_since_s = fleet.clock.now_s  # for answers to a step, or for a phase to end
 
@@ -115,13 +150,13 @@ class StepGroup:
 
     # --- what workers say ------------------------------------------------------------------------------------------
 
-    def on_message(self, worker: WorkerProcess, message: object) -> Commit | StepFailure | None:
-        """Handle one message. A `Commit` carries tokens; a `StepFailure` is to be charged to its requests."""
-        if isinstance(message, StepResult):
-            return self._on_result(worker.name, message)
+    def on_message(self, worker: WorkerProcess, message: object) -> StepFailure | None:
+        """Handle one message. A `StepFailure` is to be charged to its requests."""
         if isinstance(message, StepFailed):
             return self._on_failure(worker, message)
-        if isinstance(message, ExpertReport):
+        if isinstance(message, StepResult):
+            self._on_result(worker.name, message)
+        elif isinstance(message, ExpertReport):
             self._statistics.record_experts(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
@@ -134,13 +169,12 @@ class StepGroup:
             self._on_reset_done(worker, message.epoch)
         return None
 
-    def _on_result(self, name: WorkerName, result: StepResult) -> Commit:
-        commit = self._step.commit(name, result)
+    def _on_result(self, name: WorkerName, result: StepResult) -> None:
+        self._step.commit(name, result)
         self._statistics.record_step(result)
         if self.quiet:
             self._statistics.record_group_step(time.monotonic() - self._step_started)
         self._advance()
-        return commit
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
         failure: StepFailure | None = None
@@ -152,7 +186,7 @@ class StepGroup:
         self._step.fail(worker.name)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
-            self._suspects.update(failed.peers)
+            self._unresponsive.update(failed.peers)
         if is_news and self._control is not None:
             self._begin_recovery()
         elif failed.reason == "timeout" and self._phase is Phase.JOINING:
@@ -208,15 +242,15 @@ class StepGroup:
         self._advance()
 
     def on_tick(self) -> None:
-        """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. Suspects have
-        less time, once the step they hold up has been given up."""
+        """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. The
+        unresponsive have less time, once the step they hold up has been given up."""
         waited_s = self._fleet.clock.now_s - self._waiting_since_s
         owing = set(self._step.workers)
         if self._phase is Phase.JOINING:
             owing |= {worker.name for worker in self._loaded()} - self._joined
         for name in owing:
-            suspect = str(name) in self._suspects and self._phase is not Phase.STEPPING
-            if waited_s > (min(_SUSPECT_S, self._timeout_s) if suspect else 2 * self._timeout_s):
+            unresponsive = str(name) in self._unresponsive and self._phase is not Phase.STEPPING
+            if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):
                 _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
                 self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")
 
@@ -247,7 +281,7 @@ class StepGroup:
                 self._fleet.send(worker, self._control.reset(self._epoch))
         everyone_joined = all(worker.name in self._joined for worker in self._loaded())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
-            self._suspects.clear()
+            self._unresponsive.clear()
             self._enter(Phase.STEPPING)
 
     def _experts_loaded(self) -> bool:

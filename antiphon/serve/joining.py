@@ -10,20 +10,22 @@ stranger that says nothing delays nobody. Rejected: pickled handles, and trust i
 import contextlib
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from antiphon.base.errors import PeerLost, PeerTimeout, Refused, ResourceError
+from antiphon.base.errors import PeerLost, PeerTimeout, Refused, ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.serve.reachable_host import is_wildcard
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("join")
@@ -31,9 +33,33 @@ _OPENING_S = 5.0
 _RETRY_S = 0.5
 _MAX_OPENINGS = 64  # at once; more strangers are closed unheard
 _MAX_OPENING_BYTES = 4096
+_SECRET_VARIABLE = "ANTIPHON_JOIN_SECRET"
+_MIN_SECRET_BYTES = 16
 _DEAD_AFTER_S = 3  # a machine or network that says nothing for so long is gone
 
 JoinRole = Literal["attention", "experts"]
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` is written as an address that means "all of this machine's": a place to listen.
+
+    Every spelling counts (`0.0.0.0`, `::`, `0`, `::ffff:0.0.0.0`), so the address is parsed, not compared. Names are
+    not looked up: what a name means is the other machine's affair."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return False  # a name
+    address = ip_address(str(found[0][4][0]).partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_unspecified
+
+
+def refuse_wildcard(option: str, value: str, host: str) -> None:
+    """`UserError` that names the option if nobody can dial the host it gives."""
+    if is_wildcard(host):
+        raise UserError(
+            f"{option} is {value}: nobody can dial that; name the address by which the other machines reach this one"
+        )
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
@@ -198,3 +224,29 @@ def join_engine(
     if not isinstance(answer, Accepted) or not hmac.compare_digest(answer.proof, _prove(secret, "engine", *fields)):
         raise Refused(f"{address} does not know the secret: it is not our engine")
     return channel
+
+
+def exchange_secret(join_secret: bytes) -> bytes:
+    """The secret of the exchange between workers, made from the one that all machines have."""
+    return hmac.digest(join_secret, b"antiphon exchange", hashlib.sha256)
+
+
+def read_join_secret(path: Path | None) -> bytes:
+    """The file's content without white space around it, else the variable's. `UserError` if neither is there.
+
+    Never read from the command line, which everybody on the machine can see."""
+    if path is not None:
+        try:
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise UserError(f"--secret-file {path}: {error.strerror}") from error
+    else:
+        secret = os.environ.get(_SECRET_VARIABLE, "").strip().encode()
+        if not secret:
+            raise UserError(
+                f"no secret to join with: give --secret-file FILE or set {_SECRET_VARIABLE} (for example the output of "
+                "'openssl rand -hex 32'), the same for the engine and all workers"
+            )
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise UserError(f"the secret has {len(secret)} bytes: it must have at least {_MIN_SECRET_BYTES}")
+    return secret

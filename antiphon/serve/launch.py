@@ -5,7 +5,6 @@ What the user got wrong (checkpoint, budget, sizes) is reported before a process
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,23 +18,24 @@ from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_de
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out
+from antiphon.models.weights import ReportProgress
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo
-from antiphon.serve.exchange_control import ExchangeControl
-from antiphon.serve.fleet import Fleet, WorkerName
+from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
-from antiphon.serve.join_secret import exchange_secret
+from antiphon.serve.joining import exchange_secret
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
+from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
-ReportLoading = Callable[[int, int], None]
 
 
 class Launcher:
@@ -84,35 +84,31 @@ class Launcher:
             max_batch_tokens=config.max_batch_tokens,
             context_tokens_per_row=context_tokens_per_row(self.spec),
             max_running=config.max_running,
-            max_waiting=config.max_waiting,
             vocab_size=self.spec.vocab_size,
         )
-        groups: list[StepGroup] = []
-        engine = Engine(
+        tracked = TrackedRequests()
+        groups = [
+            StepGroup(
+                attention=attention,
+                experts=experts,
+                schedulers=[Scheduler(limits) for _ in attention],
+                num_micro_batches=config.num_micro_batches,
+                fleet=self.fleet,
+                statistics=statistics,
+                tracked=tracked,
+                timeout_s=config.timeout_s,
+            )
+            for attention, experts in self._membership()
+        ]
+        return Engine(
             info=self._info(),
             fleet=self.fleet,
             groups=groups,
+            tracked=tracked,
             scheduler_config=limits,
             statistics=statistics,
             relaunch=self.launch,
         )
-        for attention, experts in self._membership():
-            control = ExchangeControl(self.fleet, experts) if experts else None
-            groups.append(
-                StepGroup(
-                    attention=attention,
-                    experts=experts,
-                    schedulers=[Scheduler(limits) for _ in attention],
-                    num_micro_batches=config.num_micro_batches,
-                    control=control,
-                    fleet=self.fleet,
-                    statistics=statistics,
-                    bitmask_of=engine.bitmask_of,
-                    timeout_s=config.timeout_s,
-                )
-            )
-        engine.workforce.adopt_groups()
-        return engine
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""
@@ -125,7 +121,7 @@ class Launcher:
     def _joined_names(self) -> frozenset[WorkerName]:
         """The workers that come from other machines: the last ones of each role."""
         config = self.config
-        places = {
+        places: dict[Role, range] = {
             "attention": range(config.num_attention - config.joined_attention, config.num_attention),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
@@ -146,7 +142,6 @@ class Launcher:
     def _configure(self, name: WorkerName) -> Configure:
         config = self.config
         local_index = self._local_index(name)
-        roles: dict[str, Role] = {"replica": "colocated", "attention": "attention", "experts": "experts"}
         exchange = None
         if self._disaggregated:
             exchange = ExchangeConfig(
@@ -161,7 +156,7 @@ class Launcher:
                 max_rows=config.max_batch_tokens,
             )
         return Configure(
-            role=roles[name.role],
+            role=name.role,
             index=name.index,
             model=str(config.model),
             device=config.device,
@@ -201,7 +196,7 @@ def _say_who_shares(config: ServeConfig) -> None:
         _log.info("%d workers take turns over %d GPUs", config.num_workers, torch.cuda.device_count())
 
 
-def start_engine(config: ServeConfig, report: ReportLoading | None = None) -> Engine:
+def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> Engine:
     """Start all workers and wait until they can step. `report(done, total)` bytes of weights while loading.
 
     `UserError` (one line) if the checkpoint, the budget or a worker's start is at fault. The caller stops it."""

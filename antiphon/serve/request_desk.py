@@ -11,9 +11,9 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.request import Request
-from antiphon.serve.policy.routing import choose_attention_worker
+from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.serve.policy.suspects import Suspects, Verdict
-from antiphon.serve.running_step import Commit, StepFailure
+from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.workforce import Workforce
@@ -24,8 +24,8 @@ _log = get_logger("engine")
 class RequestDesk:
     """Used by the engine's thread; `tracked` and `num_waiting` may be read by any."""
 
-    def __init__(self, workforce: Workforce, statistics: EngineStatistics) -> None:
-        self.tracked = TrackedRequests()
+    def __init__(self, workforce: Workforce, statistics: EngineStatistics, tracked: TrackedRequests) -> None:
+        self.tracked = tracked
         self.num_waiting = 0
         self._workforce = workforce
         self._statistics = statistics
@@ -104,13 +104,11 @@ class RequestDesk:
             self._to_clear.remove(group)
             self.take_back(group.withdraw())
 
-    # --- what steps do ---------------------------------------------------------------------------------------------
+    # --- when steps fail -------------------------------------------------------------------------------------------
 
-    def on_commit(self, commit: Commit) -> None:
-        """Hand out what a step made."""
+    def on_progress(self) -> None:
+        """Steps may have ended: clear suspects who got on."""
         self._suspects.note_progress()
-        for request_id, error in self.tracked.publish(commit):
-            self.end(request_id, "grammar", error)
 
     def on_failure(self, failure: StepFailure) -> None:
         """A step came to nothing: it is tried again as it was, unless that has failed before."""

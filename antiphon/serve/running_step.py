@@ -4,24 +4,17 @@ A part that failed is kept and sent again unchanged: plans are idempotent (`poli
 workers is the group's business (`group.py`), what it means for the requests the engine's.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.policy.micro_batches import micro_batch_steps
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import Progress, SequenceStep, StepPlan
+from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.serve.policy.suspects import Blamed
-from antiphon.serve.worker.messages import Sampled, Step, StepResult
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What a finished part of a step did: per request its progress, and what the worker reported of it."""
-
-    progress: list[Progress]
-    sampled: dict[str, Sampled]
+from antiphon.serve.tracked import TrackedRequests
+from antiphon.serve.worker.messages import RunStep, StepResult
+from antiphon.serve.worker_process import WorkerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +36,27 @@ class _Part:
 
 
 class RunningStep:
-    """One step at a time over the attention workers' schedulers. `bitmask_of`: see `Engine.bitmask_of`."""
+    """One step at a time over the attention workers' schedulers; what it made goes to the `tracked` requests."""
 
     def __init__(
         self,
         schedulers: Mapping[WorkerName, Scheduler],
         num_micro_batches: int,
-        bitmask_of: Callable[[str], bytes | None],
+        tracked: TrackedRequests,
     ) -> None:
         self._schedulers = schedulers
         self._num_micro_batches = num_micro_batches
-        self._bitmask_of = bitmask_of
+        self._tracked = tracked
         self._running: dict[WorkerName, _Part] = {}
         self._failed: dict[WorkerName, _Part] = {}
-        self._round = 0
+        self._num_steps = 0
 
     @property
     def workers(self) -> list[WorkerName]:
         """Attention workers that have not answered yet; empty: no step runs."""
         return list(self._running)
 
-    def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, Step]:
+    def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, RunStep]:
         """What to send to each of `workers` that has something to compute: a part that failed, or a new plan."""
         assert not self._running, "a step is running"
         for name in workers:
@@ -75,7 +68,7 @@ class RunningStep:
                 ratio = scheduler.config.context_tokens_per_row
                 self._running[name] = _Part(plan, micro_batch_steps(plan.sequences, self._num_micro_batches, ratio))
         participants = self._participants()
-        self._round += bool(self._running)
+        self._num_steps += bool(self._running)
         return {name: self._message(part, participants) for name, part in self._running.items()}
 
     def _participants(self) -> list[list[int]]:
@@ -85,14 +78,13 @@ class RunningStep:
             for index in range(num_micro_batches)
         ]
 
-    def _message(self, part: _Part, participants: list[list[int]]) -> Step:
+    def _message(self, part: _Part, participants: list[list[int]]) -> RunStep:
         bitmasks = {}
         for sequence in part.plan.sequences:
-            if sequence.samples and (mask := self._bitmask_of(sequence.request_id)) is not None:
+            if sequence.samples and (mask := self._tracked.bitmask_of(sequence.request_id)) is not None:
                 bitmasks[sequence.request_id] = mask
-        return Step(
-            step=part.plan.step_id,
-            round=self._round,
+        return RunStep(
+            step=self._num_steps,
             released=list(part.plan.released),
             starts=list(part.plan.starts),
             micro_batches=part.micro_batches,
@@ -100,9 +92,10 @@ class RunningStep:
             bitmasks=bitmasks,
         )
 
-    def commit(self, name: WorkerName, result: StepResult) -> Commit:
-        """A worker has computed its part."""
+    def commit(self, name: WorkerName, result: StepResult) -> None:
+        """A worker has computed its part: move its requests forward and hand out what they got."""
         part = self._running.pop(name)
+        scheduler = self._schedulers[name]
         sampled = {entry.request_id: entry for entry in result.requests}
         tokens = []
         for sequence in part.plan.sequences:
@@ -110,7 +103,9 @@ class RunningStep:
                 token_id = sampled[sequence.request_id].token_id
                 assert token_id is not None, "a sampling sequence yields a token"
                 tokens.append(token_id)
-        return Commit(self._schedulers[name].commit(part.plan, tokens), sampled)
+        for request_id, error in self._tracked.publish(scheduler.commit(part.plan, tokens), sampled):
+            self._tracked.end(request_id, "grammar", error)
+            scheduler.abort(request_id)
 
     def fail(self, name: WorkerName) -> None:
         """A worker has not computed its part, if it had one: the same again, next time."""

@@ -8,8 +8,9 @@ import queue
 import threading
 from collections.abc import Iterable
 
-from antiphon.serve.fleet import Fleet, WorkerName
+from antiphon.serve.fleet import Fleet
 from antiphon.serve.worker.messages import Spans, TakeSpans
+from antiphon.serve.worker_process import WorkerName
 
 
 class SpanCollection:

@@ -6,7 +6,7 @@ Outputs of one step travel together: one wake-up of the event loop per step, not
 import asyncio
 import contextlib
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from antiphon.base.errors import UserError
@@ -53,18 +53,41 @@ class AsyncSink:
     def close(self, request_id: str) -> None:
         self._queues.pop(request_id, None)
 
-    async def stream(self, request_id: str, abort: Callable[[str], None]) -> AsyncIterator[EngineOutput]:
-        """Outputs until the last one. Closing the iterator early aborts the request."""
-        finished = False
-        try:
-            while not finished:
-                output = await self._queues[request_id].get()
-                finished = output.finish_reason is not None
-                yield output
-        finally:
-            self.close(request_id)
-            if not finished:
-                abort(request_id)
+    def stream(self, request_id: str, abort: Callable[[str], None]) -> "OutputStream":
+        """Outputs until the last one. `aclose` before that aborts the request."""
+        return OutputStream(self, request_id, self._queues[request_id], abort)
+
+
+class OutputStream:
+    """The outputs of one request, read in its event loop. No generator: one resumed per token and layer adds up."""
+
+    def __init__(
+        self, sink: AsyncSink, request_id: str, queue: asyncio.Queue[EngineOutput], abort: Callable[[str], None]
+    ) -> None:
+        self._sink = sink
+        self._request_id = request_id
+        self._queue = queue
+        self._abort = abort
+        self._finished = False
+
+    def __aiter__(self) -> "OutputStream":
+        return self
+
+    async def __anext__(self) -> EngineOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        output = await self._queue.get()
+        if output.finish_reason is not None:
+            self._finished = True
+            self._sink.close(self._request_id)
+        return output
+
+    async def aclose(self) -> None:
+        """Forget the request; the engine hears of it if it has not ended it. Safe to call again."""
+        if not self._finished:
+            self._finished = True
+            self._sink.close(self._request_id)
+            self._abort(self._request_id)
 
 
 class ThreadSink:

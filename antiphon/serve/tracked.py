@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from antiphon.serve.engine_api import EngineOutput, FinishReason
 from antiphon.serve.policy.request import Request
-from antiphon.serve.running_step import Commit
+from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.streams import Sink
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import TokenLogprob
@@ -70,15 +70,17 @@ class TrackedRequests:
             return None
         return tracked.matcher.fill_bitmask().tobytes()
 
-    def publish(self, commit: Commit) -> list[tuple[str, str]]:
-        """Turn a commit into outputs, one delivery per sink. Returns (id, error) of requests that cannot go on."""
+    def publish(self, progress: list[RequestOutput], sampled: dict[str, Sampled]) -> list[tuple[str, str]]:
+        """Turn what a step did, and what the worker said of each request, into outputs: one delivery per sink.
+
+        Returns (id, error) of requests that cannot go on."""
         outputs: dict[int, tuple[Sink, list[EngineOutput]]] = {}
         broken: list[tuple[str, str]] = []
-        for request_id, sampled in commit.sampled.items():
-            if sampled.prompt_logprobs and (tracked := self._by_id.get(request_id)) is not None:
-                tracked.prompt_logprobs.extend(sampled.prompt_logprobs)
-        for progress in commit.progress:
-            request_id = progress.request.request_id
+        for request_id, entry in sampled.items():
+            if entry.prompt_logprobs and (tracked := self._by_id.get(request_id)) is not None:
+                tracked.prompt_logprobs.extend(entry.prompt_logprobs)
+        for request, token_id, finish_reason in progress:
+            request_id = request.request_id
             tracked = self._by_id.get(request_id)
             if tracked is None:
                 continue
@@ -86,10 +88,9 @@ class TrackedRequests:
                 # The mask this token was drawn under says nothing: do not show the token, even if it seems the end.
                 broken.append((request_id, _broke_off(tracked.matcher)))
                 continue
-            entry = commit.sampled.get(request_id)
-            output = _output(tracked, progress.token_id, progress.finish_reason, entry)
+            output = _output(tracked, token_id, finish_reason, sampled.get(request_id))
             outputs.setdefault(id(tracked.sink), (tracked.sink, []))[1].append(output)
-            if progress.finish_reason is not None:
+            if finish_reason is not None:
                 del self._by_id[request_id]
             elif tracked.matcher is not None and tracked.matcher.error is not None:
                 broken.append((request_id, _broke_off(tracked.matcher)))

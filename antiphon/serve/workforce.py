@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable
 
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.fleet import Event, Fleet, WorkerName, WorkerProcess
+from antiphon.serve.engine_api import EngineStats
+from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import Commit, StepFailure
+from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import Failure, FromWorker, Progress, Ready
+from antiphon.serve.worker.messages import Failure, FromWorker, LoadProgress, Ready, StepResult
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
-LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
+_LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
 _STOPPED_S = 2.0  # a process that is stopped for so long is not about to go on
 _LOOK_S = 0.2  # between two looks for stopped processes
 
@@ -37,26 +39,21 @@ class Workforce:
         groups: list[StepGroup],
         statistics: EngineStatistics,
         relaunch: Callable[[WorkerName], None],
-        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         self.groups = groups
         self.schedulers: dict[WorkerName, Scheduler] = {}
-        self.load_timeout_s = load_timeout_s
+        for group in groups:
+            self.schedulers |= group.schedulers
+        self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
         self._statistics = statistics
         self._relaunch = relaunch
-        self._group_of: dict[WorkerName, StepGroup] = {}
-        self._loading: dict[WorkerName, Progress] = {}
+        self._group_of = {name: group for group in groups for name in _members(group)}
+        self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, Ready] = {}
-        self._restarts: dict[WorkerName, Restarts] = {}
+        self._restarts = {name: Restarts() for name in self._group_of}
         self._stopped_since_s: dict[WorkerProcess, float] = {}
         self._looked_s = 0.0
-
-    def adopt_groups(self) -> None:
-        """Take note of the groups' workers; the groups may be made after this object."""
-        self._group_of = {name: group for group in self.groups for name in _members(group)}
-        self._restarts = {name: Restarts() for name in self._group_of}
-        self.schedulers = {name: scheduler for group in self.groups for name, scheduler in group.schedulers.items()}
 
     # --- read by any thread ----------------------------------------------------------------------------------------
 
@@ -103,19 +100,50 @@ class Workforce:
         total = sum(report.total for report in reports) if len(reports) == len(self._group_of) else 0
         return sum(report.done for report in reports), total
 
+    def stats(self, *, num_waiting: int, fatal: str | None, draining: bool) -> EngineStats:
+        """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
+        statistics = self._statistics
+        counters = [scheduler.counters for scheduler in self.schedulers.values()]
+        pools = [scheduler.occupancy.pool for scheduler in self.schedulers.values()]
+        return EngineStats(
+            num_running=sum(scheduler.num_running for scheduler in self.schedulers.values()),
+            num_waiting=num_waiting,
+            kv_blocks_used=sum(pool.num_used for pool in pools),
+            kv_blocks_total=sum(pool.num_blocks for pool in pools),
+            prefix_cache_hit_tokens=sum(c.prefix_hit_tokens for c in counters),
+            prefix_cache_query_tokens=sum(c.prefix_query_tokens for c in counters),
+            num_preemptions=sum(c.num_preemptions for c in counters),
+            prompt_tokens=statistics.prompt_tokens,
+            generation_tokens=sum(c.generation_tokens for c in counters),
+            num_steps=statistics.num_steps,
+            num_worker_restarts=statistics.num_worker_restarts,
+            attention_idle_ratio=statistics.attention_idle_ratio,
+            expert_idle_ratio=statistics.expert_idle_ratio,
+            exposed_communication_s=statistics.exposed_communication_s,
+            dispatch_bytes=statistics.dispatch_bytes,
+            balancedness_per_layer=statistics.balancedness_per_layer(),
+            queue_times_s=statistics.take_queue_times(),
+            exchange=statistics.exchange(),
+            healthy=fatal is None and self.ready,
+            status=fatal or ("draining" if draining else self._status()),
+            missing=tuple(map(str, self.missing)),
+        )
+
+    def _status(self) -> str:
+        """Who is missing and why, in words."""
+        missing = ", ".join(f"{name} ({why})" for name, why in self.missing.items())
+        if self.ready:
+            return f"degraded: waiting for {missing}" if missing else "ok"
+        return f"waiting for {missing}" if missing else "recovering: the workers begin anew"
+
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
     def group_of(self, name: WorkerName) -> StepGroup:
         return self._group_of[name]
 
-    def start_steps(self) -> None:
-        """A step in every group that stands still and has work."""
-        for group in self.groups:
-            group.start_step()
-
-    def on_message(self, worker: WorkerProcess, message: FromWorker) -> Commit | StepFailure | None:
+    def on_message(self, worker: WorkerProcess, message: FromWorker) -> StepFailure | None:
         """Note what a worker says. `StartFailed` if it cannot start and never could."""
-        if isinstance(message, Progress):
+        if isinstance(message, LoadProgress):
             self._loading[worker.name] = message
             return None
         if isinstance(message, Failure):
@@ -125,12 +153,12 @@ class Workforce:
             self._ready[worker.name] = message
             self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
         group = self._group_of[worker.name]
-        outcome = group.on_message(worker, message)
-        if isinstance(outcome, Commit):
+        failure = group.on_message(worker, message)
+        if isinstance(message, StepResult):
             self._begin_count((worker.name, *group.experts))
-        elif outcome is not None:
+        elif failure is not None:
             self._begin_count(_members(group))
-        return outcome
+        return failure
 
     def _on_refusal(self, worker: WorkerProcess, failure: Failure) -> None:
         """It cannot start. Its death follows, and starts it again where that may help."""

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
-from antiphon.sim.activity import Activity
-from antiphon.sim.disciplines import Discipline, Fifo
+from antiphon.sim.disciplines import Activity, Discipline, Fifo
 from antiphon.sim.gantt import Bar
 from antiphon.sim.servers import Exclusive, Server, Shared
 

@@ -40,14 +40,6 @@ def tracks(bars: Iterable[Bar]) -> list[str]:
     return list(dict.fromkeys(bar.track for bar in bars))
 
 
-def busy_s(bars: Iterable[Bar]) -> dict[str, float]:
-    """Seconds each track was occupied. Bars of one track may overlap: a moment counts once."""
-    by_track: dict[str, list[Bar]] = {}
-    for bar in bars:
-        by_track.setdefault(bar.track, []).append(bar)
-    return {track: covered_s(of_track) for track, of_track in by_track.items()}
-
-
 def covered_s(bars: Sequence[Bar], start_s: float = float("-inf"), end_s: float = float("inf")) -> float:
     """Length of the union of the bars inside [start_s, end_s]."""
     covered, reached = 0.0, start_s

@@ -27,7 +27,6 @@ from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.plan import PhaseName, PhasePlan, Plan
 
 Prefill = Literal["mixed", "elsewhere"]
-_UNLIMITED = 2**31
 _MOST_PREFILLS = 256
 
 
@@ -142,7 +141,6 @@ def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand,
         max_batch_tokens=per_worker if name == "prefill" else max(SchedulerConfig.max_batch_tokens, per_worker),
         context_tokens_per_row=context_tokens_per_row(setting.model),
         max_running=max_running,
-        max_waiting=_UNLIMITED,
         watermark_blocks=reserved,
     )
 

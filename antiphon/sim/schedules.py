@@ -15,8 +15,7 @@ from typing import Literal
 
 from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import MicroOp, MicroOpScheduler
-from antiphon.sim.activity import Activity
-from antiphon.sim.disciplines import Priority, Slice
+from antiphon.sim.disciplines import Activity, Priority, Slice
 
 Schedule = Literal["baseline", "priority", "deferral", "known", "micro_ops"]
 SCHEDULES: tuple[Schedule, ...] = ("baseline", "priority", "deferral", "known", "micro_ops")

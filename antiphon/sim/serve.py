@@ -19,8 +19,8 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.serve.policy.limits import check_request
 from antiphon.serve.policy.request import Request, new_request
-from antiphon.serve.policy.routing import choose_attention_worker
-from antiphon.serve.policy.step import Progress
+from antiphon.serve.policy.scheduler import choose_attention_worker
+from antiphon.serve.policy.step import RequestOutput
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.instances import Instance
 from antiphon.sim.live_pool import LivePool, start_pool
@@ -218,7 +218,7 @@ class _Simulation:
         self._at(self._now_s + pool.transfer_s(request.num_prompt), self._transferred, record)
         return True
 
-    def _deliver(self, progress: list[Progress]) -> None:
+    def _deliver(self, progress: list[RequestOutput]) -> None:
         """Tokens of a step to their requests."""
         records = self._record_of
         gaps: dict[float, int] = {}

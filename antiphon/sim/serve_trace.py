@@ -6,7 +6,6 @@ they were busy; failures and pauses are bars on the tracks they stopped. Rejecte
 shows one step from inside.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,14 @@ from antiphon.sim.live_pool import LivePool
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve import ServingRun
 from antiphon.sim.serve_log import StepBar
+from antiphon.sim.trace import write_events
 
 _EXPERTS_TRACK = 1_000_000
 
 
 def write_serving_trace(path: Path, run: ServingRun) -> None:
     """Write `run`, which must have been recorded with its steps, to `path`, replacing it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for number, event in enumerate(_events(run)):
-            file.write(("," if number else "") + "\n" + json.dumps(event))
-        file.write("\n]}\n")
+    write_events(path, _events(run))
 
 
 def _events(run: ServingRun) -> Iterator[dict[str, Any]]:

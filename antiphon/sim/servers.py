@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from antiphon.sim.activity import Activity
-from antiphon.sim.disciplines import Discipline, Slice
+from antiphon.sim.disciplines import Activity, Discipline, Slice
 
 RateOf = Callable[[Sequence[str]], Sequence[float]]
 RELATIVE_TIE = 1e-12  # activities of a shared resource whose ends differ by less than rounding end together

@@ -1,9 +1,8 @@
 """Writes bars as a trace for Perfetto: Chrome's JSON, the format that `antiphon serve --timeline` writes, too.
 
 One process per worker or endpoint (the first word of a track's name), one thread per track; complete events ("X") with
-layer and micro-batch, times in microseconds from the first bar. Arrows (`flows`) lead from the end of one bar to the
-start of another. Written piece by piece, so that a large trace needs no second copy in memory. Rejected: Perfetto's
-binary format, which needs its own library.
+layer and micro-batch, times in microseconds from the first bar. Written piece by piece, so that a large trace needs no
+second copy in memory. Rejected: Perfetto's binary format, which needs its own library.
 """
 
 import json
@@ -14,16 +13,21 @@ from typing import Any
 from antiphon.sim.gantt import Bar, span_s, tracks
 
 
-def write_trace(path: Path, bars: Sequence[Bar], flows: Iterable[tuple[Bar, Bar]] = ()) -> None:
+def write_trace(path: Path, bars: Sequence[Bar]) -> None:
     """Write `bars` to `path`, replacing it."""
+    write_events(path, _events(bars))
+
+
+def write_events(path: Path, events: Iterable[dict[str, Any]]) -> None:
+    """Write events of Chrome's format to `path`, replacing it."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for number, event in enumerate(_events(bars, flows)):
+        for number, event in enumerate(events):
             file.write(("," if number else "") + "\n" + json.dumps(event))
         file.write("\n]}\n")
 
 
-def _events(bars: Sequence[Bar], flows: Iterable[tuple[Bar, Bar]]) -> Iterator[dict[str, Any]]:
+def _events(bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
     origin_s, _ = span_s(bars)
     processes: dict[str, int] = {}
     places: dict[str, dict[str, int]] = {}
@@ -36,10 +40,6 @@ def _events(bars: Sequence[Bar], flows: Iterable[tuple[Bar, Bar]]) -> Iterator[d
         yield _name("thread_name", part or "work", places[track])
     for bar in bars:
         yield _complete(bar, origin_s, places[bar.track])
-    for number, (source, target) in enumerate(flows, start=1):
-        arrow = {"name": "flow", "cat": "flow", "id": number}
-        yield {**arrow, "ph": "s", "ts": (source.end_s - origin_s) * 1e6, **places[source.track]}
-        yield {**arrow, "ph": "f", "bp": "e", "ts": (target.start_s - origin_s) * 1e6, **places[target.track]}
 
 
 def _name(kind: str, name: str, place: dict[str, int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Exact counts that follow from a `ModelSpec`: parameters by part, KV bytes, floating-point operations per token.
+"""Exact counts that follow from a `ModelSpec`: parameters by part, floating-point operations per token.
 
 Nothing here is estimated. A parameter is an element of a checkpoint's tensor; a FLOP is a multiplication or an
 addition of a matrix product, so a matrix with P elements costs 2 P per row (norms, rotation, softmax and activations
@@ -16,7 +16,6 @@ Rejected: counting by building the model on torch's meta device; it takes second
 from dataclasses import dataclass
 
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
-from antiphon.specs.precision import BYTES_OF, StorageDtype
 
 GATED_MATRICES = 3  # gate, up, down: the feed-forwards of all supported families are gated
 
@@ -194,21 +193,3 @@ def context_tokens_per_row(model: ModelSpec) -> float:
     rest = flops_per_token(model, 0, with_head=False)
     per_token = flops_per_token(model, 1, with_head=False) - rest
     return rest / (per_token * ((1 - model.attention.windowed_share) or 1.0))
-
-
-def kv_elements_per_token(model: ModelSpec) -> int:
-    """Cached elements of one token in ONE layer: keys and values of the KV heads, or one latent row."""
-    attention = model.attention
-    if attention.latent is not None:
-        return attention.latent.key_dim
-    return 2 * attention.num_kv_heads * attention.head_dim
-
-
-def kv_bytes_per_token_layer(model: ModelSpec, dtype: StorageDtype) -> float:
-    """Bytes of KV cache of one token in one layer; a fraction of a byte is possible with int4."""
-    return kv_elements_per_token(model) * BYTES_OF[dtype]
-
-
-def kv_bytes_per_token(model: ModelSpec, dtype: StorageDtype) -> float:
-    """Bytes of KV cache of one token over all layers (MegaScale-Infer eq. 8 counts the same, in BF16)."""
-    return model.num_layers * kv_bytes_per_token_layer(model, dtype)

@@ -1,11 +1,23 @@
-"""A training plan: what a trainer needs to obey it and a person to judge it. Written by the planner, read by all."""
+"""A plan to train: what a trainer needs to obey it and a person to judge it; its JSON, written and read strictly.
 
-from dataclasses import dataclass, field
+    {"version": 1, "phase": "train", "model": ..., "layout": {...}, "predicted": {...}, "rejected": [...]}
+
+1. `phase` tells it from a plan to serve, whose phases lie under `phases`
+2. sizes must fit together: micro-batches make up the batch, the layout has no more devices than were offered
+3. unknown keys and other versions are refused by name
+
+Rejected: one file format for serving and training. They share no size but a device's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from antiphon.base.errors import UserError
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.precision import StorageDtype
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive
+from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +114,100 @@ class TrainingPlan:
     model_config: dict[str, Any] = field(default_factory=dict)
     num_candidates: CountFromZero = 0
     search_s: NotNegative = 0.0
+
+
+VERSION = 1
+PHASE: Literal["train"] = "train"
+MOST_SHARDED = 3  # of ZeRO
+
+
+def training_plan_to_json(plan: TrainingPlan) -> dict[str, Any]:
+    """Plain JSON values in the shape above; an alternative that cannot run has neither layout nor prediction."""
+    values = asdict(plan)
+    version = values.pop("version")
+    values["layout"] = _layout_to_json(plan.layout)
+    values["predicted"] = _predicted_to_json(plan.predicted)
+    values["rejected"] = [_rejected_to_json(rejected) for rejected in plan.rejected]
+    values["notes"] = list(plan.notes)
+    return {"version": version, "phase": PHASE, **values}
+
+
+def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training plan") -> TrainingPlan:
+    """The plan a mapping holds; `UserError` names the key, its value and the mend."""
+    return _plan(Table(mapping, where))
+
+
+def read_training_plan(path: str | Path) -> TrainingPlan:
+    return _plan(read_json(Path(path)))
+
+
+def write_training_plan(plan: TrainingPlan, path: str | Path) -> None:
+    """Replaces the file at `path`."""
+    write_json(training_plan_to_json(plan), Path(path))
+
+
+def _layout_to_json(layout: TrainingLayout) -> dict[str, Any]:
+    return asdict(layout) | {"rematerialized": list(layout.rematerialized)}
+
+
+def _predicted_to_json(predicted: TrainingPredicted) -> dict[str, Any]:
+    values = asdict(predicted)
+    if not predicted.bound_by:
+        del values["bound_by"]
+    return values
+
+
+def _rejected_to_json(rejected: RejectedTraining) -> dict[str, Any]:
+    written: dict[str, Any] = {"name": rejected.name, "reason": rejected.reason}
+    if rejected.layout is not None:
+        written["layout"] = _layout_to_json(rejected.layout)
+    if rejected.predicted is not None:
+        written["predicted"] = _predicted_to_json(rejected.predicted)
+    return written
+
+
+def _plan(table: Table) -> TrainingPlan:
+    if table.has("phases"):
+        raise UserError(f"{table.where}: this plan is one to serve: make one with `antiphon plan --phase {PHASE}`")
+    version = table.whole("version", at_least=0)
+    if version != VERSION:
+        fix = f"make the plan again with `antiphon plan --phase {PHASE}`"
+        raise table.error("version", f"this program reads version {VERSION}: {fix}")
+    table.choice("phase", (PHASE,))
+    num_devices, global_batch = table.whole("num_devices"), table.whole("global_batch")
+    rejected = table.tables("rejected") if table.has("rejected") else ()
+    return table.read(
+        TrainingPlan,
+        layout=_layout(table.table("layout"), num_devices, global_batch),
+        rejected=tuple(_rejected(entry, num_devices, global_batch) for entry in rejected),
+    )
+
+
+def _layout(table: Table, num_devices: int, global_batch: int) -> TrainingLayout:
+    layout = table.read(TrainingLayout)
+    _check_layout(table, layout, num_devices, global_batch)
+    return layout
+
+
+def _check_layout(table: Table, layout: TrainingLayout, num_devices: int, global_batch: int) -> None:
+    """What each size alone cannot show."""
+    if layout.zero > MOST_SHARDED:
+        raise table.error("zero", f"it must be at most {MOST_SHARDED}")
+    if layout.virtual_stages > 1 and layout.pipeline == 1:
+        raise table.error("virtual_stages", "a pipeline of 1 stage has nothing to interleave: use 1")
+    if layout.deduplicate and layout.dispatch != "all_to_all":
+        raise table.error("deduplicate", "only an all-to-all can send a token once per rank: use false")
+    if layout.num_devices > num_devices:
+        used = f"{layout.model_parallel} * {layout.pipeline} * {layout.data_parallel} devices"
+        raise UserError(f"{table.where}: {used} are more than the {num_devices} of num_devices: make them fit")
+    batch = layout.data_parallel * layout.micro_batch * layout.num_micro_batches
+    if batch != global_batch:
+        raise UserError(
+            f"{table.where}: data_parallel * micro_batch * num_micro_batches is {batch}: "
+            f"it must be global_batch, {global_batch}"
+        )
+
+
+def _rejected(table: Table, num_devices: int, global_batch: int) -> RejectedTraining:
+    layout = _layout(table.table("layout"), num_devices, global_batch) if table.has("layout") else None
+    return table.read(RejectedTraining, layout=layout)

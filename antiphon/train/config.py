@@ -133,8 +133,11 @@ class TrainConfig:
         return self.batch * self.sequence_length
 
     def as_table(self) -> dict[str, Any]:
-        """As it would stand in a file; paths are absolute."""
-        return asdict(self)
+        """As it would stand in a file; paths are absolute. What is empty is left out, as a file leaves it out."""
+        return {
+            key: {name: entry for name, entry in value.items() if entry != ""} if isinstance(value, dict) else value
+            for key, value in asdict(self).items()
+        }
 
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:

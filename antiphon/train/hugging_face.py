@@ -22,8 +22,8 @@ from antiphon.models.config import tensor_names
 from antiphon.models.load import open_checkpoint
 from antiphon.models.names import StackedLayout
 from antiphon.models.shard_index import INDEX_NAME
-from antiphon.models.tensors import ExpertRefs, Plan, attention_layer_plan, check, expert_refs, outer_plan
-from antiphon.models.weights import Progress, WeightReader
+from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, check, expert_refs, outer_plan
+from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights
@@ -40,7 +40,7 @@ _BESIDE_WEIGHTS = (
 )
 
 
-def import_weights(model: MoeModel, folder: Path, progress: Progress | None = None) -> None:
+def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | None = None) -> None:
     """Fill `model` from the checkpoint in `folder`; `CheckpointError` if it is another model's or damaged."""
     spec, names = model.spec, tensor_names(model.spec)
     checkpoint = open_checkpoint(folder, spec)
@@ -103,7 +103,7 @@ def tensors_of(model: MoeModel) -> Iterator[tuple[str, Tensor]]:
             yield from _of_experts(Weights(module, torch.float32), refs, spec)
 
 
-def _of_plan(module: nn.Module, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _of_plan(module: nn.Module, plan: LoadPlan, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     weights = Weights(module, torch.float32)
     for purpose, refs in plan.items():
         rows = torch.split(weights.stored(purpose).detach(), [ref.shape[0] for ref in refs])

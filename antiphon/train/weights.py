@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.models.config import tensor_names
-from antiphon.models.tensors import Plan, attention_layer_plan, outer_plan
+from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
 from antiphon.specs.model import ModelSpec
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
@@ -64,7 +64,7 @@ def layer_parameters(spec: ModelSpec, layer: int) -> list[ParameterSpec]:
     return found
 
 
-def _of_plan(plan: Plan) -> Iterator[ParameterSpec]:
+def _of_plan(plan: LoadPlan) -> Iterator[ParameterSpec]:
     for purpose, refs in plan.items():
         rows = sum(ref.shape[0] for ref in refs)
         shape = (rows, *refs[0].shape[1:])

@@ -6,10 +6,8 @@
 namespace antiphon::bind {
 
 void bind_m2n_errors(nanobind::module_& module);
-void bind_m2n_prepared_call(nanobind::module_& module);
 void bind_m2n_inbox(nanobind::module_& module);
 void bind_m2n_outbox(nanobind::module_& module);
-void bind_m2n_fanout(nanobind::module_& module);
 void bind_m2n_endpoint(nanobind::module_& module);
 void bind_m2n_exchange(nanobind::module_& module);
 void bind_m2n_libfabric(nanobind::module_& module);

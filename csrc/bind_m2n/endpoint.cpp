@@ -77,7 +77,6 @@ void bind_m2n_endpoint(nb::module_& module) {
         .def_rw("provider", &Options::provider)
         .def_rw("data_traffic_class", &Options::data_traffic_class)
         .def_rw("credit_traffic_class", &Options::credit_traffic_class)
-        .def_rw("cache_bytes", &Options::cache_bytes, nb::arg().none())
         .def_rw("shuffle_seed", &Options::shuffle_seed);
 
     nb::class_<Endpoint>(module, "Endpoint")

@@ -5,7 +5,6 @@
 
 #include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
-#include "bind_m2n/prepared_call.h"
 
 namespace nb = nanobind;
 
@@ -38,7 +37,7 @@ nb::list counters_of(m2n::Inbox& inbox) {
         nb::dict row;
         row["name"] = source.name;
         row["state"] = name_of(source.state);
-        row["epoch"] = source.epoch;
+        row["incarnation"] = source.incarnation;
         row["messages"] = source.messages;
         row["bytes"] = source.bytes;
         row["stale"] = source.stale;
@@ -84,15 +83,6 @@ void bind_m2n_inbox(nb::module_& module) {
                  within(timeout_s, [&](m2n::Deadline deadline) { inbox.wait(step, expected.get(), deadline); });
              },
              nb::arg("step"), nb::arg("expect"), nb::arg("timeout_s"))
-        .def("prepare_wait",
-             [](std::shared_ptr<Inbox> inbox, nb::handle expect, double timeout_s) {
-                 ExpectedSources expected(expect, inbox->spec().sources);
-                 deadline_after(timeout_s);  // refuses what is no timeout
-                 return PreparedCall([=, expected = std::move(expected)](uint64_t step) {
-                     within(timeout_s, [&](m2n::Deadline deadline) { inbox->wait(step, expected.get(), deadline); });
-                 });
-             },
-             nb::arg("expect"), nb::arg("timeout_s"))
         .def("wait_complete",
              [](Inbox& inbox, double timeout_s) {
                  return within(timeout_s, [&](m2n::Deadline deadline) { return inbox.wait_complete(deadline); });

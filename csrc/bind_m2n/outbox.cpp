@@ -1,9 +1,12 @@
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
+#include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
-#include "bind_m2n/sending.h"
 
 namespace nb = nanobind;
 
@@ -12,6 +15,16 @@ namespace antiphon::bind {
 namespace {
 
 using m2n::Outbox;
+using SlotView = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+
+// A payload that is still being sent is kept alive, whatever the caller does with his reference.
+void keep_while_sending(Outbox& outbox, m2n::SlotId slot, nb::handle payload) {
+    if (outbox.source_reusable(slot)) return;
+    outbox.keep(slot, std::shared_ptr<Buffer>(new Buffer(payload), [](Buffer* buffer) {
+        nb::gil_scoped_acquire acquire;
+        delete buffer;
+    }));
+}
 
 void send(Outbox& outbox, uint64_t step, nb::handle payload, const std::vector<uint32_t>& user, uint32_t participants,
           double timeout_s) {
@@ -23,8 +36,18 @@ void send(Outbox& outbox, uint64_t step, nb::handle payload, const std::vector<u
     keep_while_sending(outbox, slot, payload);
 }
 
+// The array keeps the outbox, and with it the slot's memory.
 SlotView slot(const std::shared_ptr<Outbox>& outbox, double timeout_s) {
-    return view_of_slot(outbox, within(timeout_s, [&](m2n::Deadline deadline) { return outbox->slot(deadline); }));
+    std::byte* payload = within(timeout_s, [&](m2n::Deadline deadline) { return outbox->slot(deadline); });
+    auto* owner = new std::shared_ptr<Outbox>(outbox);
+    nb::capsule capsule(owner, [](void* held) noexcept { delete static_cast<std::shared_ptr<Outbox>*>(held); });
+    const size_t shape[1] = {static_cast<size_t>(outbox->spec().slot_bytes)};
+    return {payload, 1, shape, capsule};
+}
+
+void wait_all_credits(const std::vector<Outbox*>& outboxes, double timeout_s) {
+    if (std::ranges::count(outboxes, nullptr) > 0) throw nb::type_error("one of the outboxes is None");
+    within(timeout_s, [&](m2n::Deadline deadline) { Outbox::wait_all_credits(outboxes, deadline); });
 }
 
 nb::dict counters_of(Outbox& outbox) {
@@ -33,7 +56,6 @@ nb::dict counters_of(Outbox& outbox) {
     row["messages"] = outbox.counters().messages;
     row["bytes"] = outbox.counters().bytes;
     row["credit_waits"] = outbox.counters().credit_waits;
-    row["nontemporal"] = outbox.num_nontemporal();
     row["credits"] = outbox.credits();
     return row;
 }
@@ -74,6 +96,7 @@ void bind_m2n_outbox(nb::module_& module) {
             const auto& counts = outbox.credit_histogram().counts();
             return std::vector<uint64_t>(counts.begin(), counts.end());
         });
+    module.def("wait_all_credits", &wait_all_credits, nb::arg("outboxes"), nb::arg("timeout_s"));
 }
 
 }  // namespace antiphon::bind

@@ -6,8 +6,8 @@
 // them even while its processes are busy or stopped, so only a dead machine or network makes the timeout, never load.
 //
 // Opening: hello (inbox, source, name, nonce) -> challenge (nonce) -> proof (HMAC-SHA256 of both under the shared
-// secret) -> welcome (epoch, sizes, the receiver's proof, blobs) or refusal (words). Every length is checked before it
-// is believed; a stranger's bytes cost one closed connection and one counter.
+// secret) -> welcome (incarnation, sizes, the receiver's proof, blobs) or refusal (words). Every length is checked
+// before it is believed; a stranger's bytes cost one closed connection and one counter.
 #pragma once
 
 #include <atomic>
@@ -38,7 +38,7 @@ struct Hello {
 };
 
 struct Welcome {
-    Epoch epoch = 0;
+    Incarnation incarnation = 0;
     uint32_t slots = 0;
     uint64_t slot_bytes = 0;
     std::string name;  // of the receiver

@@ -101,8 +101,8 @@ std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, ui
     auto inbox = std::make_shared<Inbox>(options_.name, spec, transport_, policy_, interrupted_,
                                          [line = line_](ConnectionId connection) { line->hang_up(connection); });
     const std::lock_guard lock(mutex_);
-    // Epochs begin anywhere, so that a message of an earlier process with the same name and inbox fits nowhere.
-    inboxes_[spec.id] = OpenInbox{inbox, {}, random_number<Epoch>() | 1};
+    // Incarnations begin anywhere, so that a message of an earlier process with the same name and inbox fits nowhere.
+    inboxes_[spec.id] = OpenInbox{inbox, {}, random_number<Incarnation>() | 1};
     return inbox;
 }
 
@@ -137,7 +137,7 @@ std::shared_ptr<Outbox> Endpoint::connect(const Ticket& ticket, SourceId source,
     try {
         check_range("slots of " + ticket.name, welcome.slots, max_slots);
         check_range("slot bytes of " + ticket.name, welcome.slot_bytes, max_slot_bytes);
-        const PairSpec spec{source, welcome.slots, welcome.slot_bytes, welcome.epoch, ticket.sources};
+        const PairSpec spec{source, welcome.slots, welcome.slot_bytes, welcome.incarnation, ticket.sources};
         std::unique_ptr<Link> link =
             transport_->open_link(spec, welcome.blob, ticket.address.host, ticket.address.port, deadline);
         std::shared_ptr<Tie> tie = make_tie(connection);
@@ -172,11 +172,11 @@ Welcome Endpoint::on_hello(ConnectionId connection, const Hello& hello) {
             throw Error(Code::refused, "source " + std::to_string(hello.source) + " asked for, the inbox has " +
                                            std::to_string(inbox->spec().sources));
         }
-        spec = {hello.source, inbox->spec().slots, inbox->spec().slot_bytes, found->second.next_epoch,
+        spec = {hello.source, inbox->spec().slots, inbox->spec().slot_bytes, found->second.next_incarnation,
                 inbox->spec().sources};
-        found->second.next_epoch = spec.epoch + 1 == 0 ? 1 : spec.epoch + 1;
+        found->second.next_incarnation = spec.incarnation + 1 == 0 ? 1 : spec.incarnation + 1;
     }
-    Welcome welcome{spec.epoch, spec.slots, spec.slot_bytes, options_.name, {}};
+    Welcome welcome{spec.incarnation, spec.slots, spec.slot_bytes, options_.name, {}};
     std::shared_ptr<Landing> landing = transport_->open_landing(spec, hello.introduction, welcome.blob);
     {
         const std::lock_guard lock(mutex_);
@@ -190,7 +190,7 @@ Welcome Endpoint::on_hello(ConnectionId connection, const Hello& hello) {
         }
         connections[hello.source] = connection;
     }
-    inbox->membership().push({connection, true, hello.source, spec.epoch, hello.name, std::move(landing)});
+    inbox->membership().push({connection, true, hello.source, spec.incarnation, hello.name, std::move(landing)});
     transport_->interrupt();
     return welcome;
 }

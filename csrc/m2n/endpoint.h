@@ -87,7 +87,7 @@ class Endpoint final : private ControlHandler {
     struct OpenInbox {
         std::shared_ptr<Inbox> inbox;
         std::map<SourceId, ConnectionId> connections;
-        Epoch next_epoch = 1;
+        Incarnation next_incarnation = 1;
     };
     std::mutex mutex_;  // guards the tables below, which both threads use
     std::map<uint64_t, OpenInbox> inboxes_;

@@ -106,7 +106,8 @@ std::vector<std::byte> ServerOpening::challenge() const { return encode_frame(Fr
 std::vector<std::byte> ServerOpening::welcome(const Welcome& welcome) const {
     const uint8_t num_descriptors = count_of(welcome.blob.descriptors, descriptors_allowed_);
     const std::vector<std::byte> body =
-        WelcomeBody{welcome.epoch, welcome.slots, welcome.slot_bytes, welcome.name, welcome.blob.bytes, num_descriptors}
+        WelcomeBody{welcome.incarnation, welcome.slots,      welcome.slot_bytes,
+                    welcome.name,        welcome.blob.bytes, num_descriptors}
             .encode();
     const Digest proof = prove(secret_, server_label, {hello_body_, nonce_, introduction_body_, body});
     return behind_proof(FrameType::welcome, proof, body);
@@ -139,7 +140,7 @@ Welcome ClientOpening::accept(const Frame& welcome, std::vector<FileDescriptor>&
     if (body.num_descriptors > 0 && !descriptors_allowed_) {
         throw Error(Code::invalid, "descriptors announced on a connection that cannot carry them");
     }
-    Welcome accepted{body.epoch, body.slots, body.slot_bytes, std::move(body.name), {}};
+    Welcome accepted{body.incarnation, body.slots, body.slot_bytes, std::move(body.name), {}};
     accepted.blob.bytes = std::move(body.blob);
     accepted.blob.descriptors = take_announced(descriptors, body.num_descriptors);
     return accepted;

@@ -17,7 +17,7 @@ constexpr size_t num_user_words = 8;
 struct MessageHeader {
     uint32_t magic = header_magic;
     uint32_t immediate = 0;     // the same word that travels beside the write
-    Epoch epoch = 0;            // of the source's connection
+    Incarnation incarnation = 0;            // of the source's connection
     uint32_t participants = 0;  // how many sources send for this step; 0: the sender does not say
     Step step = 0;
     uint64_t length = 0;        // payload bytes that follow
@@ -27,11 +27,12 @@ struct MessageHeader {
 constexpr size_t header_bytes = 64;
 static_assert(sizeof(MessageHeader) == header_bytes);
 
-enum class HeaderFault { none, magic, immediate, epoch, length };
+enum class HeaderFault { none, magic, immediate, incarnation, length };
 
-inline HeaderFault check(const MessageHeader& header, Immediate expected, Epoch epoch, uint64_t slot_bytes) {
+inline HeaderFault check(const MessageHeader& header, Immediate expected, Incarnation incarnation,
+                         uint64_t slot_bytes) {
     if (header.magic != header_magic) return HeaderFault::magic;
-    if (header.epoch != epoch) return HeaderFault::epoch;
+    if (header.incarnation != incarnation) return HeaderFault::incarnation;
     if (header.immediate != expected.pack()) return HeaderFault::immediate;
     if (header.length > slot_bytes) return HeaderFault::length;
     return HeaderFault::none;

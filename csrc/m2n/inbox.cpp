@@ -32,7 +32,7 @@ const char* words_for(HeaderFault fault) {
         case HeaderFault::none: return "no fault";
         case HeaderFault::magic: return "not a message header";
         case HeaderFault::immediate: return "the header's immediate is not the one that came with it";
-        case HeaderFault::epoch: return "the epoch is another incarnation's";
+        case HeaderFault::incarnation: return "it is another incarnation's";
         case HeaderFault::length: return "the length is more than a slot holds";
     }
     return "unknown fault";
@@ -111,7 +111,7 @@ void Inbox::join(MembershipEvent& event) {
     drop_messages_of(event.source);
     source.counters.state = SourceState::live;
     source.counters.name = event.name;
-    source.counters.epoch = event.epoch;
+    source.counters.incarnation = event.incarnation;
     source.connection = event.connection;
     source.landing = std::move(event.landing);
     source.loss_reported = true;
@@ -135,7 +135,7 @@ void Inbox::arrive(SourceId index, Immediate immediate) {
     HeaderFault fault = HeaderFault::immediate;
     if (immediate.source == index && immediate.slot < spec_.slots) {
         std::memcpy(&header, source.landing->slot(immediate.slot), header_bytes);
-        fault = check(header, immediate, source.counters.epoch, spec_.slot_bytes);
+        fault = check(header, immediate, source.counters.incarnation, spec_.slot_bytes);
         const Stored& stored = stored_[place_of(immediate)];
         const bool in_turn = !stored.held && immediate.sequence == next_sequence(stored.sequence);
         if (fault == HeaderFault::none && !in_turn) fault = HeaderFault::immediate;
@@ -193,7 +193,7 @@ void Inbox::give_back(uint32_t place) {
     Stored& stored = stored_[place];
     stored.held = false;
     Source& source = sources_[stored.immediate.source];
-    if (source.counters.state == SourceState::live && source.counters.epoch == stored.header.epoch) {
+    if (source.counters.state == SourceState::live && source.counters.incarnation == stored.header.incarnation) {
         source.landing->release(stored.immediate);
     }
 }

@@ -3,7 +3,7 @@
 // A message is visible once its immediate arrived; nothing is assumed about the order of sources, slots or steps. Each
 // source has a fixed number of slots, so what can be in flight is bounded, and a slow receiver makes senders wait
 // instead of losing anything. A source that dies keeps what it had sent completely; when it returns it is a new
-// incarnation with a new epoch and new memory, and what was left of the old one is dropped.
+// incarnation with new memory, and what was left of the old one is dropped.
 //
 // One thread owns an inbox; the control thread reports joins and losses through `Membership`.
 #pragma once
@@ -32,7 +32,7 @@ struct MembershipEvent {
     ConnectionId connection = 0;
     bool joined = false;  // else gone
     SourceId source = 0;
-    Epoch epoch = 0;
+    Incarnation incarnation = 0;
     std::string name;    // joined: of the source; gone: the reason
     std::shared_ptr<Landing> landing;
 };
@@ -67,7 +67,7 @@ enum class SourceState { absent, live, lost };
 struct SourceCounters {
     std::string name;
     SourceState state = SourceState::absent;
-    Epoch epoch = 0;
+    Incarnation incarnation = 0;
     uint64_t messages = 0;
     uint64_t bytes = 0;
     uint64_t stale = 0;     // of a discarded step

@@ -9,25 +9,11 @@
 
 #include <cstring>
 
-#include "m2n/congestion.h"
 #include "m2n/error.h"
-#include "m2n/socket.h"
 
 namespace antiphon::m2n {
 
 namespace {
-
-fi_hmem_iface interface_of(MemoryKind kind) {
-    switch (kind) {
-        case MemoryKind::host: return FI_HMEM_SYSTEM;
-        case MemoryKind::cuda: return FI_HMEM_CUDA;
-        case MemoryKind::rocm: return FI_HMEM_ROCR;
-        case MemoryKind::level_zero: return FI_HMEM_ZE;
-        case MemoryKind::neuron: return FI_HMEM_NEURON;
-        case MemoryKind::synapse: return FI_HMEM_SYNAPSEAI;
-    }
-    return FI_HMEM_SYSTEM;
-}
 
 uint64_t random_key(size_t key_bytes) {
     const uint64_t word = random_word();
@@ -58,6 +44,10 @@ uint64_t random_word() {
 
 LibfabricDomain::LibfabricDomain(const TransportOptions& options)
     : library_(open_libfabric(options.library)), info_(choose_provider(library_, options)) {
+    if (!options.congestion.empty()) {
+        throw Error(Code::invalid, "libfabric: congestion control \"" + options.congestion +
+                                       "\" cannot be set, its providers have no such option: use the transport tcp");
+    }
     fid_fabric* fabric = nullptr;
     check(library_.fabric(info_->fabric_attr, &fabric, nullptr), "fi_fabric");
     fabric_.reset(fabric);
@@ -80,20 +70,6 @@ LibfabricDomain::LibfabricDomain(const TransportOptions& options)
         throw Error(Code::invalid, "libfabric: host is '" + options.host +
                                        "', which no peer can reach: name an address of this machine");
     }
-    wants_knock_ = tell_listener(options.congestion);
-}
-
-bool LibfabricDomain::can_knock() const { return info_->tx_attr->inject_size >= credit_payload_bytes; }
-
-// True: connections that the data lane accepts will not have the system's congestion control.
-bool LibfabricDomain::tell_listener(const std::string& congestion) const {
-    if (!connects_over_tcp(provider()) || posts_receives()) return false;  // a knock has no receive posted for it
-    const int listener = find_listener(own_peer_.data_address);
-    if (listener >= 0) return choose_congestion(listener, congestion);
-    if (congestion.empty()) return false;
-    throw Error(Code::system, "libfabric: congestion control \"" + congestion +
-                                  "\" cannot be set: the listening socket of provider " + provider() +
-                                  " is not to be found; leave it out, or use the transport tcp");
 }
 
 void LibfabricDomain::check(int64_t result, const char* call) const {
@@ -150,20 +126,13 @@ bool LibfabricDomain::may_sleep() const {
     return wait_descriptor_ >= 0 && fi_trywait(fabric_.get(), &object, 1) == 0;
 }
 
-MemoryRegion LibfabricDomain::register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
-                                              MemoryKind kind, int device) {
-    if (kind != MemoryKind::host && (info_->caps & FI_HMEM) == 0) {
-        throw Error(Code::invalid, "libfabric provider " + provider() +
-                                       " does not take device memory (FI_HMEM): use one that does, or stage through "
-                                       "host memory");
-    }
+MemoryRegion LibfabricDomain::register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane) {
     const iovec place{memory, num_bytes};
     fi_mr_attr attributes{};
     attributes.mr_iov = &place;
     attributes.iov_count = 1;
     attributes.access = access;
-    attributes.iface = interface_of(kind);
-    attributes.device.cuda = device;  // all members of the union are one int
+    attributes.iface = FI_HMEM_SYSTEM;
     fid_mr* region = nullptr;
     int result = 0;
     for (int attempt = 0; attempt < 4; ++attempt) {  // a random key may be taken

@@ -4,12 +4,6 @@
 // can have a traffic class of its own (MegaScale-Infer, section 5). Both report to one queue: a single descriptor to
 // sleep on, a single call to look. Tags tell what a completion belongs to (libfabric_wire.h).
 //
-// The provider tcp opens its connections with the system's congestion control, and has no option for another. But the
-// end that accepts a connection inherits from the socket that listened, which exists before any connection does. So
-// where data shall have another (congestion.h), the sender's listening socket is told, and the receiver opens the data
-// lane's connection: it knocks, with a write that nobody reads, and the sender writes nothing before it has come. Two
-// endpoints that send to each other share a connection, so then one of the directions keeps the system's.
-//
 // Nothing here locks; the caller holds one mutex around every call.
 #pragma once
 
@@ -33,12 +27,8 @@ namespace antiphon::m2n {
 
 enum class Lane { data = 0, credit = 1 };
 
-// What a credit's write carries, and a knock's: nobody reads it, but not every provider is known to deliver an empty
-// write.
+// What a credit's write carries: nobody reads it, but not every provider is known to deliver an empty write.
 constexpr size_t credit_payload_bytes = 4;
-
-// Where memory lies that is to be registered. Anything but the host needs a provider with FI_HMEM.
-enum class MemoryKind { host, cuda, rocm, level_zero, neuron, synapse };
 
 uint64_t random_word();  // from the kernel
 
@@ -76,8 +66,6 @@ class LibfabricDomain {
     const LibfabricPeer& own_peer() const { return own_peer_; }
     fid_ep* endpoint(Lane lane) const { return endpoints_[static_cast<size_t>(lane)].get(); }
     fid_cq* queue() const { return queue_.get(); }
-    bool wants_knock() const { return wants_knock_; }  // as a sender
-    bool can_knock() const;
     bool posts_receives() const { return (info_->mode & FI_RX_CQ_DATA) != 0; }
 
     // -1 where the provider cannot be waited for by descriptor.
@@ -85,9 +73,8 @@ class LibfabricDomain {
     bool may_sleep() const;  // false: look at the queue first
 
     // `access`: FI_WRITE for what we write from, FI_REMOTE_WRITE for what peers write to. `lane`: the endpoint that
-    // will use it. Error(invalid): the provider cannot register such memory; Error(system): the registration failed.
-    MemoryRegion register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
-                                 MemoryKind kind = MemoryKind::host, int device = 0);
+    // will use it. Error(system): the registration failed.
+    MemoryRegion register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane);
 
     // Counted: several pairs share a peer's endpoint. Error(refused): not an address of this provider.
     fi_addr_t acquire_address(Bytes address, const std::string& of_provider, uint32_t of_protocol);
@@ -104,7 +91,6 @@ class LibfabricDomain {
   private:
     void open_queue();
     void open_endpoint(Lane lane, int traffic_class);
-    bool tell_listener(const std::string& congestion) const;
     std::vector<std::byte> name_of(fid_ep* endpoint) const;
     void check(int64_t result, const char* call) const;
 
@@ -123,7 +109,6 @@ class LibfabricDomain {
     FabricInfo lane_info_[2];
     Fid<fid_ep> endpoints_[2];
     LibfabricPeer own_peer_;
-    bool wants_knock_ = false;
     std::map<std::vector<std::byte>, KnownAddress> known_;
     uint64_t under_way_ = 0;
 };

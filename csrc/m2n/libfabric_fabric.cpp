@@ -98,9 +98,7 @@ LibfabricIntroduction LibfabricFabric::introduce() {
     introduction.nonce = random_word() | 1;
     const Visit visit(*this);
     introduction.tag = next_free_tag();
-    introduction.wants_knock = domain_.wants_knock();
     tags_[introduction.tag].nonce = introduction.nonce;
-    tags_[introduction.tag].knocked = false;
     introduction.credit_base = mailbox_region_.remote_base + sizeof(mailbox_) / 2;
     introduction.credit_key = mailbox_region_.key();
     return introduction;
@@ -137,13 +135,6 @@ LibfabricPair& LibfabricFabric::adopt(PairTag tag, std::unique_ptr<LibfabricPair
     const Lane heard_on = entry.pair->role() == PairRole::receiver ? Lane::data : Lane::credit;
     receives_wanted_[static_cast<size_t>(heard_on)] += entry.pair->spec().slots;
     post_receives();
-    if (entry.pair->has_waiting()) {
-        // A knock. Connections are made by looking, on both sides: the keeper does until it is through.
-        entry.pair->flush();
-        alarm_ = alarm_ || !entry.pair->broken().empty();
-        note_stalled(*entry.pair);
-        keeper_->note_write();
-    }
     return *entry.pair;
 }
 
@@ -167,8 +158,6 @@ LibfabricPair& LibfabricFabric::open_landing(const PairSpec& spec, const Libfabr
     welcome.slots_base = pair->region().remote_base;
     welcome.slots_key = pair->region().key();
     welcome.slots_bytes = pair->memory_bytes();
-    welcome.knocks = introduction.wants_knock && domain_.can_knock();
-    if (welcome.knocks) pair->knock();
     return adopt(tag, std::move(pair));
 }
 
@@ -194,7 +183,6 @@ LibfabricPair& LibfabricFabric::open_link(const PairSpec& spec, const LibfabricW
     target.tag = welcome.tag;
     pair->set_target(target, FI_ADDR_UNSPEC);
     pair->set_target(target, domain_.acquire_address(peer.credit_address, peer.provider, peer.protocol));
-    if (welcome.knocks && !tags_[tag].knocked) pair->await_knock();
     return adopt(tag, std::move(pair));
 }
 
@@ -294,8 +282,6 @@ void LibfabricFabric::take_in(const fi_cq_data_entry& completion) {
             entry.pair->on_immediate(immediate.slot, immediate.sequence);
             alarm_ = alarm_ || !entry.pair->broken().empty();
             counts_[static_cast<size_t>(entry.pair->event())].fetch_add(1);
-        } else if (entry.nonce != 0) {
-            entry.knocked = true;
         }
     }
     if (remote || (completion.flags & FI_RECV) != 0) {

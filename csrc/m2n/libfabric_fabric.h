@@ -65,7 +65,6 @@ class LibfabricFabric {
         bool stalled = false;     // is in `stalled_`
         bool heard = false;       // something came in, so the connection stands
         uint64_t nonce = 0;       // of an introduction that has not been answered yet
-        bool knocked = false;     // the receiver's knock was faster than its answer
         uint64_t polled_at = 0;   // `looks_` when it was last polled
     };
     struct Closed {

@@ -29,14 +29,10 @@ const char* note_for(const std::string& name) {
     }
     if (connects_over_tcp(name)) {
         return "data_traffic_class FI_TC_BULK_DATA lets small segments be gathered, other classes change nothing; "
-               "congestion control of messages is cubic where the system's (net.ipv4.tcp_congestion_control) is bbr, "
-               "which paces every connection; of credits, and of one direction between two ends that send to each "
-               "other, it is the system's";
+               "congestion control is the system's (net.ipv4.tcp_congestion_control), and bbr paces many connections "
+               "at once: the transport tcp takes cubic instead";
     }
-    if (core == "tcp" || core == "net") {
-        return "one layer more than plain tcp, and slower; congestion control is the system's "
-               "(net.ipv4.tcp_congestion_control)";
-    }
+    if (core == "tcp" || core == "net") return "one layer more than plain tcp, and slower";
     if (core == "shm") return "one machine only; cannot be waited for by descriptor: prefer --transport shm";
     return "not tested by this project";
 }

@@ -1,5 +1,8 @@
 // The thread that looks after writes under way while the owner of a transport is busy with something else.
 //
+// It earns its place because libfabric moves bytes only while somebody looks: without it a credit or a message waits as
+// long as its owner computes, and its peer with it.
+//
 // It comes every 2 ms while the owner does not look himself, less and less often while he does, and parks half a second
 // after the last write if nothing is known to be under way: an idle process shall not wake up. Of writes without a
 // completion, as credits are where the provider copies them at once, nothing is known: one that a provider still holds

@@ -84,7 +84,8 @@ int64_t LibfabricPair::hand_over(PairWrite& write) {
 
 void LibfabricPair::keep(PairWrite& write) {
     if (write.waiting) return;
-    write.waiting = waiting_.push(static_cast<uint32_t>(&write - writes_.data()));
+    waiting_.push(static_cast<SlotId>(&write - writes_.data()));
+    write.waiting = true;
 }
 
 void LibfabricPair::submit(SlotId slot, uint16_t sequence, uint64_t num_bytes, const std::byte* payload) {
@@ -97,24 +98,9 @@ void LibfabricPair::submit(SlotId slot, uint16_t sequence, uint64_t num_bytes, c
     flush();
 }
 
-// Only opening the connection takes more than one try.
-void LibfabricPair::hand_over_knock() {
-    const int64_t result =
-        fi_inject_writedata(domain_.endpoint(Lane::data), credit_bytes_, credit_payload_bytes,
-                            Immediate{target_.tag, 0, 0}.pack(), other_address_, target_.base, target_.key);
-    if (result == -FI_EAGAIN) return;
-    knock_ = Knock::none;
-    if (result != 0) {
-        break_off("libfabric provider " + domain_.provider() + " does not connect: " +
-                  domain_.library().words_for(result));
-    }
-}
-
 void LibfabricPair::flush() {
-    if (knock_ == Knock::due && broken_.empty()) hand_over_knock();
-    if (knock_ != Knock::none) return;
     for (size_t left = waiting_.size(); left > 0 && broken_.empty(); --left) {
-        const uint32_t index = waiting_.pop();
+        const SlotId index = waiting_.pop();
         PairWrite& write = writes_[index];
         // A credit can overtake the completion of the write it answers; the context is the provider's until then.
         const int64_t result = write.in_flight ? -FI_EAGAIN : hand_over(write);
@@ -150,17 +136,17 @@ bool LibfabricPair::source_reusable(SlotId slot) const {
 }
 
 void LibfabricPair::on_immediate(SlotId slot, uint16_t sequence) {
-    if (knock_ == Knock::awaited) {  // no credit can come before the first message
-        knock_ = Knock::none;
-    } else if (slot >= spec_.slots) {
+    if (slot >= spec_.slots) {
         break_off("the peer wrote to slot " + std::to_string(slot) + " of " + std::to_string(spec_.slots));
-    } else if (!news_.push(Immediate{spec_.source, slot, sequence}.pack())) {
+    } else if (news_.full()) {
         break_off("the peer sent more than its " + std::to_string(spec_.slots) + " slots allow");
+    } else {
+        news_.push({spec_.source, slot, sequence});
     }
 }
 
 void LibfabricPair::take(ImmediateSink& sink) {
-    while (!news_.empty()) sink.push_back(Immediate::unpack(news_.pop()));
+    while (!news_.empty()) sink.push_back(news_.pop());
 }
 
 void LibfabricPair::break_off(const std::string& reason) {

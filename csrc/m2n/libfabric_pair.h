@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/huge_buffer.h"
+#include "m2n/fixed_queue.h"
 #include "m2n/libfabric_domain.h"
 #include "m2n/transport.h"
 
@@ -31,30 +32,6 @@ struct PairWrite {
     bool waiting = false;
 };
 
-// First in, first out, of a size fixed once.
-class SlotQueue {
-  public:
-    explicit SlotQueue(size_t capacity) : words_(capacity) {}
-    bool empty() const { return count_ == 0; }
-    size_t size() const { return count_; }
-    bool push(uint32_t word) {
-        if (count_ == words_.size()) return false;
-        words_[(begin_ + count_++) % words_.size()] = word;
-        return true;
-    }
-    uint32_t pop() {
-        const uint32_t word = words_[begin_];
-        begin_ = (begin_ + 1) % words_.size();
-        --count_;
-        return word;
-    }
-
-  private:
-    std::vector<uint32_t> words_;
-    size_t begin_ = 0;
-    size_t count_ = 0;
-};
-
 enum class PairRole { sender, receiver };
 
 // Where this end writes to.
@@ -64,8 +41,6 @@ struct PairTarget {
     uint64_t key = 0;
     PairTag tag = 0;
 };
-
-enum class Knock { none, due, awaited };  // of the receiver, by the sender (libfabric_domain.h)
 
 class LibfabricPair {
   public:
@@ -86,15 +61,12 @@ class LibfabricPair {
     uint64_t memory_bytes() const { return spec_.slots * stride_; }
     Event event() const { return role_ == PairRole::sender ? Event::credit : Event::arrival; }
     uint32_t in_flight() const { return in_flight_; }
-    bool has_waiting() const { return knock_ != Knock::none || !waiting_.empty(); }
+    bool has_waiting() const { return !waiting_.empty(); }
     const std::string& broken() const { return broken_; }
     bool gathers(uint64_t payload_bytes) const { return gathers_ && payload_bytes >= least_gathered_bytes; }
 
     // Takes over one use of both addresses (of the lane to write on, and of the other one, which EFA must know).
     void set_target(const PairTarget& target, fi_addr_t other_address);
-
-    void knock() { knock_ = Knock::due; }  // `flush` does it
-    void await_knock() { knock_ = Knock::awaited; }
 
     // Starts the write of a slot's message (`num_bytes`, header included) or of its credit, or keeps it for `flush`.
     // With `payload` only the header lies in the slot; only where `gathers`.
@@ -119,7 +91,6 @@ class LibfabricPair {
     int64_t hand_over(PairWrite& write);
     int64_t write_gathered(PairWrite& write, SlotId slot);
     void keep(PairWrite& write);
-    void hand_over_knock();
 
     LibfabricDomain& domain_;
     PairRole role_;
@@ -134,10 +105,9 @@ class LibfabricPair {
     bool gathers_;
     PairTarget target_;
     fi_addr_t other_address_ = FI_ADDR_UNSPEC;
-    Knock knock_ = Knock::none;
     std::vector<PairWrite> writes_;  // by slot
-    SlotQueue waiting_;              // slots of writes that the provider refused for now
-    SlotQueue news_;                 // packed immediates
+    FixedQueue<SlotId> waiting_;     // slots of writes that the provider refused for now
+    FixedQueue<Immediate> news_;     // what came in
     uint32_t in_flight_ = 0;
     std::string broken_;  // why, once it is
 };

@@ -64,7 +64,6 @@ std::vector<std::byte> encode(const LibfabricIntroduction& introduction) {
     writer.u32(introduction_magic);
     put_peer(writer, introduction.peer);
     writer.u16(introduction.tag);
-    writer.u8(introduction.wants_knock);
     writer.u64(introduction.nonce);
     writer.u64(introduction.credit_base);
     writer.u64(introduction.credit_key);
@@ -79,7 +78,6 @@ std::vector<std::byte> encode(const LibfabricWelcome& welcome) {
     writer.u16(welcome.tag);
     writer.u16(welcome.introduced_tag);
     writer.u64(welcome.nonce);
-    writer.u8(welcome.knocks);
     writer.u64(welcome.slots_base);
     writer.u64(welcome.slots_key);
     writer.u64(welcome.slots_bytes);
@@ -92,7 +90,6 @@ LibfabricIntroduction decode_introduction(Bytes bytes) {
     LibfabricIntroduction introduction;
     introduction.peer = take_peer(reader);
     introduction.tag = take_tag(reader);
-    introduction.wants_knock = reader.u8() != 0;
     introduction.nonce = reader.u64();
     introduction.credit_base = reader.u64();
     introduction.credit_key = reader.u64();
@@ -108,7 +105,6 @@ LibfabricWelcome decode_welcome(Bytes bytes) {
     welcome.tag = take_tag(reader);
     welcome.introduced_tag = take_tag(reader);
     welcome.nonce = reader.u64();
-    welcome.knocks = reader.u8() != 0;
     welcome.slots_base = reader.u64();
     welcome.slots_key = reader.u64();
     welcome.slots_bytes = reader.u64();

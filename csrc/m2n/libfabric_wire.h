@@ -30,7 +30,6 @@ struct LibfabricPeer {
 struct LibfabricIntroduction {  // sender to receiver
     LibfabricPeer peer;
     PairTag tag = 0;    // for credits
-    bool wants_knock = false;  // the receiver shall open the data lane's connection (libfabric_domain.h)
     uint64_t nonce = 0;  // echoed in the welcome, which finds its introduction by it
     uint64_t credit_base = 0;  // where a credit is written, and the key to it
     uint64_t credit_key = 0;
@@ -41,7 +40,6 @@ struct LibfabricWelcome {  // receiver to sender
     PairTag tag = 0;  // for messages
     PairTag introduced_tag = 0;
     uint64_t nonce = 0;
-    bool knocks = false;  // and it does
     uint64_t slots_base = 0;  // of slot 0, as the provider wants remote addresses; and the key to all slots
     uint64_t slots_key = 0;
     uint64_t slots_bytes = 0;  // of all slots together, so that both ends compute the same stride

@@ -97,14 +97,10 @@ void Outbox::check_length(uint64_t length) const {
                                    ": make the inbox with larger slots or split the message");
 }
 
-void Outbox::check_commit(uint64_t length) const {
+void Outbox::commit(const MessageLabel& label, uint64_t length) {
     if (!reserved_) throw Error(Code::invalid, name_ + ": commit without slot(): there is nothing to send");
     check_length(length);
     throw_if_lost();
-}
-
-void Outbox::commit(const MessageLabel& label, uint64_t length) {
-    check_commit(length);
     post(label, nullptr, length);
 }
 
@@ -125,7 +121,7 @@ SlotId Outbox::post(const MessageLabel& label, const std::byte* payload, uint64_
     const Immediate immediate{spec_.source, id, slot.sequence};
     MessageHeader header;
     header.immediate = immediate.pack();
-    header.epoch = spec_.epoch;
+    header.incarnation = spec_.incarnation;
     header.participants = label.participants;
     header.step = label.step;
     header.length = length;
@@ -181,6 +177,11 @@ void Outbox::wait_credits(uint32_t num_credits, Deadline deadline) {
 
 void Outbox::wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadline) {
     if (outboxes.empty()) return;
+    for (const Outbox* outbox : outboxes) {
+        if (outbox->transport_ == outboxes.front()->transport_) continue;
+        throw Error(Code::invalid, "outboxes of " + outboxes.front()->name_ + " and of " + outbox->name_ +
+                                       ": one wait serves those of one endpoint");
+    }
     Transport& transport = *outboxes.front()->transport_;
     Patience patience(outboxes.front()->policy_);
     for (;;) {

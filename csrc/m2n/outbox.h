@@ -72,7 +72,6 @@ class Outbox {
     std::byte* slot(Deadline deadline);
     // No wait, so nothing interrupts it.
     void commit(const MessageLabel& label, uint64_t length);
-    void check_commit(uint64_t length) const;  // as `commit` would, sending nothing
 
     // Copies the payload, or starts to send it from where it lies (then it must not change before `source_reusable` of
     // the slot that is returned, or `wait_reusable`).
@@ -83,14 +82,13 @@ class Outbox {
 
     void wait_reusable(Deadline deadline);
     void wait_credits(uint32_t num_credits, Deadline deadline);
-    // All slots of all outboxes, which belong to one endpoint.
+    // All slots of all outboxes, which belong to one endpoint: sleeps until the last credit, where waiting for one
+    // outbox after another would be woken by each.
     static void wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadline);
 
     bool lost() const { return tie_->lost(); }
-    bool is_of_same_endpoint(const Outbox& other) const { return transport_ == other.transport_; }
 
     const OutboxCounters& counters() const { return counters_; }
-    uint64_t num_nontemporal() const { return link_->num_nontemporal(); }
     const Histogram& credit_histogram() const { return round_trips_; }
 
   private:

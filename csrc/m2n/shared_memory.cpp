@@ -12,7 +12,6 @@
 #include "m2n/error.h"
 #include "m2n/mapped_file.h"
 #include "m2n/pair_memory.h"
-#include "m2n/nontemporal_copy.h"
 #include "m2n/transports.h"
 
 namespace antiphon::m2n {
@@ -58,26 +57,23 @@ class SharedLanding final : public Landing {
 
 class SharedLink final : public Link {
   public:
-    SharedLink(const PairSpec& spec, MappedFile memory, MappedFile receiver_bells, const ColdSlots& cold_slots)
+    SharedLink(const PairSpec& spec, MappedFile memory, MappedFile receiver_bells)
         : file_(std::move(memory)),
           receiver_bells_(std::move(receiver_bells)),
           memory_(file_.data(), spec),
-          credits_(spec.slots),
-          cold_slots_(cold_slots) {}
+          credits_(spec.slots) {}
 
     std::byte* slot(SlotId slot) override { return memory_.slot(slot); }
 
     void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
         std::byte* slot = memory_.slot(immediate.slot);
-        const bool is_cold = cold_slots_.write(immediate.slot, header.length);
-        if (payload != nullptr && header.length > 0) copy(slot + header_bytes, payload, header.length, is_cold);
+        if (payload != nullptr && header.length > 0) std::memcpy(slot + header_bytes, payload, header.length);
         std::memcpy(slot, &header, header_bytes);
         memory_.arrived(immediate.slot).store(immediate.pack(), std::memory_order_release);
         ring(bells_in(receiver_bells_).of(Event::arrival));
     }
 
     bool source_reusable(SlotId) override { return true; }
-    uint64_t num_nontemporal() const override { return num_nontemporal_; }
 
     bool poll(ImmediateSink& sink, std::string&) override {
         credits_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return memory_.released(slot); });
@@ -85,27 +81,15 @@ class SharedLink final : public Link {
     }
 
   private:
-    void copy(std::byte* to, const std::byte* from, uint64_t num_bytes, bool is_cold) {
-        if (is_cold) {
-            nontemporal_copy(to, from, num_bytes);
-            ++num_nontemporal_;
-        } else {
-            std::memcpy(to, from, num_bytes);
-        }
-    }
-
     MappedFile file_;
     MappedFile receiver_bells_;
     PairMemory memory_;
     WordReader credits_;
-    ColdSlots cold_slots_;
-    uint64_t num_nontemporal_ = 0;
 };
 
 class SharedMemory final : public Transport {
   public:
-    explicit SharedMemory(uint64_t cache_bytes)
-        : bells_(MappedFile::create(bell_file_bytes)), cache_bytes_(cache_bytes) {}
+    SharedMemory() : bells_(MappedFile::create(bell_file_bytes)) {}
 
     const char* name() const override { return "shm"; }
     bool same_host_only() const override { return true; }
@@ -131,8 +115,7 @@ class SharedMemory final : public Transport {
         if (welcome.descriptors.size() != 2) throw Error(Code::refused, "shm: the receiver named no memory");
         MappedFile memory = MappedFile::adopt(std::move(welcome.descriptors[0]), PairMemory::bytes(spec));
         MappedFile bells = MappedFile::adopt(std::move(welcome.descriptors[1]), bell_file_bytes);
-        return std::make_unique<SharedLink>(spec, std::move(memory), std::move(bells),
-                                            ColdSlots(spec, cache_bytes_, sent_bytes_));
+        return std::make_unique<SharedLink>(spec, std::move(memory), std::move(bells));
     }
 
     bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
@@ -160,16 +143,11 @@ class SharedMemory final : public Transport {
     BellPage& own() { return bells_in(bells_); }
 
     MappedFile bells_;
-    const uint64_t cache_bytes_;
-    uint64_t sent_bytes_ = 0;
     std::atomic<bool> interrupted_{false};
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_shared_memory(const TransportOptions& options) {
-    static const uint64_t of_this_machine = last_level_cache_bytes();
-    return std::make_unique<SharedMemory>(options.cache_bytes.value_or(of_this_machine));
-}
+std::unique_ptr<Transport> make_shared_memory(const TransportOptions&) { return std::make_unique<SharedMemory>(); }
 
 }  // namespace antiphon::m2n

@@ -13,7 +13,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <filesystem>
 #include <memory>
 #include <system_error>
 
@@ -64,20 +63,6 @@ SocketAddress bound_address(int socket) {
         throw_errno("getsockname");
     }
     return address;
-}
-
-// IP addresses and ports alike. A socket address has room beyond them that need not be.
-bool same_place(const SocketAddress& a, const SocketAddress& b) {
-    if (a.family() != b.family()) return false;
-    if (a.family() == AF_INET) {
-        const auto& x = reinterpret_cast<const sockaddr_in&>(a.storage);
-        const auto& y = reinterpret_cast<const sockaddr_in&>(b.storage);
-        return x.sin_port == y.sin_port && x.sin_addr.s_addr == y.sin_addr.s_addr;
-    }
-    if (a.family() != AF_INET6) return false;
-    const auto& x = reinterpret_cast<const sockaddr_in6&>(a.storage);
-    const auto& y = reinterpret_cast<const sockaddr_in6&>(b.storage);
-    return x.sin6_port == y.sin6_port && std::memcmp(&x.sin6_addr, &y.sin6_addr, sizeof(x.sin6_addr)) == 0;
 }
 
 FileDescriptor listen_on(const SocketAddress& address, const std::string& words) {
@@ -151,25 +136,6 @@ FileDescriptor listen_abstract(const std::string& name) {
 
 FileDescriptor listen_tcp(const std::string& host, uint16_t port) {
     return listen_on(look_up(host, port, AI_PASSIVE), host + " port " + std::to_string(port));
-}
-
-int find_listener(std::span<const std::byte> address) {
-    SocketAddress wanted;
-    if (address.size() > sizeof(wanted.storage)) return -1;
-    std::memcpy(&wanted.storage, address.data(), address.size());
-    std::error_code failed;  // where there is no such folder, or no end of it, there is nothing to find
-    using Entries = std::filesystem::directory_iterator;
-    for (Entries entry("/proc/self/fd", failed), end; !failed && entry != end; entry.increment(failed)) {
-        const int fd = std::atoi(entry->path().filename().c_str());
-        int listens = 0;
-        socklen_t size = sizeof(listens);
-        if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
-        SocketAddress found;
-        found.length = sizeof(found.storage);
-        if (getsockname(fd, reinterpret_cast<sockaddr*>(&found.storage), &found.length) != 0) continue;
-        if (same_place(wanted, found)) return fd;
-    }
-    return -1;
 }
 
 std::string bound_host(int socket) {

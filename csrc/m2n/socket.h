@@ -35,9 +35,6 @@ SocketAddress numeric_address(const std::string& host, uint16_t port);
 // Error(system), or Error(invalid) for a host that means no address of this machine. `host` may be a name.
 FileDescriptor listen_abstract(const std::string& name);
 FileDescriptor listen_tcp(const std::string& host, uint16_t port);
-// The socket of this process that listens at `address`, a sockaddr_in or sockaddr_in6; -1: none is found. It stays its
-// owner's.
-int find_listener(std::span<const std::byte> address);
 // Where a TCP socket is bound, in numbers.
 std::string bound_host(int socket);
 uint16_t bound_port(int socket);

@@ -13,12 +13,45 @@
 #include <fstream>
 #include <memory>
 
-#include "m2n/congestion.h"
 #include "m2n/error.h"
 
 namespace antiphon::m2n {
 
 namespace {
+
+bool set_congestion(int socket, const std::string& name) {
+    return ::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size())) == 0;
+}
+
+std::string available() {
+    std::ifstream file("/proc/sys/net/ipv4/tcp_available_congestion_control");
+    std::string names;
+    std::getline(file, names);
+    return names.empty() ? "unknown" : names;
+}
+
+std::string congestion_of(int socket) {
+    char name[16] = {};
+    socklen_t size = sizeof(name) - 1;
+    return ::getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0 ? name : "";
+}
+
+// BBR paces each connection by what it believes the path carries. Many pairs that send at the same moment on one host
+// gave 106 to 136 ms p99 for 8 x 8 messages of 1 MB with it, and 30 ms with cubic or reno. So where the system's
+// default is BBR and nobody asked for anything, connections that carry data take cubic, or reno, or are left as they
+// are. It must be chosen before a connection stands: Linux keeps pacing one that began with BBR.
+//
+// `asked`: a name of the system's; empty: this rule. Error(invalid): not available to this process.
+void choose_congestion(int socket, const std::string& asked) {
+    if (asked.empty()) {
+        if (!congestion_of(socket).starts_with("bbr")) return;
+        if (!set_congestion(socket, "cubic")) set_congestion(socket, "reno");
+        return;
+    }
+    if (set_congestion(socket, asked)) return;
+    throw Error(Code::invalid, "tcp: congestion control \"" + asked +
+                                   "\" is not available to this process; the system has: " + available());
+}
 
 constexpr int longest_poll_ms = 60'000;
 

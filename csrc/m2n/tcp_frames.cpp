@@ -18,8 +18,8 @@ std::string fault_text(HeaderFault fault, const MessageHeader& header, Immediate
     switch (fault) {
         case HeaderFault::magic:
             return pair("a frame begins with the word ", header.magic, ", not with the magic ", header_magic);
-        case HeaderFault::epoch:
-            return pair("a frame carries epoch ", header.epoch, ", this connection has ", spec.epoch);
+        case HeaderFault::incarnation:
+            return pair("a frame carries incarnation ", header.incarnation, ", this connection has ", spec.incarnation);
         case HeaderFault::length:
             return pair("a frame announces ", header.length, " bytes for slots of ", spec.slot_bytes);
         case HeaderFault::immediate: {
@@ -99,7 +99,7 @@ bool FrameReader::begin_message(const MessageHeader& header, std::string& fault)
     // A slot that does not exist fails the comparison, because the expected one does.
     const SlotId slot_id = known ? claimed.slot : SlotId{0};
     const Immediate expected{spec_.source, slot_id, next_sequence(book_[slot_id].sequence)};
-    const HeaderFault found = check(header, expected, spec_.epoch, spec_.slot_bytes);
+    const HeaderFault found = check(header, expected, spec_.incarnation, spec_.slot_bytes);
     if (found != HeaderFault::none) {
         fault = fault_text(found, header, expected, spec_);
         return false;

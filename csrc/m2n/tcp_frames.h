@@ -5,10 +5,10 @@
 // that the header names; only the bytes that came along with a header pass through a small staging buffer. Backward:
 // credits, each the packed immediate of a released slot, 4 bytes. Both ends are little endian, as the magic shows.
 //
-// The peer is not believed. A frame must carry the magic and the epoch of this connection, the pair's source, a slot
-// that is the sender's at this time, that slot's next sequence and a length that fits; a credit must answer a message
-// that is on its way. Anything else is a fault in words, after which the connection is of no use: a byte stream that
-// was wrong once has no place from which to go on.
+// The peer is not believed. A frame must carry the magic and the incarnation of this connection, the pair's source, a
+// slot that is the sender's at this time, that slot's next sequence and a length that fits; a credit must answer a
+// message that is on its way. Anything else is a fault in words, after which the connection is of no use: a byte stream
+// that was wrong once has no place from which to go on.
 //
 // Rejected: predicting the next slot and reading header and payload at once. It saves one system call a message when
 // the guess is right, and a wrong guess has to move bytes that may already belong to the next frame.
@@ -16,46 +16,17 @@
 
 #include <sys/uio.h>
 
-#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "m2n/fixed_queue.h"
 #include "m2n/header.h"
 #include "m2n/transport.h"
 #include "m2n/types.h"
 
 namespace antiphon::m2n {
-
-// A queue that never allocates after its construction.
-template <class T>
-class FixedQueue {
-  public:
-    explicit FixedQueue(size_t capacity) : items_(capacity) {}
-
-    size_t size() const { return size_; }
-    bool empty() const { return size_ == 0; }
-    bool full() const { return size_ == items_.size(); }
-    const T& operator[](size_t index) const { return items_[(first_ + index) % items_.size()]; }
-    void push(const T& item) {
-        assert(!full());
-        items_[(first_ + size_) % items_.size()] = item;
-        ++size_;
-    }
-    T pop() {
-        assert(!empty());
-        const T item = items_[first_];
-        first_ = (first_ + 1) % items_.size();
-        --size_;
-        return item;
-    }
-
-  private:
-    std::vector<T> items_;
-    size_t first_ = 0;
-    size_t size_ = 0;
-};
 
 // The receiver's half of the forward direction, and its book of who owns each slot.
 class FrameReader {

@@ -33,7 +33,7 @@ struct PairSpec {
     SourceId source = 0;
     uint32_t slots = 0;
     uint64_t slot_bytes = 0;  // payload bytes a slot has room for
-    Epoch epoch = 0;
+    Incarnation incarnation = 0;
     uint32_t sources = 1;  // of the inbox
 };
 
@@ -66,7 +66,6 @@ class Link {
     // lies in the slot too, else the caller's memory, which must stay untouched until `source_reusable(slot)`.
     virtual void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) = 0;
     virtual bool source_reusable(SlotId slot) = 0;
-    virtual uint64_t num_nontemporal() const { return 0; }  // messages copied past the caches
     // Appends credits that came back since the last call. False: broken, as in Landing.
     virtual bool poll(ImmediateSink& sink, std::string& reason) = 0;
 };

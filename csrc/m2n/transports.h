@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,14 +18,12 @@ struct TransportOptions {
     int data_type_of_service = 0x08;
     int credit_priority = 6;
     int credit_type_of_service = 0x10;
-    std::string congestion;      // TCP_CONGESTION, libfabric's provider tcp too; empty: see congestion.h
+    std::string congestion;      // TCP_CONGESTION; empty: cubic where the system's is BBR
     // libfabric
     std::string library;         // path; empty: searched
     std::string provider;        // "tcp", "verbs", "efa", "shm"; empty: the best there is
     int data_traffic_class = -1;    // FI_TC_*; -1: the provider's default
     int credit_traffic_class = -1;
-    // shm
-    std::optional<uint64_t> cache_bytes;  // see ColdSlots; not given: as the machine says
     // loopback
     uint64_t shuffle_seed = 0;   // not 0: deliver in a random order, a few at a time
 };

@@ -14,7 +14,7 @@ namespace antiphon::m2n {
 
 using SourceId = uint16_t;
 using SlotId = uint16_t;
-using Epoch = uint32_t;  // one incarnation of one source; 0 is never used
+using Incarnation = uint32_t;  // of one source: a new number with each connection; 0 is never used
 using Step = uint64_t;
 using EndId = uint64_t;  // one end of a pair, among those of a transport
 

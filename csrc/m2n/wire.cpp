@@ -203,10 +203,10 @@ std::vector<std::byte> WelcomeBody::encode() const {
     check_text("the endpoint's name", name, max_name_bytes);
     check_range("slots", slots, 1, max_slots);
     check_range("slot bytes", slot_bytes, 0, max_slot_bytes);
-    check_range("the epoch", epoch, 1, UINT32_MAX);
+    check_range("the incarnation", incarnation, 1, UINT32_MAX);
     std::vector<std::byte> bytes;
     ByteWriter writer(bytes);
-    writer.u32(epoch);
+    writer.u32(incarnation);
     writer.u32(slots);
     writer.u64(slot_bytes);
     write_text(writer, name);
@@ -217,12 +217,12 @@ std::vector<std::byte> WelcomeBody::encode() const {
 WelcomeBody WelcomeBody::decode(Bytes bytes) {
     ByteReader reader(bytes, "the welcome");
     WelcomeBody welcome;
-    welcome.epoch = reader.u32();
+    welcome.incarnation = reader.u32();
     welcome.slots = reader.u32();
     welcome.slot_bytes = reader.u64();
     welcome.name = read_text(reader);
     read_blob(reader, welcome.blob, welcome.num_descriptors);
-    check_range("the epoch", welcome.epoch, 1, UINT32_MAX);
+    check_range("the incarnation", welcome.incarnation, 1, UINT32_MAX);
     check_range("slots", welcome.slots, 1, max_slots);
     check_range("slot bytes", welcome.slot_bytes, 0, max_slot_bytes);
     check_text("the receiver's name", welcome.name, max_name_bytes);

@@ -111,7 +111,7 @@ struct IntroductionBody {
 
 // What accompanies the server's proof and is covered by it.
 struct WelcomeBody {
-    Epoch epoch = 0;
+    Incarnation incarnation = 0;
     uint32_t slots = 0;
     uint64_t slot_bytes = 0;
     std::string name;

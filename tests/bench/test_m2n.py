@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,9 +45,7 @@ def mpi() -> Contestant:
 def contestants(names: Sequence[str]) -> list[Contestant]:
     """By the name in a report."""
     ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
-    baselines = choose_contestants(
-        [], ["gloo", "gloo-all-to-all", "memcpy", "memcpy-nt"], in_place=False, waiting="auto"
-    )
+    baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
     by_name = {contestant.name: contestant for contestant in [*ours, *baselines, mpi(), installed_by_choice("ucx")]}
     return [by_name[name] for name in names]
 
@@ -219,7 +218,15 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
 # --- every contestant, end to end
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
-EVERYBODY = ["memcpy", "memcpy-nt", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
+EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
+TRAFFIC = {"one way": ODD, "both ways": ODD_BOTH_WAYS, "touched": TOUCHED}
+# Every process of gloo loads torch: its six cases take longer than all others.
+SLOW = {("gloo", "both ways"), ("gloo", "touched"), ("gloo-all-to-all", "one way"), ("gloo-all-to-all", "touched")}
+CASES = [
+    pytest.param(name, kind, marks=[pytest.mark.slow] * ((name, kind) in SLOW))
+    for name in EVERYBODY
+    for kind in TRAFFIC
+]
 
 
 def skip_without(contestant: Contestant) -> None:
@@ -236,10 +243,9 @@ def skip_without(contestant: Contestant) -> None:
             pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", EVERYBODY)
-@pytest.mark.parametrize("traffic", [ODD, ODD_BOTH_WAYS, TOUCHED], ids=["one way", "both ways", "touched"])
-def test_all_bytes_arrive_and_rounds_are_timed(name: str, traffic: Traffic) -> None:
-    (contestant,) = contestants([name])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_all_bytes_arrive_and_rounds_are_timed(name: str, kind: str) -> None:
+    (contestant,), traffic = contestants([name]), TRAFFIC[kind]
     skip_without(contestant)
     with ProcessGroup(contestant, traffic, 20.0) as group:
         pids = group.pids
@@ -292,7 +298,10 @@ def test_a_dead_rank_ends_all_of_mpi_without_a_trace() -> None:
         timer.join()
         pids = group.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert not [file for file in set(Path("/dev/shm").glob("mpich*")) - before if file.exists()]
+    deadline_s = time.monotonic() + 60.0  # another test's MPI has files there as long as it runs
+    while left := [file for file in set(Path("/dev/shm").glob("mpich*")) - before if file.exists()]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
 
 
 def test_ranks_end_when_told_to_at_once(tmp_path: Path) -> None:

@@ -10,19 +10,19 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.profile.crew import Crew
 from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.exchange import exchange_medians
+from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.orders import Done, Open, Opened, Rounds, Served, Settle, Times, Work
 from antiphon.bench.profile.profile import Wanted, default_threads, measure
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
-from antiphon.cost.profile_file import read_profile, write_profile
+from antiphon.cost.profile import read_profile, write_profile
 from antiphon.models.config import load_model_spec
-from antiphon.planner.local import LocalChoice, predict_decode
-from antiphon.planner.local_times import LocalTimes
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
-from antiphon.specs.cluster_file import cluster_from_table, cluster_to_json
+from antiphon.specs.cluster import cluster_from_table, cluster_to_json
 from antiphon.specs.strict_table import Table
+from benchmarks.local_prediction import LocalChoice, predict_decode
 
 ROWS, CONTEXT = 3, 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.specs.plan_file import plan_from_json, read_plan
+from antiphon.specs.plan import plan_from_json, read_plan
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
 ROOT = Path(__file__).parents[2]

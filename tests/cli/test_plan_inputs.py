@@ -16,9 +16,9 @@ from antiphon.cli.plan_inputs import (
     parse_target,
     read_inputs,
 )
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import load_cluster
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import load_workload
 
 
 @pytest.mark.parametrize(

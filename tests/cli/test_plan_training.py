@@ -12,7 +12,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_training import SERVING_ONLY, TRAINING_ONLY, parse_training_precision
 from antiphon.cost.training.setup import TrainingPrecision
-from antiphon.specs.training_plan_file import read_training_plan, training_plan_from_json
+from antiphon.specs.training_plan import read_training_plan, training_plan_from_json
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
 ROOT = Path(__file__).parents[2]

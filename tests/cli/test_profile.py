@@ -9,13 +9,14 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.profile.effort import QUICK
+from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.command_group import single_command
 from antiphon.cli.profile import parse_threads, profile
-from antiphon.cost.profile_file import read_profile
-from antiphon.planner.local_times import LocalTimes, read_local_times
-from antiphon.specs.cluster_file import load_cluster
-from tests.planner.local_times_harness import local_times
+from antiphon.cost.profile import read_profile
+from antiphon.specs.cluster import load_cluster
+from benchmarks.local_prediction import read_local_times
+from tests.bench.local_times_harness import local_times
 
 
 def test_profile_writes_what_plan_and_predict_read(

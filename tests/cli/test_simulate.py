@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from antiphon.cli import main as cli
-from antiphon.specs.plan_file import write_plan
+from antiphon.specs.plan import write_plan
 from tests.sim.serving_specimens import apart, plan, together, workload
 
 CLUSTER = """

@@ -65,7 +65,7 @@ class Served:
 
 
 class Control:
-    """The engine's hand on the exchange, as `antiphon.serve.exchange_control` is in a server."""
+    """The engine's hand on the exchange, as `antiphon.serve.group` is in a server."""
 
     def __init__(self, made: "Exchange") -> None:
         self._made = made

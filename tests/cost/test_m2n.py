@@ -10,21 +10,67 @@ from hypothesis import strategies as st
 
 from antiphon.cost.m2n import (
     Side,
-    combine,
-    dispatch,
-    exchanged_rows,
     expected_distinct,
     m2n,
     message_bytes,
     probability_of_none,
 )
 from antiphon.cost.network import Link
+from antiphon.cost.parts import Number, Parts
 
 LINK = Link(level="scale_out", bytes_per_s=100.0, latency_s=1.0, half_bytes=10.0)
 
 
 def side(num_workers: int, tp: int = 1, link: Link = LINK) -> Side:
     return Side(num_workers=num_workers, tp=tp, link=link)
+
+
+def exchanged_rows(
+    attention: Side, experts: Side, batch: Number, num_experts: Number, top_k: Number, busiest: Number = 1.0
+) -> tuple[Number, Number]:
+    """(rows one attention worker sends in all, rows the busiest expert worker receives in all), each row counted once
+    per destination; no worker receives a row twice."""
+    sent = batch * expected_distinct(num_experts, top_k, experts.num_workers)
+    all_rows = attention.num_workers * np.asarray(batch)
+    received: Number = np.minimum(attention.num_workers * sent / experts.num_workers * busiest, all_rows)
+    return sent, received
+
+
+def dispatch(
+    attention: Side,
+    experts: Side,
+    *,
+    batch: Number,
+    num_experts: Number,
+    top_k: Number,
+    row_bytes: Number,
+    busiest: Number = 1.0,
+    fixed_s: Number = 0.0,
+) -> Parts:
+    """Attention to experts, `batch` rows per attention worker. `busiest`: rows of the busiest expert worker over the
+    mean (1: balanced)."""
+    rows_sent, rows_received = exchanged_rows(attention, experts, batch, num_experts, top_k, busiest)
+    return m2n(
+        attention, experts, rows_sent=rows_sent, rows_received=rows_received, row_bytes=row_bytes, fixed_s=fixed_s
+    )
+
+
+def combine(
+    attention: Side,
+    experts: Side,
+    *,
+    batch: Number,
+    num_experts: Number,
+    top_k: Number,
+    row_bytes: Number,
+    busiest: Number = 1.0,
+    fixed_s: Number = 0.0,
+) -> Parts:
+    """Experts to attention: each worker returns one weighted sum per row that it was sent."""
+    rows_back, rows_to_busiest = exchanged_rows(attention, experts, batch, num_experts, top_k, busiest)
+    return m2n(
+        experts, attention, rows_sent=rows_to_busiest, rows_received=rows_back, row_bytes=row_bytes, fixed_s=fixed_s
+    )
 
 
 def test_the_paper_s_message_size() -> None:

@@ -119,7 +119,6 @@ def test_as_many_are_admitted_as_the_engine_admits(
         max_model_len=10_000,
         max_batch_tokens=1_000_000,
         max_running=max_running,
-        max_waiting=1000,
         watermark_blocks=watermark,
     )
     expected = max_sequences(num_blocks, tokens, block_size=block_size, max_running=max_running, num_reserved=watermark)

@@ -20,12 +20,12 @@ from antiphon.cost.profile import (
     MachineFacts,
     MessageTable,
     Profile,
-    covered,
     profiled_attention,
     profiled_experts,
     profiled_messages,
+    read_profile,
+    write_profile,
 )
-from antiphon.cost.profile_file import read_profile, write_profile
 
 CURVE = Curve((1.0, 2.0, 4.0), (10.0, 12.0, 20.0))
 GRID = Surface((1.0, 3.0), (10.0, 20.0), ((1.0, 2.0), (3.0, 8.0)))
@@ -61,7 +61,6 @@ def test_surface_is_linear_in_each_size() -> None:
     assert GRID.at(1.0, 10.0) == 1
     assert GRID.at(2.0, 15.0) == pytest.approx((1.5 + 5.5) / 2)
     np.testing.assert_allclose(GRID.at(np.array([3.0, 3.0, 0.0]), np.array([20.0, 30.0, 10.0])), [8, 13, 0])
-    assert GRID.along_first(20.0) == Curve((1.0, 3.0), (2.0, 8.0))
 
 
 def test_line_of_least_squares_is_never_negative() -> None:
@@ -154,8 +153,6 @@ def test_tables_are_found_or_not() -> None:
     assert PROFILE.collective_times("all_reduce", 2) is CURVE
     assert PROFILE.collective_times("all_reduce", 3) is None
     assert PROFILE.message_times("tcp") is None
-    assert covered(PROFILE.experts[0], [(3, 20)])
-    assert not covered(PROFILE.experts[0], [(3, 20), (4, 1)])
 
 
 def test_parts_of_measured_times() -> None:
@@ -168,12 +165,6 @@ def test_parts_of_measured_times() -> None:
     assert times is not None
     messages = profiled_messages(times, 1000.0, 3)
     assert (messages.fixed_s, messages.scale_out_s) == (6.0, 6.0)
-
-
-def test_util_is_the_rate_over_the_best() -> None:
-    # 1000 bytes in 4 s is the best rate, 250; 100 bytes in 2 s is a fifth of it.
-    np.testing.assert_allclose(PROFILE.util("shm", np.array([100.0, 1000.0])), [0.2, 1.0])
-    assert PROFILE.util("tcp", 5.0) is None
 
 
 def test_impossible_machines_and_versions() -> None:

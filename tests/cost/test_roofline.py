@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cost.gemm import gemm, grouped_gemm, grouped_gemm_by_expert
 from antiphon.cost.parts import Parts, longest, select
-from antiphon.cost.roofline import Roof, kernel, roof, roofs
+from antiphon.cost.roofline import Roof, gemm, grouped_gemm, kernel, roof, roofs
 from antiphon.specs.cluster import EfficiencySpec
 from tests.cost.specimens import PERFECT, ROUND
 
@@ -77,15 +76,6 @@ def test_small_batches_wait_for_weights_and_large_ones_compute() -> None:
 def test_grouped_gemm_reads_only_touched_experts() -> None:
     # 6 rows over 2 of the experts, [3, 4] each: 144 FLOPs; 24 weights of 2 bytes, 6 * 7 row elements: 90 bytes.
     assert grouped_gemm(ROOF, 6, 2, 3, 4, 2.0, 1.0) == Parts(memory_s=9.0, fixed_s=0.5)
-
-
-def test_by_expert_each_has_its_own_roofline() -> None:
-    roof = Roof(flops_per_s=10.0, bytes_per_s=10.0, kernel_s=0.5)
-    # One row: 24 FLOPs against 12 * 2 + 7 = 31 bytes. Nine rows: 216 FLOPs against 24 + 63 = 87 bytes. None: nothing.
-    parts = grouped_gemm_by_expert(roof, np.array([1.0, 9.0, 0.0]), 3, 4, 2.0, 1.0)
-    assert parts == Parts(compute_s=pytest.approx(21.6), memory_s=pytest.approx(3.1), fixed_s=0.5)
-    average = grouped_gemm(roof, 10, 2, 3, 4, 2.0, 1.0)
-    assert parts.total_s > average.total_s
 
 
 def test_gemm_over_an_array_of_batches_equals_one_by_one() -> None:

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from antiphon.base.errors import UserError
 from antiphon.cost.skew import (
     barrier_factor,
-    busiest_share,
     expected_max_normal,
     expected_max_rows,
     expected_max_rows_of,
-    worker_shares,
     zipf_shares,
 )
 
@@ -25,14 +23,6 @@ def test_zipf_shares_by_hand() -> None:
         zipf_shares(3, -1)
     with pytest.raises(UserError, match="0 experts"):
         zipf_shares(0, 1)
-
-
-def test_shares_of_workers_follow_the_placement() -> None:
-    placement = [[(0, 1.0)], [(0, 0.5), (1, 0.5)], [(1, 1.0)]]
-    np.testing.assert_allclose(worker_shares([0.5, 0.3, 0.2], placement, 2), [0.65, 0.35])
-    assert busiest_share([0.5, 0.3, 0.2], placement, 2) == pytest.approx(0.65)
-    with pytest.raises(UserError, match="2 shares for 3 placed experts"):
-        worker_shares([0.5, 0.5], placement, 2)
 
 
 def test_expected_maximum_of_normals_is_the_known_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from antiphon.base.errors import PeerLost
-from antiphon.comm.m2n.cuda_stream import CudaStream
+from antiphon.comm.m2n.streams.cuda import CudaStream
 from tests.comm.m2n.backends import PATIENCE_S, until
 from tests.comm.m2n.stream_peer import SHAPE, Side, experts, peer
 

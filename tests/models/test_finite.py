@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.finite import check_finite
+from antiphon.models.weights import check_finite
 
 SPOILED = [
     ("qwen3_moe", "model.norm.weight", (5,)),

@@ -9,9 +9,8 @@ from antiphon.planner.predict import candidate_of
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, SearchLimits, evaluate_phase, make_plan, settings_of
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster_file import load_cluster
-from antiphon.specs.workload import SloSpec
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.cluster import load_cluster
+from antiphon.specs.workload import SloSpec, load_workload
 
 WORKLOAD = "msi-production"
 

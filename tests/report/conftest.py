@@ -17,10 +17,10 @@ from antiphon.report.contents import (
 )
 from antiphon.sim.gantt import Bar
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import load_workload
 
 SEPARATE = (
     DeviceUse(role="attention", device="H20", num_devices=16),

@@ -9,8 +9,7 @@ import pytest
 from antiphon.base.errors import ResourceError
 from antiphon.report.colocated import Target, nearest_colocated
 from antiphon.report.contents import Report
-from antiphon.report.emit_sglang import sglang_command
-from antiphon.report.emit_vllm import vllm_command
+from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.specs.plan import Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import SloSpec

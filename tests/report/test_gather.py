@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
 from antiphon.planner.search import PlanResult, make_plan
+from antiphon.planner.table import front
 from antiphon.report.chosen import look_closely
 from antiphon.report.contents import Report
-from antiphon.report.frontier import front, thinned
+from antiphon.report.frontier import thinned
 from antiphon.report.gather import gather
 from antiphon.report.pipeline import pipeline_bars
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import LAYOUTS, Layout
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import load_workload
 
 
 def search(layouts: tuple[Layout, ...] = LAYOUTS) -> PlanResult:

@@ -11,7 +11,7 @@ import pytest
 from antiphon.report.contents import Report
 from antiphon.report.page import html_page
 from antiphon.report.words import LAYOUT_TITLES
-from antiphon.specs.plan_file import plan_from_json
+from antiphon.specs.plan import plan_from_json
 
 LOADERS = {"src", "href", "srcset", "data", "poster", "action"}
 

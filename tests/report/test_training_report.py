@@ -23,8 +23,7 @@ from antiphon.report.training_summary import (
     step_parts,
 )
 from antiphon.report.training_terminal import share_bar, training_report
-from antiphon.specs.training_plan import TrainingPlan
-from antiphon.specs.training_plan_file import training_plan_from_json
+from antiphon.specs.training_plan import TrainingPlan, training_plan_from_json
 from tests.specs.training_specimen import LAYOUT, PLAN, PREDICTED
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from antiphon.reproduce.claim import NOT_ANALYSED, PAPERS, Row
 from antiphon.reproduce.claims import all_claims
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import load_cluster
 
 MUST_HOLD = (
     "msi-m2n-bytes",

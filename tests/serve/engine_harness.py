@@ -20,9 +20,9 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
+from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 from tests.models.conftest import family_config
 

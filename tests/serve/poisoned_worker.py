@@ -27,12 +27,12 @@ def poison(folder: Path, monkeypatch: Any, way: str, point: int = 0) -> None:
 
 def install() -> None:
     """In the worker: look at every step before it runs."""
+    from antiphon.comm.m2n.native import NativeAttentionExchange
     from antiphon.models.expert_half import ExpertHalf
     from antiphon.serve.worker.attention import AttentionRunner
-    from antiphon.serve.worker.expert_path import RemoteExperts
 
     way, point = os.environ[WAY], int(os.environ[POINT])
-    run, dispatch, forward = AttentionRunner.run, RemoteExperts.dispatch, ExpertHalf.forward
+    run, dispatch, forward = AttentionRunner.run, NativeAttentionExchange.dispatch, ExpertHalf.forward
     poisonous: set[str] = set()
     state = {"rows": False, "broken": False}
 
@@ -53,7 +53,9 @@ def install() -> None:
         state["rows"] = triggered
         return run(self, step)
 
-    def dispatch_poisoned(self: RemoteExperts, layer: int, micro_batch: int, rows: Any, ids: Any, weights: Any) -> None:
+    def dispatch_poisoned(
+        self: NativeAttentionExchange, layer: int, micro_batch: int, rows: Any, ids: Any, weights: Any
+    ) -> None:
         dispatch(self, layer, micro_batch, rows.new_full(rows.shape, _MAGIC) if state["rows"] else rows, ids, weights)
 
     def forward_poisoned(self: ExpertHalf, layer: int, rows: Any, *rest: Any) -> Any:
@@ -63,7 +65,7 @@ def install() -> None:
 
     for owner, name, replacement in (
         (AttentionRunner, "run", run_poisoned),
-        (RemoteExperts, "dispatch", dispatch_poisoned),
+        (NativeAttentionExchange, "dispatch", dispatch_poisoned),
         (ExpertHalf, "forward", forward_poisoned),
     ):
         setattr(owner, name, replacement)

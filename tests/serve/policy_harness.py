@@ -5,13 +5,15 @@ a row it checks that the cache holds exactly the history the row must see: a blo
 never filled is found at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.blocks import BlockPool
+from antiphon.serve.policy.limits import SchedulerConfig, check_request
 from antiphon.serve.policy.request import Request, new_request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import Progress, SequenceStart, StepPlan
+from antiphon.serve.policy.step import RequestOutput, SequenceStart, StepPlan
 from antiphon.specs.sampling import SamplingParams
 
 EOS = 2
@@ -33,6 +35,34 @@ def expected_output(prompt: list[int], params: SamplingParams) -> list[int]:
         if (output[-1] == EOS and not params.ignore_eos) or output[-1] in params.stop_token_ids:
             break
     return output
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Assert that blocks, slots and queues agree."""
+    occupancy = scheduler.occupancy
+    running, waiting = list(occupancy.running), list(occupancy.waiting)
+    check_blocks(occupancy.pool, [request.block_table for request in running])
+    assert {request.request_id for request in running + waiting} == set(scheduler.requests)
+    slots = [request.slot for request in running] + occupancy.free_slots
+    assert sorted(slots) == list(range(scheduler.config.max_running))
+    assert occupancy.num_waiting_tokens == sum(len(request.token_ids) for request in waiting)
+    assert all(not request.block_table for request in waiting)
+
+
+def check_blocks(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
+    """Assert every invariant of a pool, given the tables of all requests that hold blocks."""
+    held = [0] * pool.num_blocks
+    for table in tables:
+        assert len(set(table)) == len(table), "a table names a block twice"
+        for block in table:
+            held[block] += 1
+    assert held == pool._num_refs, "reference counts differ from the tables"
+    assert set(pool._free) == {block for block in range(pool.num_blocks) if held[block] == 0}
+    for digest, block in pool._block_of.items():
+        assert pool._digest_of[block] == digest
+    assert sum(digest is not None for digest in pool._digest_of) == len(pool._block_of)
+    for block, count in enumerate(held):
+        assert count < 2 or pool._digest_of[block] is not None, f"block {block} is shared but not published"
 
 
 @dataclass
@@ -98,7 +128,8 @@ class Simulation:
     def submit(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: int | None = None) -> Request:
         arrival = self.num_submitted if arrival is None else arrival
         request = new_request(request_id, prompt, params, arrival=arrival, seed=0, eos_token_ids=(EOS,))
-        self.scheduler.submit(request)
+        check_request(request, self.config)
+        self.scheduler.adopt(request)
         self.num_submitted += 1
         self.outputs[request_id] = []
         self.reasons[request_id] = None
@@ -112,13 +143,13 @@ class Simulation:
             assert all(step.token_ids for step in plan.sequences)
             assert self.scheduler.num_running <= self.config.max_running
             self.plans.append(plan)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return plan
 
-    def compute(self, plan: StepPlan) -> list[Progress]:
+    def compute(self, plan: StepPlan) -> list[RequestOutput]:
         sampled, reported = self.worker.run(plan)
         progress = self.scheduler.commit(plan, sampled)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         live = {entry.request.request_id for entry in progress} | set(self.scheduler.requests)
         self.reported += [entry for entry in reported if entry[0] in live]
         for request, token_id, reason in progress:
@@ -127,13 +158,21 @@ class Simulation:
             if token_id is not None:
                 self.outputs[request.request_id].append(token_id)
             self.reasons[request.request_id] = reason
-            assert self.outputs[request.request_id] == request.output_token_ids
+            assert self.outputs[request.request_id] == request.token_ids[request.num_prompt :]
         return progress
 
     def lose_worker(self) -> None:
-        self.scheduler.requeue_all()
+        """The worker is lost, and comes back with an empty cache."""
+        for request in self.scheduler.evacuate():
+            self.scheduler.adopt(request)
         self.worker = FakeWorker(self.config.block_size)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
+
+    def withdraw(self) -> None:
+        """All requests are taken back and given to the same worker again."""
+        for request in self.scheduler.withdraw():
+            self.scheduler.adopt(request)
+        check_scheduler(self.scheduler)
 
     def step(self) -> bool:
         plan = self.plan()

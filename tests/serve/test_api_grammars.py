@@ -20,7 +20,7 @@ def optional_properties(count: int) -> dict[str, Any]:
 # Divisible by four primes: an automaton of a hundred million states, built without an end.
 ENDLESS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]}
 TOO_MUCH = [
-    (optional_properties(5000), "allows too many things at once"),
+    (optional_properties(5000), "allows too many things at once|building it takes"),  # which, is the machine's speed
     (ENDLESS, "building it takes"),
     ({"type": "integer", "multipleOf": 999_983}, "building it takes"),
     ({"$ref": "#"}, "no text can satisfy it; does a $ref lead back to itself?"),
@@ -53,7 +53,7 @@ def test_a_schema_that_asks_too_much_is_400(schema: dict[str, Any], reason: str)
             error = response.json()["error"]
             assert (error["code"], error["param"]) == ("grammar_error", "response_format")
             assert "the JSON schema cannot be used: " in error["message"]
-            assert reason in error["message"]
+            assert any(words in error["message"] for words in reason.split("|")), error
         assert server.engine.submissions == []
         assert server.complete(response_format=wanted({"enum": ["yes"]})).json()["choices"][0]["text"] == '"yes"'
 

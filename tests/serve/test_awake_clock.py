@@ -2,14 +2,14 @@
 
 import pytest
 
-from antiphon.serve.awake_clock import AwakeClock
+from antiphon.serve.fleet import AwakeClock
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The machine's clock, as the only entry of a list."""
     times = [1000.0]
-    monkeypatch.setattr("antiphon.serve.awake_clock.time.monotonic", lambda: times[0])
+    monkeypatch.setattr("antiphon.serve.fleet.time.monotonic", lambda: times[0])
     return times
 
 

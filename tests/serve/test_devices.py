@@ -9,10 +9,11 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.kernels.select import resolve_device
 from antiphon.serve.door import Door
-from antiphon.serve.fleet import Arrival, WorkerName
+from antiphon.serve.fleet import Arrival
 from antiphon.serve.joining import JoinRole, join_engine
 from antiphon.serve.launch import Launcher
 from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import TinyModel, config, wait_until
 
 SECRET = b"correct horse battery staple"

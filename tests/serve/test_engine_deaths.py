@@ -12,7 +12,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
-from antiphon.serve.fleet import WorkerName
+from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     PATIENCE_S,
@@ -88,7 +88,14 @@ def test_without_an_expert_worker_requests_wait_and_a_drain_does_not(
         assert [request.last.finish_reason for request in run.finish()] == ["abort"] * 4
 
 
-@pytest.mark.parametrize(("layout", "role"), [("1", "replica"), ("1+1/m2", "experts"), ("2+1/m2", "attention")])
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        ("1", "replica"),
+        ("1+1/m2", "experts"),
+        pytest.param("2+1/m2", "attention", marks=pytest.mark.slow),
+    ],
+)
 def test_no_number_of_deaths_ends_serving(
     layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
 ) -> None:
@@ -190,13 +197,13 @@ def test_a_system_that_starts_no_process_is_asked_again(
 def test_a_bug_of_the_engine_ends_it_aloud(
     tiny_model: TinyModel, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_steps() -> None:
+    def on_tick() -> None:
         raise KeyError("a bug")
 
     given_up = threading.Event()
     with running(config(tiny_model, "1")) as engine:
         engine.call_when_given_up(given_up.set)
-        monkeypatch.setattr(engine.workforce, "start_steps", start_steps)
+        monkeypatch.setattr(engine.workforce, "on_tick", on_tick)
         assert given_up.wait(PATIENCE_S)
         assert engine.failure().exit_code == 1
         assert str(engine.failure()) == "a bug ended the engine (KeyError: 'a bug'); the log has its traceback"

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return saved
 
 
-@pytest.mark.parametrize("layout", ["1", "1+2/m2", "2+3/m2"])
+@pytest.mark.parametrize("layout", ["1", pytest.param("1+2/m2", marks=pytest.mark.slow), "2+3/m2"])
 def test_64_greedy_tokens_twice_the_second_time_from_the_prefix_cache(layout: str, model: TinyModel) -> None:
     prompts = random_prompts([1, 70, 33, 100] * 3, seed=5)
     expected = model.greedy(prompts)
@@ -51,7 +51,7 @@ def test_64_greedy_tokens_twice_the_second_time_from_the_prefix_cache(layout: st
         assert engine.stats().prefix_cache_hit_tokens >= hits + 3 * (64 + 32 + 96)
 
 
-@pytest.mark.parametrize("role", ["attention", "experts"])
+@pytest.mark.parametrize("role", [pytest.param("attention", marks=pytest.mark.slow), "experts"])
 def test_a_dead_worker_changes_no_token(role: str, model: TinyModel) -> None:
     prompts = random_prompts([50, 20] * 4, seed=6)
     expected = model.greedy(prompts)

@@ -11,8 +11,8 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.launch import Launcher, start_engine
+from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,
@@ -57,8 +57,8 @@ def run_with_deaths(
     ("layout", "victims"),
     [
         ("1", ["replica[0]", "replica[0]"]),
-        ("2", ["replica[0]", "replica[1]"]),
-        ("1+1/m2", ["experts[0]", "attention[0]"]),
+        pytest.param("2", ["replica[0]", "replica[1]"], marks=pytest.mark.slow),
+        pytest.param("1+1/m2", ["experts[0]", "attention[0]"], marks=pytest.mark.slow),
         ("2+2/m2", ["attention[0]", "experts[1]", "attention[1]"]),
     ],
 )
@@ -92,7 +92,14 @@ def test_all_workers_killed_at_once(tiny_model: TinyModel, prompts: Prompts, ref
         assert engine.stats().num_worker_restarts == 2
 
 
-@pytest.mark.parametrize(("layout", "role"), [("1", "replica"), ("1+2/m2", "experts"), ("2+1/m2", "attention")])
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        ("1", "replica"),
+        ("1+2/m2", "experts"),
+        pytest.param("2+1/m2", "attention", marks=pytest.mark.slow),
+    ],
+)
 def test_a_replacement_killed_while_it_loads(
     layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
 ) -> None:
@@ -116,7 +123,13 @@ def no_look_at_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "role"), [("1", "replica"), ("1+1/m2", "experts"), ("2+2/m2", "attention"), ("2+2/m2", "experts")]
+    ("layout", "role"),
+    [
+        ("1", "replica"),
+        pytest.param("1+1/m2", "experts", marks=pytest.mark.slow),
+        ("2+2/m2", "attention"),
+        pytest.param("2+2/m2", "experts", marks=pytest.mark.slow),
+    ],
 )
 def test_a_hanging_worker_is_replaced(
     layout: str, role: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, no_look_at_processes: None

@@ -45,10 +45,15 @@ def run_with_poison(engine: Engine, prompts: Prompts, reference: Tokens, num_poi
     ("layout", "way", "message"),
     [
         ("1", "die", r"replica\[0\] died: killed by SIGKILL \(.*\)"),
-        ("1", "error", r"replica\[0\]: RuntimeError: poisoned"),
+        pytest.param("1", "error", r"replica\[0\]: RuntimeError: poisoned", marks=pytest.mark.slow),
         ("1", "break", r"replica\[0\]: RuntimeError: poisoned"),
         ("1", "hang", r"replica\[0\] died: killed by SIGKILL \(it has not answered for .* s\)"),
-        ("2+1/m2", "die", r"(attention\[[01]\] died: killed by SIGKILL|experts\[0\]: lost attention\[[01]\]).*"),
+        pytest.param(
+            "2+1/m2",
+            "die",
+            r"(attention\[[01]\] died: killed by SIGKILL|experts\[0\]: lost attention\[[01]\]).*",
+            marks=pytest.mark.slow,
+        ),
         ("1+1/m2", "error", r"attention\[0\]: RuntimeError: poisoned"),
         ("1+1/m2", "experts", r"(experts\[0\] died: killed by SIGKILL|attention\[0\]: lost experts\[0\]).*"),
     ],

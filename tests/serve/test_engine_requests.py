@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.streams import ThreadSink
 from antiphon.serve.timeline import summarise, write_trace
+from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (
     EOS,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.serve.fleet import Event, Fleet, WorkerName, WorkerProcess
-from antiphon.serve.worker.messages import Configure, Reset, ResetDone, Step
+from antiphon.serve.fleet import Event, Fleet
+from antiphon.serve.worker.messages import Configure, Reset, ResetDone, RunStep
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from tests.serve.engine_harness import wait_until
 
 # Answers every Reset; whatever else it is sent, it only reads.
@@ -34,7 +35,7 @@ CONFIGURE = Configure(
     block_size=16, num_blocks=1, max_model_len=1, max_running=1, expert_owners=[], exchange=None, timeout_s=1.0,
     trace=False,
 )  # fmt: skip
-LARGE = Step(step=0, round=0, released=["x" * (1 << 23)], starts=[], micro_batches=[], participants=[])
+LARGE = RunStep(step=0, released=["x" * (1 << 23)], starts=[], micro_batches=[], participants=[])
 NAMES = [WorkerName("experts", 0), WorkerName("experts", 1)]
 
 
@@ -49,7 +50,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     )
     fleet = Fleet()
     with monkeypatch.context() as patched:
-        patched.setattr("antiphon.serve.fleet.sys.executable", str(script))
+        patched.setattr("antiphon.serve.worker_process.sys.executable", str(script))
         for name in NAMES:
             fleet.launch(name, CONFIGURE)
     yield fleet

@@ -16,10 +16,9 @@ import pytest
 from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.fleet import WorkerName
-from antiphon.serve.join_secret import exchange_secret, read_join_secret
-from antiphon.serve.joining import JoinedPeer, JoinListener, join_engine
+from antiphon.serve.joining import JoinedPeer, JoinListener, exchange_secret, join_engine, read_join_secret
 from antiphon.serve.launch import start_engine
+from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config, wait_until
 
 SECRET = b"correct horse battery staple"

@@ -96,7 +96,7 @@ class Load:
     ("layout", "duration_s"),
     [
         pytest.param("2+2/m2", CHAOS_S, id="disaggregated"),
-        pytest.param("2", CHAOS_S / 2, id="colocated"),
+        pytest.param("2", CHAOS_S / 2, id="colocated", marks=pytest.mark.slow),
         pytest.param("2+2/m2", 60.0, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

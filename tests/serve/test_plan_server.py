@@ -10,12 +10,11 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.cli.command_group import single_command
 from antiphon.cli.generate import generate
-from antiphon.cli.plan_option import plan_lines
 from antiphon.cli.serve import serve as serve_command
+from antiphon.cli.serve_plan import plan_lines
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.serve.served_plan import obey
-from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted
-from antiphon.specs.plan_file import write_plan
+from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, write_plan
 from tests.serve.server_harness import ServerProcess, serve
 
 TPOT_S = 0.5

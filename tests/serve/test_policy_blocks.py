@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.blocks import BlockPool, extend_block_digests
+from tests.serve.policy_harness import check_blocks
 
 
 def digests_of(tokens: list[int], block_size: int) -> list[bytes]:
@@ -59,20 +60,20 @@ def test_shared_blocks_are_free_when_the_last_holder_lets_go() -> None:
     pool.share(table)
     pool.release(table)
     assert pool.num_free == 2
-    pool.check([table])
+    check_blocks(pool, [table])
     pool.release(table)
     assert pool.num_free == 4
-    pool.check([])
+    check_blocks(pool, [])
 
 
 def test_the_same_content_is_published_once() -> None:
     pool = BlockPool(4, 2)
     first = published_sequence(pool, [1, 2])
     second = published_sequence(pool, [1, 2])
-    assert pool.num_published == 1
+    assert len(pool._block_of) == 1
     assert pool.match(digests_of([1, 2], 2), 1) == first
     pool.release(second)
-    pool.check([first])
+    check_blocks(pool, [first])
 
 
 def test_nothing_is_found_after_the_memory_is_lost() -> None:
@@ -80,7 +81,7 @@ def test_nothing_is_found_after_the_memory_is_lost() -> None:
     pool.release(published_sequence(pool, [1, 2]))
     pool.clear_published()
     assert pool.match(digests_of([1, 2], 2), 1) == []
-    pool.check([])
+    check_blocks(pool, [])
 
 
 def test_misuse_is_a_bug_not_a_silence() -> None:
@@ -109,5 +110,5 @@ def test_blocks_are_conserved_under_any_order_of_operations(num_blocks: int, ope
             found = pool.match(digests_of([value % 4, value % 3], 1), 2)
             pool.share(found)
             tables.append(found)
-        pool.check(tables)
+        check_blocks(pool, tables)
         assert pool.num_free + pool.num_used == num_blocks

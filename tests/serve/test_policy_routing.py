@@ -2,7 +2,7 @@
 
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.request import Request, new_request
-from antiphon.serve.policy.routing import choose_attention_worker
+from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import Simulation
 

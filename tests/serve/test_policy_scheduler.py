@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.serve.engine_api import QueueFull, RequestTooLong
+from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.micro_batches import chunk_cost
 from antiphon.serve.policy.request import RequestStatus
 from antiphon.specs.sampling import SamplingParams
-from tests.serve.policy_harness import EOS, Simulation, expected_output
+from tests.serve.policy_harness import EOS, Simulation, check_scheduler, expected_output
 
 FREE = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -22,8 +22,8 @@ def simulation(**changes: Any) -> Simulation:
         block_size=4,
         max_model_len=64,
         max_batch_tokens=32,
+        context_tokens_per_row=1e9,
         max_running=4,
-        max_waiting=8,
         watermark_blocks=0,
     )
     return Simulation(dataclasses.replace(config, **changes))
@@ -66,7 +66,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
 
 
 def test_rows_that_see_a_long_context_are_fewer() -> None:
-    """Chunks of a long prompt cost at most what the first one costs, in rows and visible keys."""
+    """Chunks of a long prompt cost at most as much as `max_batch_tokens` rows without a context."""
     ratio = 50.0
     sim = simulation(
         num_blocks=1024, max_model_len=4000, max_batch_tokens=256, max_running=8, context_tokens_per_row=ratio
@@ -77,10 +77,10 @@ def test_rows_that_see_a_long_context_are_fewer() -> None:
         ((_, start, num_rows),) = chunks(sim)
         costs.append(chunk_cost(start, num_rows, ratio))
         rows.append(num_rows)
-    assert rows[0] == 256
-    assert max(costs) <= costs[0]
-    assert min(costs[:-1]) > 0.9 * costs[0]
-    assert rows[-2] < 30
+    assert max(costs) <= 256
+    assert min(costs[:-1]) > 0.7 * 256
+    assert rows[0] > 100
+    assert rows[-2] < 10
 
 
 def test_a_plan_names_only_new_blocks_after_the_first() -> None:
@@ -234,7 +234,7 @@ def test_evacuated_requests_finish_elsewhere_with_the_same_text() -> None:
     for request in old.scheduler.evacuate():
         new.scheduler.adopt(request)
     assert not old.scheduler.has_work
-    old.scheduler.check()
+    check_scheduler(old.scheduler)
     new.run()
     assert new.outputs == {name: expected_output(prompt, FREE) for name, prompt in prompts.items()}
 
@@ -252,12 +252,12 @@ def test_withdrawn_requests_come_back_to_a_worker_that_kept_its_cache(seen: bool
     if seen:
         sim.worker.run(plan)
     sim.scheduler.abort("c")
-    num_published = sim.scheduler.occupancy.pool.num_published
+    num_published = len(sim.scheduler.occupancy.pool._block_of)
     requests = sim.scheduler.withdraw()
     assert [request.request_id for request in requests] == ["a", "b"]
     assert not sim.scheduler.has_work
-    sim.scheduler.check()
-    assert sim.scheduler.occupancy.pool.num_published == num_published > 0
+    check_scheduler(sim.scheduler)
+    assert len(sim.scheduler.occupancy.pool._block_of) == num_published > 0
     for request in reversed(requests):
         sim.scheduler.adopt(request)
     sim.run()
@@ -274,20 +274,8 @@ def test_what_cannot_fit_is_refused_with_value_limit_and_mend() -> None:
     with pytest.raises(RequestTooLong, match=r"is 18 tokens, above the context length of 17: shorten the prompt"):
         sim.submit("a", [3] * 10, FREE)
     sim.submit("b", [3] * 9, FREE)
-    with pytest.raises(UserError, match="request id 'b' is in use"):
-        sim.submit("b", [3], FREE)
     with pytest.raises(UserError, match="the prompt is empty"):
         sim.submit("c", [], FREE)
-
-
-def test_a_full_queue_says_when_to_come_back() -> None:
-    sim = simulation(max_waiting=1)
-    sim.submit("a", [3], FREE)
-    with pytest.raises(QueueFull, match="1 requests are waiting, the limit is 1") as caught:
-        sim.submit("b", [3], FREE)
-    assert caught.value.retry_after_s == 1.0
-    sim.step()
-    sim.submit("b", [3], FREE)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:

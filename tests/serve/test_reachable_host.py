@@ -8,8 +8,7 @@ import pytest
 
 from antiphon.base.errors import Refused, UserError
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.joining import JoinedPeer, JoinListener, join_engine
-from antiphon.serve.reachable_host import is_wildcard, refuse_wildcard
+from antiphon.serve.joining import JoinedPeer, JoinListener, is_wildcard, join_engine, refuse_wildcard
 
 SECRET = b"correct horse battery staple"
 WILDCARDS = ("0.0.0.0", "::", "0", "0:0:0:0:0:0:0:0", "::ffff:0.0.0.0", "0x0")

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from antiphon.serve.worker.draw import counter_uniform, draw_tokens, filtered_probabilities
-from antiphon.serve.worker.logit_edits import GrammarMask, edit_logits
-from antiphon.serve.worker.logprobs import prompt_logprobs, token_logprobs
-from antiphon.serve.worker.sampling import sample_tokens
-from antiphon.serve.worker.sampling_state import SamplingState
+from antiphon.serve.worker.sampling import prompt_logprobs, sample_tokens, token_logprobs
+from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState, edit_logits
 from antiphon.specs.sampling import SamplingParams
 
 EOS = 2

@@ -103,8 +103,15 @@ def test_somebody_who_kills_a_worker_for_long_ends_nothing(checkpoint: Path, tmp
         assert server.end() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("state", ["loading", "restart in"])
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [
+        ("loading", signal.SIGINT),
+        ("restart in", signal.SIGTERM),
+        pytest.param("loading", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("restart in", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_a_server_whose_worker_is_away(
     state: str, number: signal.Signals, checkpoint: Path, tmp_path: Path
 ) -> None:

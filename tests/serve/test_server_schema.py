@@ -3,6 +3,7 @@
 The checks of every answer against the description run in process, in `test_api_schema`.
 """
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
@@ -12,6 +13,7 @@ from tests.serve.server_harness import ServerProcess
 MAX_EXAMPLES = 40
 
 
+@pytest.mark.slow
 def test_nothing_is_a_server_error(live_server: ServerProcess) -> None:
     schema = schemathesis.openapi.from_url(f"{live_server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.timeline import summarise, write_trace
 from antiphon.serve.worker import spans as span_module
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, NAMES, RECEIVE, STEP, SpanRecorder
+from antiphon.serve.worker_process import WorkerName
 
 ATTENTION_0, ATTENTION_1 = WorkerName("attention", 0), WorkerName("attention", 1)
 EXPERTS_0, EXPERTS_1 = WorkerName("experts", 0), WorkerName("experts", 1)

@@ -5,8 +5,7 @@ from numpy.typing import NDArray
 
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.policy.request import new_request
-from antiphon.serve.policy.step import Progress
-from antiphon.serve.running_step import Commit
+from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.tracked import TrackedRequest, TrackedRequests
 from antiphon.specs.sampling import SamplingParams
 
@@ -38,8 +37,9 @@ def test_an_end_that_a_broken_grammar_allowed_is_not_shown_as_the_end() -> None:
     sink = Collected()
     tracked = TrackedRequests()
     tracked.add(TrackedRequest(request, sink, matcher=BrokenMatcher()))
-    commit = Commit([Progress(request, END, "stop")], {})
-    assert tracked.publish(commit) == [("a", "structured output broke off: too many items")]
+    assert tracked.publish([RequestOutput(request, END, "stop")], {}) == [
+        ("a", "structured output broke off: too many items")
+    ]
     assert sink.outputs == []
     assert tracked.end("a", "grammar", "structured output broke off: too many items")
     assert [output.finish_reason for output in sink.outputs] == ["grammar"]

@@ -14,12 +14,12 @@ from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.channel import MAX_MESSAGE_BYTES, Channel
 from antiphon.serve.worker.messages import (
     FromWorker,
-    Progress,
+    LoadProgress,
     Reset,
     ResetDone,
+    RunStep,
     Sampled,
     Shutdown,
-    Step,
     StepResult,
     ToWorker,
 )
@@ -45,18 +45,18 @@ def frame(message: msgspec.Struct) -> bytes:
 
 def test_a_frame_may_come_byte_by_byte(pair: Pair) -> None:
     channel, peer = pair
-    whole = frame(Progress(3, 7)) + frame(ResetDone(5))
+    whole = frame(LoadProgress(3, 7)) + frame(ResetDone(5))
     received = []
     for index in range(len(whole)):
         peer.sendall(whole[index : index + 1])
         while (message := channel.poll()) is not None:
             received.append(message)
-    assert received == [Progress(3, 7), ResetDone(5)]
+    assert received == [LoadProgress(3, 7), ResetDone(5)]
 
 
 def test_many_frames_may_come_at_once(pair: Pair) -> None:
     channel, peer = pair
-    peer.sendall(b"".join(frame(ResetDone(epoch)) for epoch in range(100)) + frame(Progress(1, 2))[:5])
+    peer.sendall(b"".join(frame(ResetDone(epoch)) for epoch in range(100)) + frame(LoadProgress(1, 2))[:5])
     assert [channel.receive(1.0).epoch for _ in range(100)] == list(range(100))
     assert channel.poll() is None
 
@@ -108,7 +108,7 @@ def test_silence_is_a_timeout_that_names_the_peer(pair: Pair) -> None:
 
 def test_a_peer_that_does_not_read_is_a_timeout(pair: Pair) -> None:
     channel, _ = pair
-    big = Step(step=0, round=0, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
+    big = RunStep(step=0, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
     with pytest.raises(PeerTimeout, match=r"send: nothing from experts\[0\]"):
         channel.send(big, timeout_s=0.05)
 
@@ -116,7 +116,7 @@ def test_a_peer_that_does_not_read_is_a_timeout(pair: Pair) -> None:
 def test_what_the_peer_does_not_read_waits_here_in_order(pair: Pair) -> None:
     channel, peer = pair
     theirs = Channel(peer, "engine", ToWorker)
-    big = Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
+    big = RunStep(step=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
     started = time.monotonic()
     for message in (big, Reset(2), big, Reset(3)):
         channel.enqueue(message)
@@ -134,7 +134,7 @@ def test_what_the_peer_does_not_read_waits_here_in_order(pair: Pair) -> None:
 
 def test_a_peer_that_reads_now_and_then_does_not_stall(pair: Pair) -> None:
     channel, peer = pair
-    channel.enqueue(Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[]))
+    channel.enqueue(RunStep(step=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[]))
     time.sleep(0.05)
     stalled_s = channel.stalled_s
     assert stalled_s >= 0.05
@@ -149,7 +149,7 @@ def test_a_peer_that_reads_now_and_then_does_not_stall(pair: Pair) -> None:
 def test_a_message_cut_by_a_timeout_is_finished_before_the_next(pair: Pair) -> None:
     channel, peer = pair
     theirs = Channel(peer, "engine", ToWorker)
-    big = Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
+    big = RunStep(step=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[])
     with pytest.raises(PeerTimeout):
         channel.send(big, timeout_s=0.01)
     sender = threading.Thread(target=channel.send, args=[Reset(5)])
@@ -161,7 +161,7 @@ def test_a_message_cut_by_a_timeout_is_finished_before_the_next(pair: Pair) -> N
 def test_too_much_unread_is_a_lost_peer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     channel, _ = pair
     monkeypatch.setattr("antiphon.serve.worker.channel.MAX_UNSENT_BYTES", 1 << 20)
-    channel.enqueue(Step(step=1, round=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[]))
+    channel.enqueue(RunStep(step=1, released=["x" * (1 << 22)], starts=[], micro_batches=[], participants=[]))
     with pytest.raises(PeerLost, match=r"experts\[0\]: does not read: \d+ bytes wait, at most 1048576 may"):
         channel.enqueue(Reset(1))
 
@@ -171,9 +171,8 @@ def test_large_messages_and_all_fields_survive() -> None:
     ours, theirs = socket.socketpair()
     engine, worker = Channel(ours, "worker", FromWorker), Channel(theirs, "engine", ToWorker)
     params = SamplingParams(max_tokens=5, logit_bias={3: -1.5, 90: 2.0}, stop_token_ids=(4, 5), seed=2**62, logprobs=3)
-    step = Step(
+    step = RunStep(
         step=2**40,
-        round=2**41,
         released=["a", "b"],
         starts=[SequenceStart("c", 3, tuple(range(500_000)), 400_000, params, 2**63 - 1, (1, 2))],
         micro_batches=[[], [SequenceStep("c", 3, (5, 6), 7, 0, (8, 9), True, 0, 1)]],
@@ -185,7 +184,6 @@ def test_large_messages_and_all_fields_survive() -> None:
     assert worker.receive(30.0) == step
     sender.join()
     result = StepResult(
-        step=2**40,
         requests=[Sampled("c", 7, TokenLogprob(7, -0.5, 2, ((8, -0.25),)), [TokenLogprob(1, -2.0, 9)])],
         step_s=0.1,
         wait_s=0.2,

@@ -10,7 +10,7 @@ from antiphon.sim.pools import Prefill, pools_of
 from antiphon.sim.serve import ServingRun, simulate_serving
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
-from antiphon.specs.device_file import load_device
+from antiphon.specs.device import load_device
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 

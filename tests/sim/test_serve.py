@@ -19,6 +19,7 @@ from antiphon.sim.worker_names import Kill
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, SloSpec
+from tests.serve.policy_harness import check_scheduler
 from tests.sim.serving_specimens import apart, plan, serve, setting, together, workload
 
 
@@ -36,7 +37,7 @@ def assert_conserved(run: ServingRun) -> None:
         assert not live.waiting
         for instance in live.instances:
             for scheduler in instance.schedulers.values():
-                scheduler.check()
+                check_scheduler(scheduler)
                 assert not scheduler.requests
                 assert scheduler.occupancy.pool.num_used == 0
 

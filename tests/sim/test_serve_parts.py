@@ -17,9 +17,10 @@ from antiphon.planner.worker_times import attention_layer
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.sim.arrivals import draw_demand
+from antiphon.sim.disciplines import InOrder
+from antiphon.sim.events import EventGraph
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.interpolate import Line, line, plane, sizes_up_to
-from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.sim.request_records import Gaps, summary
 from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog
 from antiphon.sim.serve_trace import write_serving_trace
@@ -140,6 +141,19 @@ def test_tables_hold_the_planners_costs(phase: object) -> None:
 # --- prices ----------------------------------------------------------------------------------------------------------
 
 
+def end_of_rounds_s(num_layers: int, times: tuple[list[float], ...]) -> float:
+    """Event by event: micro-batches pass the resources in turn, each of which keeps to their order."""
+    graph = EventGraph()
+    tracks = [graph.resource(f"resource {number}", InOrder()) for number in range(len(times))]
+    before: dict[int, tuple[int, ...]] = {}
+    for _ in range(num_layers):
+        for micro_batch in range(len(times[0])):
+            for track, of_track in zip(tracks, times, strict=True):
+                after = before.get(micro_batch, ())
+                before[micro_batch] = (graph.add("work", of_track[micro_batch], track, after=after),)
+    return graph.run().end_s
+
+
 @given(TIMES, TIMES, TIMES)
 @settings(max_examples=50, deadline=None)
 def test_a_round_of_unequal_micro_batches_is_what_the_exact_simulation_says(
@@ -150,21 +164,7 @@ def test_a_round_of_unequal_micro_batches_is_what_the_exact_simulation_says(
     t_a, t_e, t_c = attention[:m], experts[:m], wire[:m]
     formula = round_robin_s(t_a, t_c, t_e, t_c)
     layers = [40, 80]
-    ends = [
-        simulate_ping_pong(
-            PingPong(
-                num_layers=num_layers,
-                num_micro_batches=m,
-                num_attention_workers=1,
-                num_expert_workers=1,
-                attention_s=np.asarray(t_a)[None, :, None],
-                experts_s=np.asarray(t_e)[None, :, None],
-                attention_send_s=np.asarray(t_c)[None, :, None],
-                experts_send_s=np.asarray(t_c)[None, :, None],
-            )
-        ).end_s
-        for num_layers in layers
-    ]
+    ends = [end_of_rounds_s(num_layers, (t_a, t_c, t_e, t_c)) for num_layers in layers]
     exact = (ends[1] - ends[0]) / (layers[1] - layers[0])
     assert exact >= formula * (1 - 1e-9)
     assert exact <= formula * 1.5

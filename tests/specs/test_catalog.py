@@ -11,12 +11,11 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.specs.catalog import Kind, catalog, names, shipped_file, shipped_model_config
-from antiphon.specs.cluster_file import load_cluster
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.device_file import load_device
+from antiphon.specs.cluster import load_cluster
+from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.lina_models import lina_model, lina_models
 from antiphon.specs.nearest import canonical, nearest_names
-from antiphon.specs.workload_file import load_workload
+from antiphon.specs.workload import load_workload
 
 KINDS: tuple[Kind, ...] = ("device", "cluster", "workload", "model")
 ISSUE_DEVICES = ("A100-80G", "A800", "H100", "H800", "H200", "H20", "L20", "L40S", "B200", "GB200", "MI300X", "cpu")

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from antiphon.cost.memory import kv_bytes_per_token
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.specs import counts
 from antiphon.specs.catalog import catalog, shipped_model_config
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import PrecisionSpec
 from tests.models.conftest import FAMILIES, family_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -133,15 +135,15 @@ def test_grouped_query_attention_has_one_order() -> None:
 
 def test_kv_bytes() -> None:
     mixtral, deepseek = shipped("mixtral-8x22b"), shipped("deepseek-v3")
-    assert counts.kv_bytes_per_token(mixtral, "bfloat16") == 56 * 2 * 8 * 128 * 2 == mixtral.kv_bytes_per_token(2)
-    assert counts.kv_bytes_per_token(deepseek, "bfloat16") == 61 * 576 * 2
-    assert counts.kv_bytes_per_token(deepseek, "fp8") == 61 * 576
-    assert counts.kv_bytes_per_token_layer(deepseek, "int4") == 288
+    assert mixtral.kv_bytes_per_token(2) == 56 * 2 * 8 * 128 * 2
+    assert deepseek.kv_bytes_per_token(2) == 61 * 576 * 2
+    assert deepseek.kv_bytes_per_token(1) == 61 * 576
+    assert kv_bytes_per_token(deepseek, 1, PrecisionSpec(kv="int4")) == 61 * 288
 
 
 def test_int4_gives_fractions_of_bytes() -> None:
-    config = family_config("deepseek_v2", kv_lora_rank=19, qk_rope_head_dim=8).to_dict()
-    assert counts.kv_bytes_per_token_layer(model_spec(config), "int4") == 13.5
+    model = model_spec(family_config("deepseek_v2", kv_lora_rank=19, qk_rope_head_dim=8).to_dict())
+    assert kv_bytes_per_token(model, 1, PrecisionSpec(kv="int4")) == 13.5 * model.num_layers
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,7 +1,8 @@
 """Ours: every pair through the M2N library, as a program that uses it alone would.
 
-Sender: one `Fanout.send`, then wait until every credit is back. Receiver: wait until the messages of all senders are
-visible, release them; the credits are the acknowledgements. One slot per pair: a round never needs a second one, and
+Sender: one `send` (in place: `slot` and `commit`, the calls that the engine's dispatch is made of) to each receiver,
+then wait until every credit is back. Receiver: wait until the messages of all senders are visible, release them; the
+credits are the acknowledgements. One slot per pair: a round never needs a second one, and
 the memory touched is then as large as that of the plain copy it is compared with.
 
 In place: the producer writes its payload into the slot, so that sending copies nothing. Untouched rounds send the slot
@@ -32,12 +33,10 @@ class AntiphonMember:
         self._in_place = options["in_place"] == "yes"
         self._endpoint: _m2n.Endpoint | None = None
         self._inbox: _m2n.Inbox | None = None
-        self._fanout = _m2n.Fanout([])
+        self._outboxes: list[_m2n.Outbox] = []
         self._incoming: list[Flow] = []
         self._outgoing: list[Flow] = []
-        self._payload: Bytes = np.empty(0, np.uint8)
-        self._offsets: list[int] = []
-        self._lengths: list[int] = []
+        self._pieces: list[Bytes] = []  # of one payload, one for each receiver
         self._arrived: list[Bytes] = []
 
     def open(self) -> bytes:
@@ -60,21 +59,18 @@ class AntiphonMember:
         assert self._endpoint is not None, "open() comes first"
         seat = self._seat
         source = seat.traffic.index(seat.rank)
-        self._fanout = _m2n.Fanout(
-            [
-                self._endpoint.connect(introductions[flow.destination], source, seat.timeout_s)
-                for flow in seat.traffic.outgoing(seat.rank)
-            ]
-        )
+        self._outboxes = [
+            self._endpoint.connect(introductions[flow.destination], source, seat.timeout_s)
+            for flow in seat.traffic.outgoing(seat.rank)
+        ]
         if self._inbox is not None:
             self._inbox.wait_connected(self._inbox.sources, seat.timeout_s)
 
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
         self._incoming = traffic.incoming(self._seat.rank)
         self._outgoing = traffic.outgoing(self._seat.rank)
-        self._lengths = [flow.num_bytes for flow in self._outgoing]
-        self._offsets = [sum(self._lengths[:position]) for position in range(len(self._lengths))]
-        self._payload = np.zeros(0 if self._in_place else sum(self._lengths), np.uint8)
+        lengths = [0 if self._in_place else flow.num_bytes for flow in self._outgoing]
+        self._pieces = np.split(np.zeros(sum(lengths), np.uint8), np.cumsum(lengths)[:-1]) if lengths else []
         self._arrived = []
         return phases_of_pairs(
             (self._commit_call() if self._in_place else self._send_call()) if self._outgoing else None,
@@ -98,11 +94,10 @@ class AntiphonMember:
             check_pattern(message.payload, flow.num_bytes, step, flow.source, flow.destination)
 
     def payloads(self) -> Sequence[Bytes]:
-        if self._in_place:
-            slots = self._fanout.slots(self._seat.timeout_s)
-            return [slot[:length] for slot, length in zip(slots, self._lengths, strict=True)]
-        pieces = zip(self._offsets, self._lengths, strict=True)
-        return [self._payload[offset : offset + length] for offset, length in pieces]
+        if not self._in_place:
+            return self._pieces
+        pairs = zip(self._outboxes, self._outgoing, strict=True)
+        return [outbox.slot(self._seat.timeout_s)[: flow.num_bytes] for outbox, flow in pairs]
 
     def arrived(self, step: int) -> Sequence[Bytes]:
         if not self._arrived and self._inbox is not None:  # each source has one slot, so the next round's lie there too
@@ -113,29 +108,38 @@ class AntiphonMember:
         if self._endpoint is not None:
             self._endpoint.close()
 
-    # What runs between readings of the clock is prepared, as the inner loop of a program would be.
+    # What runs between readings of the clock holds what it calls, as the inner loop of a program would.
 
     def _send_call(self) -> Callable[[int], None]:
-        return self._fanout.prepare_send(
-            self._payload.data, self._offsets, self._lengths, timeout_s=self._seat.timeout_s
-        )
-
-    def _commit_call(self) -> Callable[[int], None]:
-        slots, commit = self._fanout.slots, self._fanout.prepare_commit(self._lengths)
+        sends = [(box.send, piece.data) for box, piece in zip(self._outboxes, self._pieces, strict=True)]
         timeout_s = self._seat.timeout_s
 
         def run(step: int) -> None:
-            slots(timeout_s)
-            commit(step)
+            for send, piece in sends:
+                send(step, piece, timeout_s=timeout_s)
+
+        return run
+
+    def _commit_call(self) -> Callable[[int], None]:
+        pairs = zip(self._outboxes, self._outgoing, strict=True)
+        calls = [(outbox.slot, outbox.commit, flow.num_bytes) for outbox, flow in pairs]
+        timeout_s = self._seat.timeout_s
+
+        def run(step: int) -> None:
+            for slot, commit, num_bytes in calls:
+                slot(timeout_s)
+                commit(step, num_bytes)
 
         return run
 
     def _receive_calls(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
         assert self._inbox is not None, "only a receiver waits"
-        return self._inbox.prepare_wait(len(self._incoming), self._seat.timeout_s), self._inbox.release
+        wait, num_sources, timeout_s = self._inbox.wait, len(self._incoming), self._seat.timeout_s
+        return lambda step: wait(step, num_sources, timeout_s), self._inbox.release
 
     def _wait_for_credits_call(self) -> Callable[[int], None]:
-        return self._fanout.prepare_wait_credits(self._seat.timeout_s)
+        wait_all, outboxes, timeout_s = _m2n.wait_all_credits, self._outboxes, self._seat.timeout_s
+        return lambda _: wait_all(outboxes, timeout_s)
 
 
 def make_member(seat: Seat, options: Mapping[str, str]) -> AntiphonMember:

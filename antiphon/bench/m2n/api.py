@@ -6,8 +6,8 @@ operations of the senders count; both ways at once, every process sends and rece
 arrival of what it is sent.
 
 Touched rounds are what a program would do: a process writes its payloads anew before its operation begins, and reads
-what it was sent before it acknowledges. Untouched ones time the exchange alone; a copy that passes the caches, or pages
-handed to the kernel, then costs nobody anything, so a gain by such means is only a gain if touched rounds show it too.
+what it was sent before it acknowledges. Untouched ones time the exchange alone; pages handed to the kernel then cost
+nobody anything, so a gain by such means is only a gain if touched rounds show it too.
 
 A contestant is a set of processes. Each runs one `Member`, whose `phases`, called in turn, are its part of a round; the
 clock is read between them and nowhere else, so that no contestant can define its time its own way. Rejected: each

@@ -8,7 +8,6 @@
 | mpi | persistent sends and receives between ranks of one `mpiexec`, the same acknowledgement |
 | ucx | tagged messages of UCX, the same acknowledgement |
 | memcpy | as many processes as cores copy the same bytes through shared memory, with a barrier: the machine's bound |
-| memcpy-nt | the same with copies that pass the caches, as shm does when its slots have left them |
 """
 
 import importlib.util
@@ -21,7 +20,7 @@ from antiphon.bench.m2n.api import Role, Seat, Traffic
 from antiphon.bench.m2n.launch import find_mpiexec
 
 TRANSPORTS = ("shm", "tcp", "libfabric")
-BASELINES = ("gloo", "gloo-all-to-all", "memcpy", "memcpy-nt", "mpi", "ucx")
+BASELINES = ("gloo", "gloo-all-to-all", "memcpy", "mpi", "ucx")
 WAITING = ("auto", "poll", "spin", "block")
 
 
@@ -77,18 +76,12 @@ def choose_contestants(
             find_mpiexec()  # or say what is missing before anything starts
         if name == "ucx" and importlib.util.find_spec("ucxx") is None:
             raise UserError("--against ucx: there is no ucxx here: pip install 'antiphon[ucx]'")
-        chosen.append(_baseline(name))
+        chosen.append(Contestant(name=name, transport=name, kind=name))
     if not chosen:
         raise UserError("nothing to measure: give --transport or --against")
     if len({contestant.name for contestant in chosen}) < len(chosen):
         raise UserError("--transport and --against may name each only once")
     return chosen
-
-
-def _baseline(name: str) -> Contestant:
-    if name == "memcpy-nt":
-        return Contestant(name=name, transport=name, kind="memcpy", options={"past_caches": "yes"})
-    return Contestant(name=name, transport=name, kind=name)
 
 
 def _ours(transport: str, in_place: bool, waiting: str) -> Contestant:

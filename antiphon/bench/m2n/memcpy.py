@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from antiphon import _m2n, _native
+from antiphon import _native
 from antiphon.base.errors import PeerTimeout
 from antiphon.bench.m2n.api import RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
 from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
@@ -28,9 +28,8 @@ _SPIN_S = 1.0
 class MemcpyMember:
     """One copier."""
 
-    def __init__(self, seat: Seat, *, past_caches: bool) -> None:
+    def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._past_caches = past_caches
         self._descriptor = -1
         self._shared: Bytes = np.empty(0, np.uint8)
         self._counter_address = 0
@@ -66,10 +65,9 @@ class MemcpyMember:
         self._sources = [np.zeros(piece.stop - piece.start, np.uint8) for piece in mine]
         pieces = zip(self._arrived, self._sources, mine, strict=True)
         self._copies = [(arrived[piece], source) for arrived, source, piece in pieces if source.size]
-        copy = Phase(SEND, self._copy_past_caches if self._past_caches else self._copy)
         # What arrived is read by all before it is written again.
         released = [Phase(RELEASE, self._wait_for_all)] if traffic.touched else []
-        return [copy, Phase(WAIT, self._wait_for_all), *released]
+        return [Phase(SEND, self._copy), Phase(WAIT, self._wait_for_all), *released]
 
     def produce(self, step: int) -> None:
         for number, (flow, source) in enumerate(zip(self._flows, self._sources, strict=True)):
@@ -104,10 +102,6 @@ class MemcpyMember:
         for target, source in self._copies:
             np.copyto(target, source)
 
-    def _copy_past_caches(self, step: int) -> None:
-        for target, source in self._copies:
-            _m2n.nontemporal_copy(target, source)
-
     def _wait_for_all(self, step: int) -> None:
         """The counter only grows, modulo 2^32: the round is over once everybody has added one."""
         self._rounds_done += 1
@@ -133,4 +127,4 @@ def _room(flow: Flow) -> int:
 
 
 def make_member(seat: Seat, options: Mapping[str, str]) -> MemcpyMember:
-    return MemcpyMember(seat, past_caches=options.get("past_caches") == "yes")
+    return MemcpyMember(seat)

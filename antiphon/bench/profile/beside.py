@@ -7,9 +7,9 @@ bandwidth, and two multipliers one clock, differs from machine to machine and, o
 from statistics import median
 
 from antiphon.bench.profile.crew import RigHandle
+from antiphon.bench.profile.local_times import Slowdowns, flat
 from antiphon.bench.profile.measure import Bench, curve
 from antiphon.bench.profile.orders import Times, Work
-from antiphon.planner.local_times import Slowdowns, flat
 
 NO_SLOWDOWNS = Slowdowns(
     attention_beside_experts=flat(1.0),

@@ -26,6 +26,7 @@ from antiphon.bench.profile.collectives import NAMES
 from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
+from antiphon.bench.profile.local_times import Curve, ExchangeTimes, ThreadTimes
 from antiphon.bench.profile.orders import (
     CollectiveTimes,
     Done,
@@ -42,7 +43,6 @@ from antiphon.bench.profile.orders import (
     Times,
     Work,
 )
-from antiphon.planner.local_times import Curve, ExchangeTimes, ThreadTimes
 from antiphon.specs.model import ModelSpec
 
 _CACHE_SHARE = 0.1  # of free memory, for the KV cache of a measuring process

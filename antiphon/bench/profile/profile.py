@@ -1,6 +1,6 @@
 """`antiphon profile` without the command line: everything measured of this machine with one model, in three shapes.
 
-- `LocalTimes`: the engine's own tables, which predict what it does here (`planner.local`)
+- `LocalTimes`: the engine's own tables, which predict what it does here (`benchmarks/predict.py`)
 - `Profile`: what the planner's cost model reads in place of its roofline (`cost.profile`)
 - `ClusterSpec`: this machine as a cluster of one node, a device for each core (`this_machine`)
 """
@@ -14,6 +14,7 @@ from antiphon.bench.profile.beside import NO_SLOWDOWNS, slowdowns
 from antiphon.bench.profile.crew import Crew
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.engine_turn import engine_turns
+from antiphon.bench.profile.local_times import EngineTimes, LocalTimes, ThreadTimes, flat
 from antiphon.bench.profile.measure import (
     Bench,
     collective_times,
@@ -27,7 +28,6 @@ from antiphon.bench.quiet import FOREIGN_SHARE_LIMIT, CpuWatch
 from antiphon.kernels.select import check_backend, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
-from antiphon.planner.local_times import EngineTimes, LocalTimes, ThreadTimes, flat
 
 ALONE, APART, TOGETHER = "colocated", "1+1/m1", "2+1/m1"
 

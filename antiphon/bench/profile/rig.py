@@ -23,19 +23,21 @@ from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
+from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
-from antiphon.serve.worker.expert_path import ExpertPath, LocalExperts
-from antiphon.serve.worker.messages import Spans, Step
+from antiphon.serve.worker.experts import LocalExperts
+from antiphon.serve.worker.messages import RunStep, Spans
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 _FILL_TOKENS = 4096
+_TIMEOUT_S = 60.0  # of a wait for experts; here nobody waits
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 
 
@@ -48,27 +50,17 @@ class _Captured:
     weights_TK: Tensor
 
 
-class _CapturingExperts:
-    """An `ExpertPath` whose experts add nothing, at once; it keeps what it was sent if asked to."""
+class _CapturingExperts(LocalExperts):
+    """Experts that add nothing, at once; what they were sent is kept if asked to."""
 
-    bytes_sent = 0
-    wait_s = 0.0
-    exposed_s = 0.0
-
-    def __init__(self) -> None:
+    def __init__(self, half: ExpertHalf) -> None:
+        super().__init__(half)
         self.captured: dict[int, _Captured] | None = None
-        self._answers: dict[int, Tensor] = {}
-
-    def begin_step(self, step: int, participants: list[list[int]]) -> None:
-        self._answers.clear()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         if self.captured is not None:
             self.captured[layer] = _Captured(rows_TH.clone(), ids_TK.clone(), weights_TK.clone())
-        self._answers[micro_batch] = torch.zeros_like(rows_TH)
-
-    def combine(self, layer: int, micro_batch: int) -> Tensor:
-        return self._answers.pop(micro_batch)
+        self._results[micro_batch] = torch.zeros_like(rows_TH)
 
 
 class Rig:
@@ -90,14 +82,16 @@ class Rig:
         max_blocks = -(-order.max_context // BLOCK_SIZE) + 1
         self._tables = BlockTables(BLOCK_SIZE, order.max_rows, max_blocks, self.backend.device)
         self._sampler = RowSampler(self.backend)
-        self._capturing = _CapturingExperts()
+        self._capturing = _CapturingExperts(self._experts)
         self._colocated = self._runner(LocalExperts(self._experts))
         self._alone = self._runner(self._capturing)
-        self._steps: dict[Work, Step] = {}
+        self._steps: dict[Work, RunStep] = {}
         self._captures: dict[Work, dict[int, _Captured]] = {}
 
-    def _runner(self, experts: ExpertPath) -> AttentionRunner:
-        return AttentionRunner(self._half, experts, self._cache, self._tables, self._sampler, self._recorder)
+    def _runner(self, experts: LocalExperts) -> AttentionRunner:
+        return AttentionRunner(
+            self._half, experts, self._cache, self._tables, self._sampler, self._recorder, _TIMEOUT_S
+        )
 
     def _fill(self, cache: KVCache, num_blocks: int) -> None:
         """Noise into every slot of every layer: unwritten memory is one page of zeros, which is read too fast."""
@@ -139,7 +133,7 @@ class Rig:
             step=[max(0.0, seconds) for seconds in rest],
         )
 
-    def _step_of(self, work: Work) -> Step:
+    def _step_of(self, work: Work) -> RunStep:
         """The message an engine would send; made once, because a step may be sent again with the same effect."""
         if work not in self._steps:
             self._steps = {work: self._make_step(work)}  # one at a time: a slot belongs to one sequence
@@ -147,16 +141,15 @@ class Rig:
                 self._sampler.add(start)
         step = self._steps[work]
         self._recorder.step += 1
-        return Step(
-            step=step.step,
-            round=self._recorder.step,
+        return RunStep(
+            step=self._recorder.step,
             released=[],
             starts=[],
             micro_batches=step.micro_batches,
             participants=step.participants,
         )
 
-    def _make_step(self, work: Work) -> Step:
+    def _make_step(self, work: Work) -> RunStep:
         num_rows = 1 if work.prompt_tokens else work.rows
         context = work.prompt_tokens or work.context
         blocks_each = -(-context // BLOCK_SIZE)
@@ -170,7 +163,7 @@ class Rig:
             starts.append(SequenceStart(str(index), index, (own[0],) * context, context, _GREEDY, 0, ()))
             blocks = tuple(range(index * blocks_each, (index + 1) * blocks_each))
             sequences.append(SequenceStep(str(index), index, own, start, 0, blocks, True, 0, 0))
-        return Step(step=0, round=0, released=[], starts=starts, micro_batches=[sequences], participants=[[0]])
+        return RunStep(step=0, released=[], starts=starts, micro_batches=[sequences], participants=[[0]])
 
     @torch.inference_mode()
     def _run_experts(self, work: Work) -> None:

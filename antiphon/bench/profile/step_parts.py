@@ -1,4 +1,4 @@
-"""Where the steps of a running engine spend their time, from its workers' spans, in the terms of `planner.local`.
+"""Where the steps of a running engine spend their time, from its workers' spans, named as in `benchmarks/predict.py`.
 
 Only steps count in which all requests decode: those with a worker's even share of them as rows.
 """
@@ -6,9 +6,9 @@ Only steps count in which all requests decode: those with a worker's even share 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 
-from antiphon.serve.fleet import WorkerName
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, SAMPLE, STEP
+from antiphon.serve.worker_process import WorkerName
 
 _PARTS = {"attention": (ATTENTION,), "experts": (DISPATCH,), "wait": (COMBINE,), "head": (SAMPLE,)}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from antiphon.base.errors import UserError
+from antiphon.bench.profile.local_times import LocalTimes, ThreadTimes
 from antiphon.cost.curves import Curve as Times
 from antiphon.cost.curves import Surface
 from antiphon.cost.network import CollectiveName
@@ -23,7 +24,6 @@ from antiphon.cost.profile import (
     MessageTable,
     Profile,
 )
-from antiphon.planner.local_times import LocalTimes, ThreadTimes
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import ComputeDtype, DeviceSpec
 from antiphon.specs.model import ModelSpec

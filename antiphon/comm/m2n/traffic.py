@@ -1,9 +1,14 @@
-"""What one end of the exchange has carried: counters for each peer and durations, for metrics and reports."""
+"""What one end of the exchange has carried: counters for each peer and durations, for metrics and reports.
+
+The engine's API and messages carry it, so the native library is not loaded here.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from antiphon import _m2n
+if TYPE_CHECKING:
+    from antiphon import _m2n
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class Traffic:
     round_trips: list[int]
 
 
-def read_traffic(inbox: _m2n.Inbox, outboxes: Iterable[_m2n.Outbox]) -> Traffic:
+def read_traffic(inbox: "_m2n.Inbox", outboxes: "Iterable[_m2n.Outbox]") -> Traffic:
     """The counters of one inbox and of the outboxes to the same peers. Call it on the thread that owns them."""
     pairs: dict[str, PairTraffic] = {}
     for row in inbox.counters():

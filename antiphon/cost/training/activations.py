@@ -21,7 +21,6 @@ from antiphon.cost.parts import Number
 from antiphon.specs.model import ModelSpec
 
 Dispatch = Literal["all_to_all", "all_gather"]
-DISPATCHES: tuple[Dispatch, ...] = ("all_to_all", "all_gather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +104,3 @@ def total_width(activations: tuple[Activation, ...], which: Literal["all", "need
         if which == "all" or (activation.needed if which == "needed" else activation.kept):
             total = total + activation.width
     return total
-
-
-def all_width(degree: Number, top_k: Number, width_ratio: Number, heads_per_kv_head: Number) -> Number:
-    """MegaScale-MoE, section 4.1, what one layer makes: 2n + 2k + 3kf + 12 + 5/m."""
-    n, k, f, m = degree, top_k, width_ratio, np.asarray(heads_per_kv_head, dtype=np.float64)
-    width: Number = 2 * n + 2 * k + 3 * k * f + 12 + 5 / m
-    return width
-
-
-def kept_width(top_k: Number, width_ratio: Number, heads_per_kv_head: Number) -> Number:
-    """MegaScale-MoE, section 4.1, what is kept for the backward pass: 2kf + 4 + 2/m."""
-    k, f, m = top_k, width_ratio, np.asarray(heads_per_kv_head, dtype=np.float64)
-    width: Number = 2 * k * f + 4 + 2 / m
-    return width

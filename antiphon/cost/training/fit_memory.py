@@ -37,7 +37,6 @@ from antiphon.cost.training.rematerialize import (
 from antiphon.cost.training.setup import Training
 
 Rematerialize = Literal["none", "cheap", "fit"]
-REMATERIALIZE: tuple[Rematerialize, ...] = ("none", "cheap", "fit")
 
 
 def fit_memory(

@@ -112,9 +112,3 @@ TABLE_3: dict[Name, tuple[Measured, ...]] = {
 }
 TABLE_3_BATCH = 720
 TABLE_3_PIPELINE = 15
-TABLE_5 = (
-    1.0,
-    1.13,
-    1.22,
-    1.28,
-)  # throughput over the baseline: + SP and EP, + inter-operator, + intra-operator overlap

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.gemm import grouped_gemm
 from antiphon.cost.parts import Number, Parts
-from antiphon.cost.roofline import Roof, kernel
+from antiphon.cost.roofline import Roof, grouped_gemm, kernel
 from antiphon.cost.shapes import (
     Matrix,
     attention_matrices,

@@ -24,24 +24,6 @@ def _others(degree: Number) -> Number:
     return share
 
 
-def tensor_parallel_volume(degree: Number) -> Number:
-    """MegaScale-MoE eq. 1 (attention) and eq. 4 (feed-forward): 2 (n - 1) / n."""
-    return 2 * _others(degree)
-
-
-def sequence_parallel_volume(degree: Number, heads_per_kv_head: Number) -> Number:
-    """MegaScale-MoE eq. 2: 2 (n - 1) / n * (2 + 2/m) / n with m query heads per key/value head.
-
-    Twice what a rank sends when it is counted as eq. 1, 3 and 4 count: see `sequence_parallel_sent`."""
-    return 2 * _others(degree) * (2 + 2 / np.asarray(heads_per_kv_head, dtype=np.float64)) / degree
-
-
-def sequence_parallel_sent(degree: Number, heads_per_kv_head: Number) -> Number:
-    """Eq. 2 counted element by element: (n - 1) / n of a rank's 1/n of queries, keys, values (1 + 2/m) and output (1).
-    Half of eq. 2; time is computed from this one."""
-    return _others(degree) * (2 + 2 / np.asarray(heads_per_kv_head, dtype=np.float64)) / degree
-
-
 def expert_parallel_volume(degree: Number, copies: Number) -> Number:
     """MegaScale-MoE eq. 3: 2 k / n * (n - 1) / n by all-to-all; `copies` is k, or `distinct_ranks` where tokens
     travel once per rank."""

@@ -1,18 +1,19 @@
 """Puts the server together: one engine, one tokenizer, the routes, the key check, the OpenAPI description."""
 
+import hmac
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.api import chat, completions, status, tokens
-from antiphon.serve.api.auth import OPEN_PATHS, ApiKeyMiddleware
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.errors import install_error_handlers
+from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.harmless import harmless_properties
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.requests import (
@@ -31,6 +32,37 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 _log = get_logger("serve.api")
 
 _REQUEST_MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json"})  # need no API key
+
+
+class ApiKeyMiddleware:
+    """401 unless the request carries ``Authorization: Bearer`` and one of the keys.
+
+    Asks before anything else happens: before the body is read, before the route is looked up. Open without a key are
+    the paths that machines poll and that reveal nothing of what users do (`OPEN_PATHS`)."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = ApiError(
+            401,
+            "missing or wrong API key: send it as Authorization: Bearer <key>",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+        await refusal.response()(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = header.partition(b" ")
+        # Compare with every key in constant time: timing must not tell how much of a key was right.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
 
 
 def create_app(

@@ -14,13 +14,13 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.harmless import HARMLESS
 from antiphon.serve.api.input_limits import InputLimits, StructureCount, body_too_large
+from antiphon.serve.api.requests import AnyRequest
 
 _Model = TypeVar("_Model", bound=BaseModel)
-
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
 _TRIMMED_BODY_BYTES = 1024 * 1024
 _MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
@@ -28,8 +28,27 @@ _MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
 _TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
 
 
-async def read_request(request: Request, model: type[_Model], context: ApiContext) -> _Model:
-    """The validated request; `ApiError` 400, 408, 413 or 415 with a message that names the parameter."""
+async def read_request(request: Request, model: type[AnyRequest]) -> AnyRequest:
+    """The validated request; `ApiError` 400, 404 (not the served model), 408, 413 or 415 with a message that names the
+    parameter."""
+    context = context_of(request)
+    body = await _read_body(request, model, context)
+    check_model_name(context, body.model)
+    return body
+
+
+def check_model_name(context: ApiContext, name: str | None) -> None:
+    """`ApiError` 404 unless `name` is the served model or absent."""
+    if name is not None and name != context.model_name:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} does not exist here: this server serves {context.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _read_body(request: Request, model: type[_Model], context: ApiContext) -> _Model:
     limits, timeout_s = context.limits, context.settings.body_timeout_s
     _check_headers(request, limits.max_body_bytes)
     try:

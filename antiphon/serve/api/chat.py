@@ -4,9 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.endpoint import described_generation, receive_body
+from antiphon.serve.api.descriptions import described_generation
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.logprobs import chat_logprobs
 from antiphon.serve.api.prompts import chat_prompt
@@ -87,7 +88,7 @@ def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
 )
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
-    body = await receive_body(request, ChatCompletionRequest)
+    body = await read_request(request, ChatCompletionRequest)
     async with generation_for(context, body, "chatcmpl") as generation:
         check_request(context, body, 1)
         tools = tool_use(context, body)

@@ -4,9 +4,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.endpoint import described_generation, receive_body
+from antiphon.serve.api.descriptions import described_generation
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.logprobs import completion_logprobs
 from antiphon.serve.api.prompts import completion_prompts, split_prompts
@@ -51,7 +52,7 @@ class CompletionShape:
 )
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
-    body = await receive_body(request, CompletionRequest)
+    body = await read_request(request, CompletionRequest)
     async with generation_for(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
         prompts = await completion_prompts(context, body)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from fastapi import Request
 
+from antiphon.base.memory import MemoryTrimmer
 from antiphon.serve.api.errors import shutting_down, too_busy
 from antiphon.serve.api.input_limits import input_limits
-from antiphon.serve.api.memory import MemoryTrimmer
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine

@@ -5,9 +5,13 @@ tools, calls in earlier turns, results of tools, names, variables.
 """
 
 import json
+import re
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
+
+import jinja2
+from jinja2 import meta
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
@@ -15,11 +19,35 @@ from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.input_limits import too_long
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.template_variables import settable_variables, variables_read
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 # Stands behind the last message while it is rendered, so that the text can be cut there.
 _CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
+# Hugging Face's tag around generated text; it changes nothing about what is read.
+_GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+
+# What the server itself gives to a template, or to the function that renders it.
+_NOT_FOR_REQUESTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "strftime_now",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 
 
 async def render_conversation(
@@ -181,3 +209,21 @@ def _mark_end(message: Message, turn: ChatMessage, param: str) -> None:
             param="continue_final_message",
         )
     turn["content"] += _CUT_HERE
+
+
+@lru_cache(maxsize=8)
+def variables_read(template: str) -> frozenset[str]:
+    """All variables that `template` reads without setting them; none when it cannot be parsed (rendering says why)."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template))))
+    except (jinja2.TemplateSyntaxError, RecursionError):
+        return frozenset()
+
+
+def settable_variables(template: str) -> frozenset[str]:
+    """The variables that a request may set, found by parsing the template; nothing of it is run. A value for a variable
+    that the template does not read would be dropped in silence. Not the conversation, the tools, or the tokenizer's
+    special tokens."""
+    names = variables_read(template) - _NOT_FOR_REQUESTS
+    return frozenset(name for name in names if not name.endswith("_token"))

@@ -140,13 +140,11 @@ class Generation:
     def num_choices(self) -> int:
         return len(self._requests)
 
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+    def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Pieces of all answers as they come. Ends after every answer has sent its finish reason."""
-        if len(self._requests) == 1:
-            async with aclosing(self._requests[0].deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-            return
+        return self._requests[0].deltas() if len(self._requests) == 1 else self._deltas_of_several()
+
+    async def _deltas_of_several(self) -> AsyncGenerator[ChoiceDelta, None]:
         queue: asyncio.Queue[ChoiceDelta] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(request, queue)) for request in self._requests]
         num_running = len(self._requests)
@@ -181,13 +179,7 @@ class Generation:
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         num_completion = sum(request.choice.num_tokens for request in self._requests)
         first_answers = self._requests[:: self.num_answers]
-        num_cached = sum(request.choice.num_cached_tokens for request in first_answers)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        }
+        return _usage(num_prompt, num_completion, sum(request.choice.num_cached_tokens for request in first_answers))
 
     def usage_of(self, index: int) -> dict[str, object]:
         """Token counts so far of one answer, for streams."""

@@ -5,7 +5,7 @@ official clients send null for what was not set. Limits that depend on the model
 checked later, in `sampling` and `prompts`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -220,3 +220,6 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = None
     tokens: list[TokenId] = Field(fail_fast=True)
+
+
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)

@@ -6,8 +6,10 @@ wait for the client in an `Outbox`, within a limit.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -16,15 +18,119 @@ from starlette.types import Receive, Scope, Send
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.disconnect import ClientGone, until_disconnect
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.api.outbox import Outbox, SlowReader
 from antiphon.serve.api.requests import GenerationRequest, StreamOptions
 
 _log = get_logger("serve.api")
 _encode = msgspec.json.Encoder().encode
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_BATCH_BYTES = 64 * 1024
+_Result = TypeVar("_Result")
+
+
+class ClientGone(ApiError):
+    """The client closed the connection; nobody will read this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before.
+
+    The web server reports a closed connection only to somebody who listens, and sending to one fails in silence. So one
+    task works and one listens, for the whole request; whichever is first ends the other."""
+    working = asyncio.ensure_future(work)
+    listening = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        listening.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class SlowReader(ApiError):
+    """More waits for the client than the server keeps for one."""
+
+    def __init__(self, num_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            408,
+            f"the answer is read too slowly: {num_bytes} bytes wait to be sent and the limit is {limit_bytes}; read"
+            " faster, or ask for fewer answers or logprobs",
+            code="slow_reader",
+        )
+
+
+class Outbox:
+    """One stream's encoded events, between the generation, which never waits, and the connection, which may.
+
+    A client that reads more slowly than the engine writes must not hold up the engine, and must not fill the server's
+    memory either. So events wait here as the bytes that will be sent, and their number has a limit; past it the answer
+    is given up. Rejected: letting the generation wait for its client, because its KV blocks would be taken for as long;
+    a limit on the number of events, because one event with logprobs is as large as a hundred without. `put` them,
+    `finish`, and let `deliver` run beside it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._events: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._finished = False
+        self._sending = False
+        self._news = asyncio.Event()
+
+    async def put(self, event: bytes) -> None:
+        """Add an event; `SlowReader` when it does not fit. A single event fits whatever its size. Does not wait for
+        the client, but lets `deliver` run when much has come at once and nothing holds it up."""
+        if self._num_bytes > _BATCH_BYTES and not self._sending:
+            await asyncio.sleep(0)
+        num_bytes = self._num_bytes + len(event)
+        if self._events and num_bytes > self._limit_bytes:
+            raise SlowReader(num_bytes, self._limit_bytes)
+        self._append(event)
+
+    def finish(self, last: bytes) -> None:
+        """The last event, which always fits."""
+        self._finished = True
+        self._append(last)
+
+    def _append(self, event: bytes) -> None:
+        self._events.append(event)
+        self._num_bytes += len(event)
+        self._news.set()
+
+    async def deliver(self, send: Send) -> None:
+        """Send everything up to the last event, as many at once as have come. Waits for the client; the connection's
+        send timeout ends that (`connections`)."""
+        more = True
+        while more:
+            await self._news.wait()
+            body = self._take()
+            more = bool(self._events) or not self._finished
+            self._sending = True
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._sending = False
+
+    def _take(self) -> bytes:
+        """The next events together, to about one batch: what is sent lies in the connection's buffer as well."""
+        batch: list[bytes] = []
+        num_taken = 0
+        while self._events and num_taken < _BATCH_BYTES:
+            batch.append(self._events.popleft())
+            num_taken += len(batch[-1])
+        self._num_bytes -= num_taken
+        if not self._events:
+            self._news.clear()
+        return b"".join(batch)
 
 
 class AnswerShape(Protocol):

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from antiphon import __version__
+from antiphon.serve.api.body import check_model_name
 from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.endpoint import check_model_name, described_errors
+from antiphon.serve.api.descriptions import described_errors
 from antiphon.serve.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 
 router = APIRouter(tags=["status"])

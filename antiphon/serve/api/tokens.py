@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from antiphon.serve.api.body import read_request
 from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.conversation import render_conversation
-from antiphon.serve.api.endpoint import GENERATION_ERRORS, described_body, described_errors, receive_body
+from antiphon.serve.api.descriptions import GENERATION_ERRORS, described_body, described_errors
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.prompts import check_token_ids, decode_ids, encode_text
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
@@ -30,7 +31,7 @@ _TOKENS_A_TURN = 4096
 )
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
-    body = await receive_body(request, TokenizeRequest)
+    body = await read_request(request, TokenizeRequest)
     with context.running():
         token_ids = await _token_ids(context, body)
         strings = await _token_strings(context, token_ids) if body.return_token_strs else None
@@ -74,7 +75,7 @@ async def _token_strings(context: ApiContext, token_ids: list[int]) -> list[str]
 )
 async def detokenize(request: Request) -> Response:
     context = context_of(request)
-    body = await receive_body(request, DetokenizeRequest)
+    body = await read_request(request, DetokenizeRequest)
     with context.running():
         check_token_ids(context, body.tokens, "tokens")
         text = await decode_ids(context, body.tokens, skip_special_tokens=False)

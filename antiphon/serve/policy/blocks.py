@@ -52,10 +52,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    @property
-    def num_published(self) -> int:
-        return len(self._block_of)
-
     def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
         """The blocks that hold the longest published prefix of `digests[:limit]`. Takes no reference."""
         blocks = []
@@ -115,18 +111,3 @@ class BlockPool:
         """The memory behind the blocks is gone (worker lost): nothing is on offer any more."""
         self._block_of.clear()
         self._digest_of = [None] * self.num_blocks
-
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert every invariant, given the tables of all requests that hold blocks. For tests; O(blocks)."""
-        held = [0] * self.num_blocks
-        for table in tables:
-            assert len(set(table)) == len(table), "a table names a block twice"
-            for block in table:
-                held[block] += 1
-        assert held == self._num_refs, "reference counts differ from the tables"
-        assert set(self._free) == {block for block in range(self.num_blocks) if held[block] == 0}
-        for digest, block in self._block_of.items():
-            assert self._digest_of[block] == digest
-        assert sum(digest is not None for digest in self._digest_of) == len(self._block_of)
-        for block, count in enumerate(held):
-            assert count < 2 or self._digest_of[block] is not None, f"block {block} is shared but not published"

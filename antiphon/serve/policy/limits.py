@@ -28,13 +28,11 @@ class SchedulerConfig:
     max_batch_tokens: int = 2048
     context_tokens_per_row: float = 1024.0
     max_running: int = 256
-    max_waiting: int = 1024
     watermark_blocks: int | None = None
     vocab_size: int | None = None
-    retry_after_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_model_len", "max_batch_tokens", "max_running", "max_waiting"):
+        for name in ("num_blocks", "block_size", "max_model_len", "max_batch_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.max_batch_tokens < self.max_running:

@@ -50,14 +50,6 @@ class Request:
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.token_ids[: self.num_prompt]
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
-
-    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 

@@ -1,26 +1,26 @@
-"""The scheduler of one attention worker: requests in, plans out, results back.
+"""The scheduler of one attention worker: requests in, plans out, results back; and which worker gets a request.
 
 `plan = schedule()`, run it, `commit(plan, tokens)`; one plan is in flight at a time. What can go wrong in between:
 
 - a request is aborted during the step: it keeps its blocks until `commit`, which drops its token;
-- an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again, or
-  `rollback(plan)` and schedule anew (then new arrivals and aborts count);
-- the attention worker and its cache are lost: `requeue_all()` if it comes back, `evacuate()` if others take over;
+- an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again;
+- the attention worker and its cache are lost: `evacuate()`, and other workers take over, or this one when it is back;
 - somebody in the step is suspected of making it fail: `withdraw()`, and the engine decides anew who runs.
 
 Only `commit` moves a request forward. A plan that was never committed has changed who holds which block, nothing else;
 that is why recovery needs no undo log.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from antiphon.base.errors import UserError
-from antiphon.serve.engine_api import FinishReason, QueueFull
+from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.batching import fill_step
-from antiphon.serve.policy.limits import SchedulerConfig, check_request
+from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.occupancy import WorkerOccupancy
 from antiphon.serve.policy.request import Request, RequestStatus
-from antiphon.serve.policy.step import Progress, StepPlan
+from antiphon.serve.policy.step import RequestOutput, StepPlan
+
+RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step
 
 
 class Scheduler:
@@ -46,20 +46,8 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.occupancy.waiting)
 
-    def submit(self, request: Request) -> None:
-        """Queue a new request. `RequestTooLong`, `QueueFull` or `UserError` at once, with nothing changed."""
-        check_request(request, self.config)
-        if request.request_id in self.requests:
-            raise UserError(f"request id {request.request_id!r} is in use: choose another")
-        if self.num_waiting >= self.config.max_waiting:
-            raise QueueFull(
-                f"{self.num_waiting} requests are waiting, the limit is {self.config.max_waiting}: try again later",
-                self.config.retry_after_s,
-            )
-        self.adopt(request)
-
     def adopt(self, request: Request) -> None:
-        """Queue a request accepted before, on a worker of the same limits; it waits in its order of arrival."""
+        """Queue a request that `check_request` found no fault with; it waits in its order of arrival."""
         self.requests[request.request_id] = request
         self.occupancy.enqueue(request)
 
@@ -78,8 +66,8 @@ class Scheduler:
         return request
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. A plan must be committed or rolled back."""
-        assert self._in_flight is None, "the last plan was neither committed nor rolled back"
+        """The next step, or None if there is nothing to compute."""
+        assert self._in_flight is None, "the last plan was not committed"
         plan = fill_step(self.occupancy, self._next_step_id)
         if not plan.sequences:
             assert not self.requests, "requests are left, but none can run"
@@ -89,11 +77,12 @@ class Scheduler:
         self._in_flight = plan
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[Progress]:
+    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[RequestOutput]:
         """The plan was computed; `sampled` has one token per sequence with `samples`, in the plan's order.
 
         Returns what happened to each request that got a token or ended; not those aborted meanwhile."""
-        self._land(plan)
+        assert plan is self._in_flight, f"step {plan.step_id} is not the one in flight"
+        self._in_flight = None
         progress = []
         tokens = iter(sampled)
         for step in plan.sequences:
@@ -117,65 +106,33 @@ class Scheduler:
                 request.finish_reason = reason
                 request.status = RequestStatus.FINISHED
                 self._retire(request)
-            progress.append(Progress(request, token_id, reason))
+            progress.append(RequestOutput(request, token_id, reason))
         assert next(tokens, None) is None, "more tokens than sampling sequences"
         self._retire_aborted()
         self.counters.num_steps += 1
         self.counters.generation_tokens += sum(1 for entry in progress if entry.token_id is not None)
         return progress
 
-    def rollback(self, plan: StepPlan) -> None:
-        """The plan was not computed, and the worker may have seen it or not: plan anew, and tell it all again.
-
-        Requests keep their blocks and their place. Not needed to send the very same plan again."""
-        self._land(plan)
-        for step in plan.sequences:
-            self.requests[step.request_id].num_blocks_sent = step.first_new_block
-        self.occupancy.released.extend(plan.released)
-        self._retire_aborted()
-
-    def requeue_all(self) -> list[Request]:
-        """The worker and its cache are lost: every running request waits again, to be recomputed from its tokens.
-
-        A plan in flight is void. Returns the requests that were running and were not aborted, oldest first."""
-        self._in_flight = None
-        self._retire_aborted()
-        requeued = self.occupancy.requeue_all()
-        self.occupancy.forget_worker()
-        return requeued
-
     def evacuate(self) -> list[Request]:
-        """As `requeue_all`, but hand over all requests, oldest first, for other schedulers to `adopt`."""
-        self.requeue_all()
-        return self._hand_over()
+        """The worker and its cache are lost: hand over all requests, oldest first, to be computed again from their
+        tokens. A plan in flight is void."""
+        requests = self.withdraw()
+        self.occupancy.forget_worker()
+        return requests
 
     def withdraw(self) -> list[Request]:
-        """Hand over all requests, oldest first; the worker lives and keeps what can be found in its cache.
+        """Hand over all requests, oldest first, for schedulers to `adopt`; the worker lives and keeps what can be found
+        in its cache.
 
         A plan in flight is void: the worker must have ended it, or never have seen it."""
         if self._in_flight is not None:
-            self.rollback(self._in_flight)
+            self.occupancy.released.extend(self._in_flight.released)
+            self._in_flight = None
+        self._retire_aborted()
         self.occupancy.requeue_all()
-        return self._hand_over()
-
-    def _hand_over(self) -> list[Request]:
         self.requests.clear()
         self.occupancy.num_waiting_tokens = 0
         return self.occupancy.waiting.take_all()
-
-    def check(self) -> None:
-        """Assert that blocks, slots and queues agree. For tests."""
-        running, waiting = list(self.occupancy.running), list(self.occupancy.waiting)
-        self.occupancy.pool.check([request.block_table for request in running])
-        assert {request.request_id for request in running + waiting} == set(self.requests)
-        slots = [request.slot for request in running] + self.occupancy.free_slots
-        assert sorted(slots) == list(range(self.config.max_running))
-        assert self.occupancy.num_waiting_tokens == sum(len(request.token_ids) for request in waiting)
-        assert all(not request.block_table for request in waiting)
-
-    def _land(self, plan: StepPlan) -> None:
-        assert plan is self._in_flight, f"step {plan.step_id} is not the one in flight"
-        self._in_flight = None
 
     def _retire(self, request: Request) -> None:
         self.occupancy.retire(request)
@@ -200,3 +157,35 @@ def _finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
     if num_tokens - request.num_prompt >= request.params.max_tokens or num_tokens >= max_model_len:
         return "length"
     return None
+
+
+def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Scheduler]) -> int | None:
+    """Key of the scheduler that gets a new request; None if no worker is alive. All must have the same block size.
+
+    Among live workers, in this order:
+
+    1. one with a slot and KV room for the request beside everything it has accepted already;
+    2. the least work before the first token, in tokens: the request's own tokens that are *not* in that worker's prefix
+       cache, the prompt tokens queued there, and `RUNNING_SEQUENCE_TOKENS` for each sequence that slows every step;
+    3. the most free blocks; then the lowest index, so that a choice can be repeated.
+
+    So the longest prefix hit wins among workers of equal load, and a hit is worth the tokens it spares, no more.
+    Rejected: the longest hit always wins. With a system prompt that all requests share, every request would follow the
+    first one.
+    """
+    ranked = [(*_burden(request, scheduler), index) for index, scheduler in live_schedulers.items()]
+    return min(ranked)[-1] if ranked else None
+
+
+def _burden(request: Request, scheduler: Scheduler) -> tuple[bool, int, int]:
+    occupancy = scheduler.occupancy
+    block_size = scheduler.config.block_size
+    num_hit = len(occupancy.find_prefix(request)) * block_size
+    num_new = len(request.token_ids) - num_hit
+    num_queued = occupancy.num_waiting_tokens + occupancy.num_prefill_tokens_left
+    has_room = (
+        len(occupancy.free_slots) > scheduler.num_waiting
+        and occupancy.pool.num_free * block_size >= num_queued + num_new
+    )
+    work = num_new + num_queued + RUNNING_SEQUENCE_TOKENS * scheduler.num_running
+    return not has_room, work, -occupancy.pool.num_free

@@ -66,7 +66,7 @@ class StepPlan:
     num_tokens: int
 
 
-class Progress(NamedTuple):
+class RequestOutput(NamedTuple):
     """What a committed step did for one request. `token_id` None: it ended without a token (`max_tokens` 0)."""
 
     request: Request

@@ -69,16 +69,12 @@ class GrammarMatcher:
         """Another sequence at the same place."""
         return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._time_taken)
 
-    def fill_bitmask(self, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+    def fill_bitmask(self) -> NDArray[np.int32]:
         """Bits of the tokens allowed next: int32 `[ceil(V / 32)]`, token t at bit `t % 32` of word `t // 32`.
 
-        Written into `out` when given (contiguous, same shape). Once the grammar is complete only end-of-sequence
-        tokens are allowed. Releases the GIL while it computes.
+        Once the grammar is complete only end-of-sequence tokens are allowed. Releases the GIL while it computes.
         """
-        words = np.empty(self._num_words, dtype=np.int32) if out is None else out
-        assert words.shape == (self._num_words,), f"bit mask of shape {words.shape}, expected ({self._num_words},)"
-        assert words.dtype == np.int32
-        assert words.flags.c_contiguous
+        words = np.empty(self._num_words, dtype=np.int32)
         began_s = time.thread_time()
         computed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         self._time_taken.add(time.thread_time() - began_s)
@@ -90,11 +86,6 @@ class GrammarMatcher:
         """Move on by one sampled token. False: the token is not allowed here, and the matcher is in error for
         good."""
         return bool(self._matcher.consume_token(token_id))
-
-    @property
-    def is_finished(self) -> bool:
-        """Nothing but an end-of-sequence token may follow (also true after an error: look at `error`)."""
-        return bool(self._matcher.is_stopped())
 
     @property
     def is_accepting(self) -> bool:

@@ -13,6 +13,7 @@ Rejected: decoding a sliding window and taking the difference. It decodes every 
 really contains U+FFFD, and cannot tell the bytes of half a character.
 """
 
+import codecs
 import json
 import re
 
@@ -22,6 +23,7 @@ from antiphon.base.errors import CheckpointError
 
 _SENTENCEPIECE_SPACE = "\u2581"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -95,3 +97,27 @@ class TokenBytes:
         if byte is not None:
             return bytes([int(byte.group(1), 16)])
         return spelled.replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+
+class IncrementalDetokenizer:
+    """Token ids in, text out, one token at a time, with no character ever broken.
+
+    A token may hold half a UTF-8 character; such bytes wait until the rest arrives. Bytes that can never become a
+    character turn into U+FFFD as soon as that is certain, exactly as decoding the whole sequence at once would do.
+    Special tokens add nothing, unless `skip_special_tokens` is false or it is `shown`."""
+
+    def __init__(self, token_bytes: TokenBytes, *, skip_special_tokens: bool = True, shown: str = "") -> None:
+        self._token_bytes = token_bytes
+        self._bytes_of = token_bytes.in_text if skip_special_tokens else token_bytes.of
+        self._shown_id = token_bytes.added_id(shown)
+        self._utf8 = _Utf8Decoder(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        """The characters this token completes, possibly none."""
+        if token_id == self._shown_id:
+            return self._utf8.decode(self._token_bytes.of(token_id))
+        return self._utf8.decode(self._bytes_of(token_id))
+
+    def flush(self) -> str:
+        """What is left of an unfinished character, as U+FFFD. Call it once, at the end."""
+        return self._utf8.decode(b"", final=True)

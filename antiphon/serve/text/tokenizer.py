@@ -12,8 +12,7 @@ from typing import Any
 import tokenizers
 
 from antiphon.base.errors import UserError
-from antiphon.serve.text.detokenizer import IncrementalDetokenizer
-from antiphon.serve.text.token_bytes import TokenBytes
+from antiphon.serve.text.token_bytes import IncrementalDetokenizer, TokenBytes
 
 ChatMessage = dict[str, Any]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.block_tables import BlockTables
-from antiphon.serve.worker.expert_path import ExpertPath
-from antiphon.serve.worker.messages import Sampled, Step, StepResult
+from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
 
@@ -37,16 +37,17 @@ class _MicroBatch:
 
 
 class AttentionRunner:
-    """Runs steps over one attention half and its KV cache. Not thread-safe."""
+    """Runs steps over one attention half and its KV cache. Waits for experts at most `timeout_s`. Not thread-safe."""
 
     def __init__(
         self,
         half: AttentionHalf,
-        experts: ExpertPath,
+        experts: AttentionExchange,
         cache: KVCache,
         tables: BlockTables,
         sampler: RowSampler,
         recorder: SpanRecorder,
+        timeout_s: float,
     ) -> None:
         self._half = half
         self._device = half.backend.device
@@ -55,28 +56,28 @@ class AttentionRunner:
         self._tables = tables
         self._sampler = sampler
         self._recorder = recorder
+        self._timeout_s = timeout_s
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: RunStep) -> StepResult:
         """Compute all micro-batches of the step and sample. Raises `StepAborted` or `PeerTimeout` from the exchange;
         the same step may then be run again."""
         started_ns = time.monotonic_ns()
         experts = self._experts
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
-        self._recorder.step = step.round
+        self._recorder.step = step.step
         for request_id in step.released:
             self._sampler.remove(request_id)
         for start in step.starts:
             self._sampler.add(start)
         micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
-        experts.begin_step(step.round, step.participants)
+        experts.begin_step(step.step, step.participants)
         self._run_layers(micro_batches)
         sample_ns = time.monotonic_ns()
         requests = self._sample(micro_batches, step.bitmasks)
         self._recorder.add(SAMPLE, sample_ns)
         self._recorder.add(STEP, started_ns, rows=sum(m.batch.num_tokens for m in micro_batches if m))
         return StepResult(
-            step=step.step,
             requests=requests,
             step_s=(time.monotonic_ns() - started_ns) * 1e-9,
             wait_s=experts.wait_s - wait_s,
@@ -131,7 +132,7 @@ class AttentionRunner:
         if layer is None:
             return
         start_ns = time.monotonic_ns()
-        delta_TH = self._experts.combine(layer, index)
+        delta_TH = self._experts.combine(layer, index, self._timeout_s)
         if delta_TH.device != micro_batch.x_TH.device:
             delta_TH = delta_TH.to(micro_batch.x_TH.device)
         if micro_batch.local_TH is not None:

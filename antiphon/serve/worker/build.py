@@ -1,7 +1,6 @@
 """From a `Configure` message to a worker that can run: device, kernels, half of the model, cache, exchange."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -16,10 +15,10 @@ from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.weights import ReportProgress
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
-from antiphon.serve.worker.expert_path import LocalExperts, RemoteExperts
-from antiphon.serve.worker.experts import ExpertRunner
+from antiphon.serve.worker.experts import ExpertRunner, LocalExperts
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
@@ -27,33 +26,16 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("worker")
-ReportProgress = Callable[[int, int], None]
 
 
 @dataclass
 class AttentionWorker:
-    """A loaded attention worker (or colocated worker, whose experts are in the same process)."""
+    """A loaded attention worker (or a replica, whose experts are in the same process)."""
 
     runner: AttentionRunner
     recorder: SpanRecorder
-    exchange: AttentionExchange | None
+    exchange: AttentionExchange
     kernels: str
-    weight_bytes: int
-
-    ticket = b""
-
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void."""
-        if self.exchange is not None:
-            self.exchange.abort(epoch)
-
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        if self.exchange is not None:
-            self.exchange.reset(epoch, tickets)
-
-    def close(self) -> None:
-        if self.exchange is not None:
-            self.exchange.close()
 
 
 @dataclass
@@ -64,23 +46,7 @@ class ExpertWorker:
     recorder: SpanRecorder
     exchange: ExpertExchange
     kernels: str
-    weight_bytes: int
     timeout_s: float
-
-    @property
-    def ticket(self) -> bytes:
-        """How attention workers reach this worker."""
-        return self.exchange.ticket
-
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void."""
-        self.exchange.abort(epoch)
-
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        self.exchange.reset(epoch, tickets)
-
-    def close(self) -> None:
-        self.exchange.close()
 
 
 def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWorker | ExpertWorker:
@@ -167,7 +133,7 @@ def _build_experts(
         _endpoint(configure), _exchange_shape(configure, spec, backend.dtype), configure.index
     )
     runner = ExpertRunner(configure.index, half, exchange, recorder)
-    return ExpertWorker(runner, recorder, exchange, backend.name, half.num_bytes, configure.timeout_s)
+    return ExpertWorker(runner, recorder, exchange, backend.name, configure.timeout_s)
 
 
 def _build_attention(
@@ -188,9 +154,7 @@ def _build_attention(
         lambda done, total: progress(done, max(total, expected)),
         max_positions=configure.max_model_len,
     )
-    weight_bytes = half.weight_bytes
-    exchange: AttentionExchange | None = None
-    experts: LocalExperts | RemoteExperts
+    exchange: AttentionExchange
     if configure.exchange is None:
         expert_half = load_expert_half(
             checkpoint,
@@ -199,8 +163,7 @@ def _build_attention(
             tuple(range(spec.router.num_experts)),
             lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
         )
-        weight_bytes += expert_half.num_bytes
-        experts = LocalExperts(expert_half)
+        exchange = LocalExperts(expert_half)
     else:
         exchange = NativeAttentionExchange(
             _endpoint(configure),
@@ -209,10 +172,9 @@ def _build_attention(
             placement,
             configure.timeout_s,
         )
-        experts = RemoteExperts(exchange, configure.timeout_s)
     cache = half.new_cache(configure.num_blocks, configure.block_size)
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
     sampler = RowSampler(backend)
-    runner = AttentionRunner(half, experts, cache, tables, sampler, recorder)
-    return AttentionWorker(runner, recorder, exchange, backend.name, weight_bytes)
+    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s)
+    return AttentionWorker(runner, recorder, exchange, backend.name)

@@ -1,5 +1,7 @@
-"""The expert worker's loop: take the rows of (layer, micro-batch) from all attention workers, one grouped feed-forward
-over the experts held here, weighted partial sums back. No request, no sequence, no step outlives a batch.
+"""Who computes the experts: another process, whose loop is here, or the attention worker's own.
+
+The loop: take the rows of (layer, micro-batch) from all attention workers, one grouped feed-forward over the experts
+held here, weighted partial sums back. No request, no sequence, no step outlives a batch.
 """
 
 import time
@@ -8,9 +10,45 @@ from collections import Counter
 from torch import Tensor
 
 from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
+from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
+
+
+class LocalExperts:
+    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
+
+    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
+
+    wait_s = 0.0
+    exposed_s = 0.0
+    bytes_sent = 0
+
+    def __init__(self, half: ExpertHalf) -> None:
+        self._half = half
+        self._results: dict[int, Tensor] = {}
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+        self._results.clear()
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+
+    def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
+        return self._results.pop(micro_batch)
+
+    def abort(self, epoch: int) -> None:
+        """Nothing waits."""
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """Nobody is to be reached."""
+
+    def traffic(self) -> Traffic:
+        return Traffic(pairs=[], waits=[], round_trips=[])
+
+    def close(self) -> None:
+        """There is no peer."""
 
 
 class ExpertRunner:
@@ -25,7 +63,6 @@ class ExpertRunner:
         self._rows_per_layer: Counter[int] = Counter()
         self._busy_s = 0.0
         self._reported_wait_s = 0.0
-        self._reported_bytes = 0
 
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Answer one batch; False if none came within `idle_s`. Raises `StepAborted`, or `PeerTimeout` when some
@@ -65,10 +102,8 @@ class ExpertRunner:
             rows_per_layer=dict(self._rows_per_layer),
             busy_s=self._busy_s,
             wait_s=self._exchange.wait_s - self._reported_wait_s,
-            reply_bytes=self._exchange.bytes_sent - self._reported_bytes,
         )
         self._rows_per_layer.clear()
         self._busy_s = 0.0
         self._reported_wait_s = self._exchange.wait_s
-        self._reported_bytes = self._exchange.bytes_sent
         return report

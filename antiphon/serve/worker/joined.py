@@ -19,9 +19,7 @@ import msgspec
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve import signals
-from antiphon.serve.join_secret import exchange_secret
-from antiphon.serve.joining import JoinRole, join_engine
-from antiphon.serve.reachable_host import refuse_wildcard
+from antiphon.serve.joining import JoinRole, exchange_secret, join_engine, refuse_wildcard
 from antiphon.serve.worker.messages import Configure, ToWorker
 from antiphon.serve.worker.process import run_worker
 

@@ -1,8 +1,8 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
-Engine to worker: `Configure` once, then `Step`s (attention workers only), `Abort` and `Reset` after a failure,
-`Shutdown`. Worker to engine: `Progress` while loading, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, and
-from time to time `ExpertReport` and `ExchangeReport`.
+Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
+`Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, and from time
+to time `ExpertReport` and `ExchangeReport`.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.specs.sampling import TokenLogprob
 
-Role = Literal["colocated", "attention", "experts"]
+Role = Literal["replica", "attention", "experts"]
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trace: bool
 
 
-class Progress(msgspec.Struct, tag=True, frozen=True):
+class LoadProgress(msgspec.Struct, tag=True, frozen=True):
     """Bytes of weights loaded so far, of how many."""
 
     done: int
@@ -66,22 +66,19 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The worker can take steps. `ticket`: how attention workers reach it, if it is an expert worker."""
 
-    weight_bytes: int
-    resident_bytes: int
     kernels: str
     ticket: bytes = b""
 
 
-class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """One step of one attention worker, in the policy's own terms; apply `released`, `starts`, then `micro_batches`.
 
-    `round` counts the steps of the group: the same for all who step together, while every scheduler counts its own
-    `step`s. `participants[i]` lists the attention workers that have rows in micro-batch i (a worker may have none).
+    `step` counts the steps of the group: it is the same for all who step together. `participants[i]` lists the
+    attention workers that have rows in micro-batch i (a worker may have none).
     `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
     """
 
     step: int
-    round: int
     released: list[str]
     starts: list[SequenceStart]
     micro_batches: list[list[SequenceStep]]
@@ -104,7 +101,6 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
     """
 
-    step: int
     requests: list[Sampled]
     step_s: float
     wait_s: float
@@ -115,7 +111,6 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The step did not finish; nothing of it was sampled. `peers` are the workers that were waited for in vain."""
 
-    step: int
     reason: Literal["aborted", "timeout", "error"]
     message: str
     peers: list[str] = []
@@ -128,7 +123,6 @@ class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rows_per_layer: dict[int, int]
     busy_s: float
     wait_s: float
-    reply_bytes: int
 
 
 class ExchangeReport(msgspec.Struct, tag=True, frozen=True):
@@ -186,5 +180,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     passing: bool = False
 
 
-ToWorker = Configure | Step | Abort | Reset | TakeSpans | Shutdown
-FromWorker = Progress | Ready | StepResult | StepFailed | ExpertReport | ExchangeReport | ResetDone | Spans | Failure
+ToWorker = Configure | RunStep | Abort | Reset | TakeSpans | Shutdown
+FromWorker = (
+    LoadProgress | Ready | StepResult | StepFailed | ExpertReport | ExchangeReport | ResetDone | Spans | Failure
+)

@@ -6,13 +6,15 @@ If the engine goes away, however that happens, the socket closes and the worker 
 """
 
 import argparse
+import os
+import queue
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
@@ -22,27 +24,77 @@ from antiphon.serve import signals
 from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, build_worker
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import (
+    Abort,
     Configure,
     ExchangeReport,
     Failure,
-    Progress,
+    LoadProgress,
     Ready,
     Reset,
     ResetDone,
+    RunStep,
     Shutdown,
-    Step,
     StepFailed,
     StepResult,
     TakeSpans,
     ToWorker,
 )
-from antiphon.serve.worker.orders import Orders
 
 _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
 _LOOK_S = 0.5  # a busy one this often
 _REPORT_S = 1.0  # attention workers say this often what the exchange has carried
 _FOREVER_S = 365.0 * 86400
+_LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
+
+
+class Orders:
+    """What the engine says, read by a thread of its own: an `Abort` must reach a worker that waits for a peer.
+
+    Everything else waits in a queue until the worker asks. If the engine goes away, however that happens, the socket
+    closes and the process ends: by itself at its next order, or by this thread if it is loading, computing or waiting
+    then. `start` begins to read; from then on nobody else may. `on_abort` is called on the reading thread."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._lost: PeerLost | None = None
+        self.on_abort: Callable[[int], None] | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive(_FOREVER_S)
+                if isinstance(message, Abort):
+                    if self.on_abort is not None:
+                        self.on_abort(message.epoch)
+                else:
+                    self._queue.put(message)
+        except PeerLost as error:
+            self._lost = error
+            self._queue.put(None)
+            time.sleep(_LAST_WORDS_S)
+            os._exit(0)
+
+    def next(self) -> object:
+        """The next order; waits for it. `PeerLost` when the engine is gone."""
+        return self._checked(self._queue.get())
+
+    def poll(self) -> object | None:
+        """An order if there is one."""
+        try:
+            return self._checked(self._queue.get_nowait())
+        except queue.Empty:
+            return None
+
+    def _checked(self, message: object | None) -> object:
+        if message is None:
+            assert self._lost is not None, "only the end of the channel is queued as None"
+            raise self._lost
+        return message
 
 
 def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -> None:
@@ -50,11 +102,11 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
     last_report = 0.0
     while True:
         message = orders.next()
-        if isinstance(message, Step):
+        if isinstance(message, RunStep):
             channel.send(_run_step(worker, message))
-            if worker.exchange is not None and time.monotonic() - last_report > _REPORT_S:
+            if time.monotonic() - last_report > _REPORT_S and (traffic := worker.exchange.traffic()).pairs:
                 last_report = time.monotonic()
-                channel.send(ExchangeReport(worker.exchange.traffic()))
+                channel.send(ExchangeReport(traffic))
         elif isinstance(message, Reset):
             _reset(worker, channel, message)
         elif isinstance(message, TakeSpans):
@@ -63,31 +115,31 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
             return
 
 
-def _run_step(worker: AttentionWorker, step: Step) -> StepResult | StepFailed:
+def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed:
     try:
         return worker.runner.run(step)
     except StepAborted:
-        return StepFailed(step=step.step, reason="aborted", message="the engine gave the step up")
+        return StepFailed(reason="aborted", message="the engine gave the step up")
     except PeerTimeout as error:
-        return StepFailed(step=step.step, reason="timeout", message=str(error), peers=error.peers)
+        return StepFailed(reason="timeout", message=str(error), peers=error.peers)
     except PeerLost as error:
-        return StepFailed(step=step.step, reason="timeout", message=str(error), peers=[error.peer])
+        return StepFailed(reason="timeout", message=str(error), peers=[error.peer])
     except Exception as error:  # the engine decides what becomes of it; the traceback goes to the log
         _log.error("step %d failed:\n%s", step.step, traceback.format_exc())
-        return StepFailed(step=step.step, reason="error", message=f"{type(error).__name__}: {error}")
+        return StepFailed(reason="error", message=f"{type(error).__name__}: {error}")
 
 
 def _reset(worker: AttentionWorker | ExpertWorker, channel: Channel, order: Reset) -> None:
     """Begin the epoch and say so. A peer that cannot be reached is reported instead: the engine then asks again."""
     try:
-        worker.reset(order.epoch, order.tickets)
+        worker.exchange.reset(order.epoch, order.tickets)
     except StepAborted:
         return  # a newer epoch is on its way
     except PeerTimeout as error:
-        channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=error.peers))
+        channel.send(StepFailed(reason="timeout", message=str(error), peers=error.peers))
     except (PeerLost, Refused, UserError, OSError) as error:
         peers = [error.peer] if isinstance(error, PeerLost) else []
-        channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=peers))
+        channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
     else:
         channel.send(ResetDone(order.epoch))
 
@@ -105,7 +157,7 @@ def serve_experts(worker: ExpertWorker, channel: Channel, orders: Orders) -> Non
             continue
         except (PeerTimeout, PeerLost) as error:
             peers = error.peers if isinstance(error, PeerTimeout) else [error.peer]
-            channel.send(StepFailed(step=-1, reason="timeout", message=str(error), peers=peers))
+            channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
             if not _await_reset(worker, channel, orders):
                 return
             continue
@@ -146,17 +198,15 @@ def _start(channel: Channel, configure: Configure) -> AttentionWorker | ExpertWo
         nonlocal last_report
         if done == total or time.monotonic() - last_report > 0.2:
             last_report = time.monotonic()
-            channel.send(Progress(done, total))
+            channel.send(LoadProgress(done, total))
 
     return build_worker(configure, progress)
 
 
 def _ready(worker: AttentionWorker | ExpertWorker) -> Ready:
     return Ready(
-        weight_bytes=worker.weight_bytes,
-        resident_bytes=psutil.Process().memory_info().rss,
         kernels=worker.kernels,
-        ticket=worker.ticket,
+        ticket=worker.exchange.ticket if isinstance(worker, ExpertWorker) else b"",
     )
 
 
@@ -171,7 +221,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
         orders.start()
         try:
             worker = _start(channel, adapt(configure))
-            orders.on_abort = worker.abort
+            orders.on_abort = worker.exchange.abort
             channel.send(_ready(worker))
         except UserError as error:
             channel.send(Failure(str(error), error.exit_code))
@@ -186,7 +236,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             serve_experts(worker, channel, orders)
         else:
             serve_attention(worker, channel, orders)
-        worker.close()
+        worker.exchange.close()
     except PeerLost:
         pass  # the engine is gone: nobody is left to serve
     return 0

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from antiphon.kernels.api import KernelBackend
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
-from antiphon.serve.worker.logit_edits import GrammarMask
-from antiphon.serve.worker.logprobs import prompt_logprobs
 from antiphon.serve.worker.messages import Sampled
-from antiphon.serve.worker.sampling import argmax_of_rows, sample_tokens
-from antiphon.serve.worker.sampling_state import SamplingState
+from antiphon.serve.worker.sampling import argmax_of_rows, prompt_logprobs, sample_tokens
+from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState
 from antiphon.specs.sampling import TokenLogprob
 
 

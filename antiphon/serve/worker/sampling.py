@@ -1,10 +1,10 @@
 """One token for each row of logits: edits, filters, draw, and the log-probabilities that were asked for.
 
 1. If every row is plain greedy, one argmax is all (`argmax_rows`, where a native operator can be put in).
-2. Otherwise copy the logits and apply each request's edits (`logit_edits.py`).
+2. Otherwise copy the logits and apply each request's edits (`sampling_state.py`).
 3. Greedy rows take the argmax; the others are filtered and drawn (`draw.py`) with the uniform that belongs to their
    (seed, output index). A row of which nothing is allowed (all minus infinity) falls back to the argmax.
-4. Log-probabilities are of the raw logits (`logprobs.py`).
+4. Log-probabilities are of the raw logits (`token_logprobs`).
 
 All steps work on each row by itself, so the token does not depend on the batch. Ties in an argmax go to the lowest id.
 """
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from antiphon.serve.worker.draw import counter_uniform, draw_tokens, filtered_probabilities
-from antiphon.serve.worker.logit_edits import GrammarMask, edit_logits
-from antiphon.serve.worker.logprobs import token_logprobs
-from antiphon.serve.worker.sampling_state import SamplingState
+from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState, edit_logits
 from antiphon.specs.sampling import TokenLogprob
 
 ArgmaxRows = Callable[[Tensor], Tensor]
+MAX_ALTERNATIVES = 20  # the API's limit; always searched, so that ties do not depend on what batch mates asked for
 
 
 @dataclass(frozen=True)
@@ -110,3 +109,31 @@ def _report(
     for row, report in zip(rows, reports, strict=True):
         result[row] = report
     return result
+
+
+def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
+    """For each row of raw logits: the log-probability and rank of its token, and the row's best alternatives.
+
+    Log-softmax of the *raw* logits, before bias, penalties, grammar and temperature. This is vLLM's default, and
+    OpenAI's since logit bias no longer shows in its log-probabilities: what the model thinks, comparable between
+    requests, and always finite. Rejected: the distribution actually drawn from, in which a masked alternative is minus
+    infinity (not JSON) and greedy decoding would report 0 for every token.
+
+    A token's rank is 1 plus the number of strictly more likely tokens. Alternatives are ordered by probability, then
+    id."""
+    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    chosen_R = logprobs_RV.gather(1, torch.tensor(token_ids, device=logits_RV.device).unsqueeze(1))
+    ranks = ((logprobs_RV > chosen_R).sum(1) + 1).tolist()
+    best = logprobs_RV.topk(min(MAX_ALTERNATIVES, logits_RV.shape[1]), dim=-1)
+    rows = zip(token_ids, chosen_R.squeeze(1).tolist(), ranks, num_alternatives, strict=True)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    result = []
+    for (token_id, logprob, rank, count), (ids, values) in zip(rows, tops, strict=True):
+        ordered = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        result.append(TokenLogprob(token_id, logprob, rank, tuple(ordered[:count])))
+    return result
+
+
+def prompt_logprobs(logits_RV: Tensor, next_token_ids: Sequence[int], num_alternatives: int) -> list[TokenLogprob]:
+    """The same for rows of a prompt, whose next tokens are known. Takes R x V floats: the caller bounds R."""
+    return token_logprobs(logits_RV, next_token_ids, [num_alternatives] * len(next_token_ids))

@@ -1,20 +1,27 @@
 """Compiles C++ test programs against the native sources with a sanitizer, and runs them.
 
-A sanitizer does not load into a plain Python, so what it shall watch is a program of its own. Programs of one build
-share their objects: most of the time goes into compiling the same sources (`conftest.py` keeps one build per session).
+A sanitizer does not load into a plain Python, so what it watches is a program of its own. Compiling takes longer than
+running. So objects and programs are kept in `build/native_tests`, where programs share objects and a later run finds
+them again. Their names carry a hash of what they are made from: compiler, flags, the source and every header it may
+include. ccache would do the same, but it is not on every machine.
 """
 
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+KEPT = ROOT / "build" / "native_tests"
+DIGITS = 16  # of a hash, in a file's name
 FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 SANITIZERS = {
     "plain": (),
@@ -31,28 +38,37 @@ class Build:
     flags: Sequence[str]
     folder: Path
     launcher: Sequence[str]  # what programs must be started through on this machine
-    _objects: dict[tuple[Path, tuple[str, ...]], Path] = field(default_factory=dict)
 
     def program(self, name: str, sources: Sequence[Path], flags: Sequence[str] = (), timeout_s: float = 300.0) -> Path:
         """Compiles the sources side by side and links them; fails with the compiler's words, also for a warning."""
-        made = self.folder / name
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as workers:
-            objects = list(workers.map(lambda source: self._object(source, tuple(flags), timeout_s), sources))
-        self._compile([*map(str, objects), "-ldl", "-o", str(made)], timeout_s)
-        return made
+            objects = list(workers.map(lambda source: self._object(source, flags, timeout_s), sources))
+        made_from = [path.name.encode() for path in objects]
+        return self._kept(name, "", made_from, [*map(str, objects), "-ldl"], timeout_s)
 
-    def _object(self, source: Path, flags: tuple[str, ...], timeout_s: float) -> Path:
-        key = (source, flags)
-        if key not in self._objects:
-            made = self.folder / f"{len(flags)}_{source.parent.name}_{source.stem}.o"
-            self._compile(["-I", str(source.parent), *flags, "-c", str(source), "-o", str(made)], timeout_s)
-            self._objects[key] = made
-        return self._objects[key]
+    def _object(self, source: Path, flags: Sequence[str], timeout_s: float) -> Path:
+        name = f"{len(flags)}_{source.parent.name}_{source.stem}"
+        made_from = [source.read_bytes(), _headers(ROOT / "csrc"), _headers(source.parent)]
+        return self._kept(name, ".o", made_from, ["-I", str(source.parent), *flags, "-c", str(source)], timeout_s)
 
-    def _compile(self, arguments: Sequence[str], timeout_s: float) -> None:
+    def _kept(
+        self, name: str, suffix: str, made_from: Iterable[bytes], arguments: Sequence[str], timeout_s: float
+    ) -> Path:
+        """What the compiler makes of the arguments: from an earlier run if it was the same, else in place of that."""
         command = [*self.compiler, *FLAGS, *self.flags, "-I", str(ROOT / "csrc"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
-        assert done.returncode == 0, f"{' '.join(command)}:\n{done.stderr}"
+        parts = [_version(tuple(self.compiler)), "\0".join(command).encode(), *made_from]
+        made = self.folder / f"{name}.{_digest(parts)}{suffix}"
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be making it
+            if not made.exists():
+                unfinished = made.with_suffix(".unfinished")
+                command += ["-o", str(unfinished)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+                assert done.returncode == 0, f"{' '.join(command)}:\n{done.stderr}"
+                for earlier in self.folder.glob(f"{name}.{'?' * DIGITS}{suffix}"):
+                    earlier.unlink()
+                unfinished.rename(made)
+        return made
 
     def run(
         self,
@@ -80,13 +96,28 @@ class Build:
         return done
 
 
-def usable_build(sanitizer: str, folder: Path) -> Build:
-    """A build whose programs run here, or a skip that says what is missing."""
+def _digest(parts: Iterable[bytes]) -> str:
+    each = (hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(b"".join(each)).hexdigest()[:DIGITS]
+
+
+@cache
+def _headers(folder: Path) -> bytes:
+    return _digest(path.read_bytes() for path in sorted(folder.rglob("*.h"))).encode()
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> bytes:
+    return subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=100).stdout
+
+
+def usable_build(sanitizer: str, scratch: Path) -> Build:
+    """A build whose programs run here, or a skip that says what is missing. `scratch` is a folder for the trial."""
     compiler = os.environ.get("CXX", "c++").split()
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no C++ compiler ({compiler[0]})")
     flags = SANITIZERS[sanitizer]
-    source, program = folder / "empty.cpp", folder / "empty"
+    source, program = scratch / "empty.cpp", scratch / "empty"
     source.write_text("int main() { return 0; }\n")
     if problem := _problem([*compiler, *flags, str(source), "-o", str(program)]):
         pytest.skip(f"the compiler has no {sanitizer} sanitizer: {problem}")
@@ -97,6 +128,8 @@ def usable_build(sanitizer: str, folder: Path) -> Build:
     for launcher in launchers:
         problem = _problem([*launcher, str(program)])
         if not problem:
+            folder = KEPT / sanitizer
+            folder.mkdir(parents=True, exist_ok=True)
             return Build(compiler=compiler, flags=flags, folder=folder, launcher=launcher)
     pytest.skip(f"programs with the {sanitizer} sanitizer do not run here: {problem}")
 

@@ -1,4 +1,4 @@
-"""One build for each sanitizer and session, so that the native test programs share what they compile."""
+"""One build for each sanitizer, so that the native test programs share what they compile."""
 
 from collections.abc import Callable
 

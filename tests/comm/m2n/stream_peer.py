@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from antiphon import _m2n
-from antiphon.comm.m2n.cuda_stream import CudaStream
-from antiphon.comm.m2n.stream_core import StreamCore
-from antiphon.comm.m2n.streams import HostStream
+from antiphon.comm.m2n.streams.core import StreamCore
+from antiphon.comm.m2n.streams.cuda import CudaStream
+from antiphon.comm.m2n.streams.stream import HostStream
 from tests.comm.m2n.backends import PATIENCE_S, SECRET
 
 NUM_STEPS, NUM_MICRO_BATCHES = 60, 3

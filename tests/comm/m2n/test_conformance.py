@@ -259,13 +259,13 @@ def test_without_credit_nothing_is_sent_and_nothing_lost(net: Net) -> None:
     with pytest.raises(PeerTimeout, match=r"wait for credits \(peer receiver\) after 0.05 s"):
         outbox.wait_credits(1, 0.05)
     with pytest.raises(PeerTimeout, match="wait for all credits"):
-        _m2n.Fanout([outbox]).wait_credits(0.05)
+        _m2n.wait_all_credits([outbox], 0.05)
     assert take(inbox, 1) == {0: b"\x01"}
     outbox.wait_credits(1, PATIENCE_S)
     outbox.send(3, b"now")
     assert [take(inbox, step)[0] for step in (3, 2, 0)] == [b"now", b"\x02", b"\x00"]
     outbox.wait_credits(3, PATIENCE_S)
-    _m2n.Fanout([outbox]).wait_credits(0.0)
+    _m2n.wait_all_credits([outbox], 0.0)
     assert outbox.counters()["credit_waits"] == 2
     with pytest.raises(UserError, match="waiting for 4 credits, receiver gives 3"):
         outbox.wait_credits(4, 0.0)
@@ -314,173 +314,62 @@ def test_the_most_slots(net: Net) -> None:
         outbox.wait_credits(slots, PATIENCE_S)
 
 
-def fan_out(net: Net, num_receivers: int) -> tuple[list[Receiver], list[_m2n.Outbox], _m2n.Fanout]:
+def to_many(net: Net, num_receivers: int) -> tuple[list[Receiver], list[_m2n.Outbox]]:
     """Receivers of one source, two slots of 100 bytes, and one sender's outboxes to all of them."""
     receivers = [net.receiver(1, 2, 100) for _ in range(num_receivers)]
     sender = net.endpoint("sender")
-    outboxes = [sender.connect(receiver.ticket, 0, PATIENCE_S) for receiver in receivers]
-    return receivers, outboxes, _m2n.Fanout(outboxes)
+    return receivers, [sender.connect(receiver.ticket, 0, PATIENCE_S) for receiver in receivers]
 
 
-def test_one_call_sends_to_many(net: Net) -> None:
-    receivers, outboxes, fanout = fan_out(net, 3)
+def test_one_sender_reaches_many_with_pieces_of_one_payload(net: Net) -> None:
+    receivers, outboxes = to_many(net, 3)
     payload = pattern(0, 0, 150)
+    pieces = [payload[:30], payload[30:130], payload[150:]]
     for step in range(5):
-        fanout.send(step, payload, [0, 30, 150], [30, 100, 0], participants=1, timeout_s=PATIENCE_S)
-        for receiver, (start, length) in zip(receivers, [(0, 30), (30, 100), (150, 0)], strict=True):
+        for outbox, piece in zip(outboxes, pieces, strict=True):
+            outbox.send(step, piece, participants=1, timeout_s=PATIENCE_S)
+        for receiver, piece in zip(receivers, pieces, strict=True):
             assert receiver.inbox.wait_complete(PATIENCE_S) == step
-            assert take(receiver.inbox, step) == {0: payload[start : start + length].tobytes()}
-        fanout.wait_credits(PATIENCE_S)
-    with pytest.raises(UserError, match="bytes 100 to 151 of a payload of 150"):
-        fanout.send(9, payload, [0, 0, 100], [1, 1, 51])
-    with pytest.raises(UserError, match="bytes 200 to 200 of a payload of 150"):
-        fanout.send(9, payload, [0, 0, 200], [1, 1, 0])
-    with pytest.raises(UserError, match="3 outboxes and 1 offsets: give one of each"):
-        fanout.send(9, payload, [0], [1, 1, 1])
-    with pytest.raises(UserError, match="3 outboxes and 4 lengths: give one of each"):
-        fanout.send(9, payload, [0, 0, 0], [1, 1, 1, 1])
-    assert [outbox.credits for outbox in outboxes] == [2, 2, 2], "nothing was sent"
-
-
-def test_one_call_commits_to_many(net: Net) -> None:
-    receivers, outboxes, fanout = fan_out(net, 3)
-    lengths = [30, 100, 0]
-    for step in range(5):
-        for source, (slot, length) in enumerate(zip(fanout.slots(PATIENCE_S), lengths, strict=True)):
-            assert slot.shape == (100,)
-            slot[:length] = pattern(source, step, length)
-        fanout.commit(step, lengths, participants=1)
-        for source, (receiver, length) in enumerate(zip(receivers, lengths, strict=True)):
-            assert receiver.inbox.wait_complete(PATIENCE_S) == step
-            assert take(receiver.inbox, step) == {0: pattern(source, step, length).tobytes()}
-        fanout.wait_credits(PATIENCE_S)
-    for outbox in outboxes[:2]:
-        outbox.slot()
-    with pytest.raises(UserError, match=r"commit without slot\(\)"):
-        fanout.commit(9, lengths)
-    fanout.slots()
-    with pytest.raises(UserError, match="a message of 101 bytes"):
-        fanout.commit(9, [0, 0, 101])
-    with pytest.raises(UserError, match="3 outboxes and 2 lengths: give one of each"):
-        fanout.commit(9, [0, 0])
-    assert [outbox.credits for outbox in outboxes] == [2, 2, 2], "nothing was sent"
+            assert take(receiver.inbox, step) == {0: piece.tobytes()}
+        _m2n.wait_all_credits(outboxes, PATIENCE_S)
 
 
 def test_each_slot_comes_round_with_its_own_memory(net: Net) -> None:
-    receivers, _, fanout = fan_out(net, 2)
+    receivers, outboxes = to_many(net, 2)
     for step in range(2):
-        for slot in fanout.slots(PATIENCE_S):
-            slot[:1] = step + 1
-        fanout.commit(step, [1, 1])
+        for outbox in outboxes:
+            outbox.slot(PATIENCE_S)[:1] = step + 1
+            outbox.commit(step, 1)
     for receiver in receivers:
         assert [take(receiver.inbox, step) for step in (1, 0)] == [{0: b"\x02"}, {0: b"\x01"}]
-    fanout.wait_credits(PATIENCE_S)
-    for _ in range(2):
-        fanout.send(2, b"x", [0, 0], [1, 1])
-    with pytest.raises(NoCredit, match="has no free slot of 2"):
-        fanout.send(3, b"x", [0, 0], [1, 1])
+    _m2n.wait_all_credits(outboxes, PATIENCE_S)
 
 
-def test_prepared_calls_send_what_lies_in_the_payload_then(net: Net) -> None:
-    receivers, _, fanout = fan_out(net, 3)
-    payload = bytearray(150)
-    pieces = [(0, 30), (30, 100), (150, 0)]
-    offsets, lengths = ([piece[i] for piece in pieces] for i in range(2))
-    send = fanout.prepare_send(payload, offsets, lengths, participants=1, timeout_s=PATIENCE_S)
-    wait_credits = fanout.prepare_wait_credits(PATIENCE_S)
-    waits = [receiver.inbox.prepare_wait(1, PATIENCE_S) for receiver in receivers]
-    offsets[0] = lengths[1] = 5  # what was prepared stays
-    del fanout  # each keeps what it is a call of
-    gc.collect()
-    for step in range(5):
-        payload[:] = pattern(0, step, 150).tobytes()
-        send(step)
-        for wait, receiver, (start, length) in zip(waits, receivers, pieces, strict=True):
-            wait(step)
-            assert take(receiver.inbox, step) == {0: bytes(payload[start : start + length])}
-        wait_credits(step)
-    with pytest.raises(BufferError):
-        payload.extend(b"more")
-    del send
-    payload.extend(b"more")
-
-
-def test_prepared_commits_send_the_slots(net: Net) -> None:
-    receivers, _, fanout = fan_out(net, 2)
-    lengths = [100, 1]
-    commit = fanout.prepare_commit(lengths, participants=1)
-    for step in range(5):
-        for source, slot in enumerate(fanout.slots(PATIENCE_S)):
-            slot[:] = pattern(source, step, 100)
-        commit(step)
-        for source, (receiver, length) in enumerate(zip(receivers, lengths, strict=True)):
-            assert receiver.inbox.wait_complete(PATIENCE_S) == step
-            assert take(receiver.inbox, step) == {0: pattern(source, step, length).tobytes()}
-        fanout.wait_credits(PATIENCE_S)
-    with pytest.raises(UserError, match=r"commit without slot\(\)"):
-        commit(9)
-
-
-def test_prepared_calls_fail_as_the_calls_would(net: Net) -> None:
-    (receiver,), outboxes, fanout = fan_out(net, 1)
-    with pytest.raises(UserError, match="bytes 4 to 6 of a payload of 5"):
-        fanout.prepare_send(b"five.", [4], [2])
-    with pytest.raises(UserError, match="1 outboxes and 2 lengths: give one of each"):
-        fanout.prepare_send(b"five.", [0], [2, 3])
-    with pytest.raises(UserError, match="1 outboxes and 0 lengths: give one of each"):
-        fanout.prepare_commit([])
-    with pytest.raises(UserError, match="2 sources are expected: the inbox has 1"):
-        receiver.inbox.prepare_wait(2, 0.0)
-    for prepare in (fanout.prepare_wait_credits, lambda timeout_s: receiver.inbox.prepare_wait([0], timeout_s)):
-        with pytest.raises(UserError, match="it must be 0 to 1e9"):
-            prepare(-1.0)
-    send = fanout.prepare_send(b"five.", [0], [5])
-    with pytest.raises(TypeError):
-        send("first")  # type: ignore[arg-type]
-    send(0)
-    send(1)
-    with pytest.raises(NoCredit, match="has no free slot of 2"):
-        send(2)
-    with pytest.raises(PeerTimeout, match="credits"):
-        fanout.prepare_wait_credits(0.01)(0)
-    receiver.inbox.prepare_wait([0], PATIENCE_S)(1)
-    with pytest.raises(PeerTimeout, match="step 7"):
-        receiver.inbox.prepare_wait([0], 0.01)(7)
-    del outboxes, fanout, send  # a prepared call keeps the outbox: only now the receiver loses its source
-    gc.collect()
-    with pytest.raises(PeerLost):
-        receiver.inbox.prepare_wait([0], PATIENCE_S)(7)
-
-
-def test_views_of_slots_outlive_the_fanout(net: Net) -> None:
-    receivers, outboxes, fanout = fan_out(net, 1)
-    (slot,) = fanout.slots(PATIENCE_S)
-    del fanout
-    gc.collect()
+def test_a_view_of_a_slot_keeps_its_outbox(net: Net) -> None:
+    (receiver,), outboxes = to_many(net, 1)
+    slot = outboxes[0].slot(PATIENCE_S)
     slot[:] = 7
     outboxes[0].commit(0, 100)
-    assert take(receivers[0].inbox, 0) == {0: bytes([7]) * 100}
-    del outboxes, slot
+    assert take(receiver.inbox, 0) == {0: bytes([7]) * 100}
+    outboxes.clear()
+    gc.collect()
+    assert receiver.inbox.connected() == [0]
+    del slot
     gc.collect()
     with pytest.raises(PeerLost):
-        receivers[0].inbox.wait(1, 1, PATIENCE_S)
+        receiver.inbox.wait(1, 1, PATIENCE_S)
 
 
-def test_what_a_fanout_is_made_of(net: Net) -> None:
+def test_one_wait_serves_the_outboxes_of_one_endpoint(net: Net) -> None:
     receiver = net.receiver(2, 2, 100)
     sender, other = net.endpoint("sender"), net.endpoint("other")
     mine, foreign = (each.connect(receiver.ticket, source, PATIENCE_S) for source, each in enumerate([sender, other]))
-    empty = _m2n.Fanout([])
-    empty.send(0, b"", [], [])
-    empty.commit(0, [])
-    empty.wait_credits(0.0)
-    assert empty.slots() == []
-    with pytest.raises(UserError, match=r"outboxes\[1\] is None"):
-        _m2n.Fanout([mine, None])  # type: ignore[list-item]
-    with pytest.raises(UserError, match=r"outboxes\[1\] is outboxes\[0\] again"):
-        _m2n.Fanout([mine, mine])
-    with pytest.raises(UserError, match=r"outboxes\[1\] is of another endpoint than outboxes\[0\]"):
-        _m2n.Fanout([mine, foreign])
+    _m2n.wait_all_credits([], 0.0)
+    _m2n.wait_all_credits([mine, mine], 0.0)
+    with pytest.raises(TypeError, match="None"):
+        _m2n.wait_all_credits([mine, None], 0.0)  # type: ignore[list-item]
+    with pytest.raises(UserError, match="outboxes of sender and of other: one wait serves those of one endpoint"):
+        _m2n.wait_all_credits([mine, foreign], 0.0)
 
 
 # --- waiting
@@ -637,8 +526,8 @@ def test_one_source_is_released(net: Net) -> None:
     assert inbox.incomplete() == [], "it was complete"
     inbox.release(1, 1)
     inbox.release(1)
-    _m2n.Fanout(outboxes[:1]).wait_credits(PATIENCE_S)
-    _m2n.Fanout(outboxes[2:]).wait_credits(PATIENCE_S)
+    for outbox in outboxes:
+        outbox.wait_credits(1, PATIENCE_S)
     for source in (3, 65536):
         with pytest.raises(UserError, match=f"source {source}: the inbox has 3"):
             inbox.release(1, source)
@@ -683,18 +572,13 @@ def test_odd_numbers_of_senders_and_receivers(net: Net, num_senders: int, num_re
         outboxes = [endpoint.connect(receiver.ticket, source, PATIENCE_S) for receiver in receivers]
         for step in range(num_steps):
             parts = [pattern(source, step + i, length(source, i, step)) for i in range(num_receivers)]
-            if step % 3 == 0:
-                offsets = np.cumsum([0, *[len(part) for part in parts[:-1]]]).tolist()
-                lengths = [len(part) for part in parts]
-                _m2n.Fanout(outboxes).send(step, np.concatenate(parts), offsets, lengths, timeout_s=PATIENCE_S)
-                continue
             for outbox, part in zip(outboxes, parts, strict=True):
-                if step % 3 == 1:
+                if step % 2 == 0:
                     outbox.send(step, part, timeout_s=PATIENCE_S)
                 else:
                     outbox.slot(PATIENCE_S)[: len(part)] = part
                     outbox.commit(step, len(part))
-        _m2n.Fanout(outboxes).wait_credits(PATIENCE_S)
+        _m2n.wait_all_credits(outboxes, PATIENCE_S)
         # An outbox that goes away is a lost source: not before everybody is done.
         done.wait(PATIENCE_S)
 
@@ -761,7 +645,7 @@ def test_both_ways_at_once(net: Net) -> None:
                 outbox.send(step, pattern(index, step, 10 * (step % 500)), timeout_s=PATIENCE_S)
             received = take(ends[index].inbox, step, num_ends)
             assert received == {s: pattern(s, step, 10 * (step % 500)).tobytes() for s in range(num_ends)}
-        _m2n.Fanout(outboxes).wait_credits(PATIENCE_S)
+        _m2n.wait_all_credits(outboxes, PATIENCE_S)
         barrier.wait(PATIENCE_S)
 
     with crew() as threads:
@@ -904,7 +788,7 @@ def test_whoever_of_many_is_lost_ends_the_wait_for_all_credits(net: Net, lost: i
     with crew() as threads:
         threads.start(lambda: (time.sleep(0.05), receivers[lost].endpoint.close()))
         with pytest.raises(PeerLost, match=rf"lost receiver\[{lost}\]: closed its endpoint"):
-            _m2n.Fanout(outboxes).wait_credits(PATIENCE_S)
+            _m2n.wait_all_credits(outboxes, PATIENCE_S)
 
 
 def test_a_closed_endpoint_is_lost_to_its_senders(net: Net) -> None:
@@ -921,7 +805,7 @@ def test_a_closed_endpoint_is_lost_to_its_senders(net: Net) -> None:
         outbox.slot,
         lambda: outbox.send(1, b""),
         lambda: outbox.wait_credits(1, PATIENCE_S),
-        lambda: _m2n.Fanout([outbox]).wait_credits(PATIENCE_S),
+        lambda: _m2n.wait_all_credits([outbox], PATIENCE_S),
     ]
     for call in calls:
         with pytest.raises(PeerLost, match="lost receiver: closed its endpoint"):
@@ -1050,12 +934,12 @@ def test_a_new_incarnation_replaces_the_old_one(net: Net) -> None:
     inbox.wait(1, 2, PATIENCE_S)
     inbox.wait(2, 1, PATIENCE_S)
     views = [message.payload for step in (1, 2) for message in inbox.messages(step) if message.source == 0]
-    epoch = inbox.counters()[0]["epoch"]
+    before = inbox.counters()[0]["incarnation"]
     new = receiver.connect(0)
     assert {message.source for message in inbox.messages(1)} == {0, 1}, "what a wait promised stays until the next one"
     until(lambda: inbox.partial(1)[0] == [1], "the old messages go")
     assert inbox.messages(2) == []
-    assert inbox.counters()[0]["epoch"] != epoch
+    assert inbox.counters()[0]["incarnation"] != before
     assert inbox.counters()[0]["lost"] == 1
     new.send(1, b"new one", participants=2)
     assert inbox.wait_complete(PATIENCE_S) == 1, "complete again, and not returned before"
@@ -1201,7 +1085,7 @@ def waits_of(net: Net) -> list[tuple[str, _m2n.Endpoint, Callable[[], Any]]]:
         ("send", sender, lambda: outbox.send(1, b"", timeout_s=PATIENCE_S)),
         ("slot", sender, lambda: outbox.slot(PATIENCE_S)),
         ("wait_credits", sender, lambda: outbox.wait_credits(1, PATIENCE_S)),
-        ("Fanout.wait_credits", sender, lambda: _m2n.Fanout([outbox]).wait_credits(PATIENCE_S)),
+        ("wait_all_credits", sender, lambda: _m2n.wait_all_credits([outbox], PATIENCE_S)),
     ]
 
 
@@ -1299,6 +1183,7 @@ def test_long_waits_are_in_the_right_bucket(shm: Net) -> None:
     assert 2 ** (bucket + 1) > 0.03 * 1e9
 
 
+@pytest.mark.slow
 def test_a_million_messages_need_no_more_memory(net: Net) -> None:
     """Small ones, over many slots; the resident memory after a tenth of them is that of the end.
 

@@ -204,6 +204,7 @@ def crowd(request: pytest.FixtureRequest) -> Iterator[Crowd]:
         made.end()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_random_kills_under_load(crowd: Crowd, request: pytest.FixtureRequest) -> None:
     """Most kills hit a crowd at work; every third hits one that is still putting itself together again."""

@@ -16,7 +16,7 @@ from tests.comm.m2n.compile import ROOT, Build
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHARED = (
-    *("m2n/congestion.cpp", "m2n/error.cpp", "m2n/socket.cpp", "m2n/spin.cpp"),
+    *("m2n/error.cpp", "m2n/socket.cpp", "m2n/spin.cpp"),
     *("base/wait_word.cpp", "base/huge_buffer.cpp"),
 )
 SOURCES = [

@@ -8,18 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch import Tensor
 
+import antiphon
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, NoCredit, PeerLost, PeerTimeout, UserError
-from antiphon.comm.m2n.cuda_stream import load_driver
-from antiphon.comm.m2n.stream_core import StreamCore
-from antiphon.comm.m2n.stream_lanes import Lane
-from antiphon.comm.m2n.streams import FlagPage, HostStream
+from antiphon.comm.m2n.streams.core import StreamCore
+from antiphon.comm.m2n.streams.cuda import load_driver
+from antiphon.comm.m2n.streams.lanes import Lane
+from antiphon.comm.m2n.streams.stream import FlagPage, HostStream
 from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name, need, until
 from tests.comm.m2n.stream_peer import SHAPE, Side, experts, peer
 
@@ -498,3 +500,11 @@ def test_what_a_gpu_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(UserError, match=r"streams of a GPU need cuda-python .*: pip install 'cuda-python"):
             load_driver()
+
+
+def test_nothing_of_the_engine_imports_the_streams() -> None:
+    """They are for tensors on a GPU; a worker on a CPU loads none of it."""
+    package = Path(antiphon.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.parent != package / "comm" / "m2n" / "streams":
+            assert "comm.m2n.streams" not in path.read_text(), path

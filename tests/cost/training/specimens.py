@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training
-from antiphon.specs.cluster import ClusterSpec, EfficiencySpec
-from antiphon.specs.cluster_file import load_cluster
+from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from tests.cost.specimens import ROUND, round_cluster, round_group
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.training.activations import LayerShape, all_width, kept_width, layer_activations, total_width
+from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
 from tests.cost.specimens import deepseek_v3
 from tests.cost.training.specimens import small_model
 
@@ -18,6 +18,20 @@ SHAPES = st.builds(
     heads_per_kv_head=st.integers(1, 16),
     sent=st.floats(1, 16),
 )
+
+
+def all_width(degree: float, top_k: float, width_ratio: float, heads_per_kv_head: float) -> float:
+    """MegaScale-MoE, section 4.1, what one layer makes: 2n + 2k + 3kf + 12 + 5/m."""
+    n, k, f, m = degree, top_k, width_ratio, heads_per_kv_head
+    width: float = 2 * n + 2 * k + 3 * k * f + 12 + 5 / m
+    return width
+
+
+def kept_width(top_k: float, width_ratio: float, heads_per_kv_head: float) -> float:
+    """MegaScale-MoE, section 4.1, what is kept for the backward pass: 2kf + 4 + 2/m."""
+    k, f, m = top_k, width_ratio, heads_per_kv_head
+    width: float = 2 * k * f + 4 + 2 / m
+    return width
 
 
 @settings(max_examples=50, deadline=None)

@@ -11,11 +11,26 @@ from antiphon.cost.training.volumes import (
     distinct_ranks,
     expert_parallel_volume,
     layer_ratio,
-    sequence_parallel_sent,
-    sequence_parallel_volume,
     sequence_to_tensor_ratio,
-    tensor_parallel_volume,
 )
+
+
+def tensor_parallel_volume(degree: float) -> float:
+    """MegaScale-MoE eq. 1 (attention) and eq. 4 (feed-forward): 2 (n - 1) / n."""
+    return 2 * (degree - 1) / degree
+
+
+def sequence_parallel_volume(degree: float, heads_per_kv_head: float) -> float:
+    """MegaScale-MoE eq. 2: 2 (n - 1) / n * (2 + 2/m) / n with m query heads per key/value head.
+
+    Twice what a rank sends when it is counted as eq. 1, 3 and 4 count: see `sequence_parallel_sent`."""
+    return 2 * (degree - 1) / degree * (2 + 2 / heads_per_kv_head) / degree
+
+
+def sequence_parallel_sent(degree: float, heads_per_kv_head: float) -> float:
+    """Eq. 2 counted element by element: (n - 1) / n of a rank's 1/n of queries, keys, values (1 + 2/m) and output (1).
+    Half of eq. 2; time is computed from this one."""
+    return (degree - 1) / degree * (2 + 2 / heads_per_kv_head) / degree
 
 
 def test_tensor_parallel_by_hand() -> None:

@@ -36,7 +36,7 @@ void opening(bool local, const std::string& host = "127.0.0.1") {
     // The largest blob, both ways: more than a socket takes at once.
     const Hello hello = hello_of(std::string(max_blob_bytes, 'b'));
     const auto [connection, welcome] = client.connect(server.address(), "expert[1]", local, hello, in_ms(5000));
-    CHECK_EQUAL(welcome.epoch, 7u);
+    CHECK_EQUAL(welcome.incarnation, 7u);
     CHECK_EQUAL(welcome.slots, 4u);
     CHECK_EQUAL(welcome.slot_bytes, 4096u);
     CHECK_EQUAL(welcome.name, "expert[1]");

@@ -134,7 +134,7 @@ void fuzz_signed_welcome(Bytes input) {
     const Digest proof = prove(secret, server_label, {hello_body, nonce, introduction, input});
     std::vector<FileDescriptor> none;
     const Welcome welcome = opening.accept(signed_frame(FrameType::welcome, proof, input), none);
-    require(welcome.epoch != 0 && welcome.slots >= 1 && welcome.slots <= max_slots);
+    require(welcome.incarnation != 0 && welcome.slots >= 1 && welcome.slots <= max_slots);
     require(welcome.slot_bytes <= max_slot_bytes && welcome.name.size() <= max_name_bytes);
     ++num_read_to_the_end[signed_welcome];
 }

@@ -34,7 +34,7 @@ class Rogue : public ControlHandler {
         Hello hello{ticket.inbox, source, "rogue", transport_->introduce()};
         auto [id, welcome] = control_.connect(ticket.address, ticket.name, true, hello, soon());
         connection_ = id;
-        spec_ = {source, welcome.slots, welcome.slot_bytes, welcome.epoch};
+        spec_ = {source, welcome.slots, welcome.slot_bytes, welcome.incarnation};
         file_ = MappedFile::adopt(duplicate(welcome.blob.descriptors[0]), PairMemory::bytes(spec_));
         memory_ = PairMemory(file_.data(), spec_);
         link_ = transport_->open_link(spec_, welcome.blob, "", 0, soon());
@@ -54,7 +54,7 @@ class Rogue : public ControlHandler {
     Welcome on_hello(ConnectionId connection, const Hello& hello) override {
         connection_ = connection;
         spec_ = {hello.source, num_slots, slot_bytes, 77};
-        Welcome welcome{spec_.epoch, spec_.slots, spec_.slot_bytes, "rogue", {}};
+        Welcome welcome{spec_.incarnation, spec_.slots, spec_.slot_bytes, "rogue", {}};
         landing_ = transport_->open_landing(spec_, hello.introduction, welcome.blob);
         file_ = MappedFile::adopt(duplicate(welcome.blob.descriptors[0]), PairMemory::bytes(spec_));
         memory_ = PairMemory(file_.data(), spec_);
@@ -73,7 +73,7 @@ class Rogue : public ControlHandler {
     MessageHeader header(Immediate immediate, uint64_t length) const {
         MessageHeader header;
         header.immediate = immediate.pack();
-        header.epoch = spec_.epoch;
+        header.incarnation = spec_.incarnation;
         header.step = 1;
         header.length = length;
         return header;
@@ -133,7 +133,7 @@ void lies_in_headers(const Backend& backend) {
     };
     const Lie lies[] = {
         {"not a message header", [](Immediate&, MessageHeader& header) { header.magic ^= 1; }},
-        {"another incarnation's", [](Immediate&, MessageHeader& header) { --header.epoch; }},
+        {"another incarnation's", [](Immediate&, MessageHeader& header) { --header.incarnation; }},
         {"is not the one that came with it", [](Immediate&, MessageHeader& header) { ++header.immediate; }},
         {"more than a slot holds", [](Immediate&, MessageHeader& header) { header.length = slot_bytes + 1; }},
         {"more than a slot holds", [](Immediate&, MessageHeader& header) { header.length = ~uint64_t{0}; }},

@@ -74,7 +74,7 @@ inline Ends open_pair(Transport& receiver, Transport& sender, const PairSpec& sp
 inline MessageHeader header_for(const PairSpec& spec, Immediate immediate, uint64_t number, uint64_t length) {
     MessageHeader header;
     header.immediate = immediate.pack();
-    header.epoch = spec.epoch;
+    header.incarnation = spec.incarnation;
     header.step = number;
     header.length = length;
     return header;
@@ -99,7 +99,7 @@ inline void verify(const Landing& landing, const PairSpec& spec, Immediate immed
                    uint64_t length) {
     MessageHeader header;
     std::memcpy(&header, landing.slot(immediate.slot), header_bytes);
-    CHECK(check(header, immediate, spec.epoch, spec.slot_bytes) == HeaderFault::none);
+    CHECK(check(header, immediate, spec.incarnation, spec.slot_bytes) == HeaderFault::none);
     CHECK(header.step == number && header.length == length);
     const std::byte* payload = landing.slot(immediate.slot) + header_bytes;
     for (uint64_t i = 0; i < length; ++i) CHECK(payload[i] == pattern(number, i));

@@ -177,7 +177,7 @@ void late_writer() {
     const auto sender = make();
     const PairSpec old_spec{4, 2, 100'000, 1};
     PairSpec new_spec = old_spec;
-    new_spec.epoch = 2;
+    new_spec.incarnation = 2;
     Ends beside = open_pair(*receiver, *sender, {9, 1, 64, 5});
     Ends old = open_pair(*receiver, *sender, old_spec);
     round_trip(old, 0, 1, 1, 50'000);
@@ -347,6 +347,25 @@ void opening_beside_a_polling_owner() {
     }
     stop.store(true);
     owner.join();
+}
+
+// Whoever goes before the connection stands disturbs nobody.
+void departed_before_the_connection_stands() {
+    const PairSpec spec{3, 2, 100'000, 1};
+    const auto receiver = make();
+    const auto sender = make();
+    for (uint32_t incarnation = 1; incarnation <= 30; ++incarnation) {
+        PairSpec next = spec;
+        next.incarnation = incarnation;
+        Ends ends = open_pair(*receiver, *sender, next);
+        if (incarnation % 3 != 0) post(*ends.link, next, 0, 1, 1, 1000);
+        if (incarnation % 3 == 1) ends.landing.reset();
+        if (incarnation % 3 == 2) ends.link.reset();
+    }
+    PairSpec last = spec;
+    last.incarnation = 31;
+    Ends ends = open_pair(*receiver, *sender, last);
+    round_trip(ends, 0, 1, 1, spec.slot_bytes);
 }
 
 }  // namespace antiphon::m2n::test

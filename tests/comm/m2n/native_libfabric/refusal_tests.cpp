@@ -75,23 +75,14 @@ void mangled_bytes() {
     }
 }
 
-void memory_of_devices() {
-    LibfabricDomain domain(options_for(provider));
-    std::vector<std::byte> memory(8192);
-    const MemoryRegion host = domain.register_memory(memory.data(), memory.size(), FI_WRITE, Lane::data);
-    CHECK(host.registration != nullptr);
-    if ((domain.info().caps & FI_HMEM) != 0) return;
-    const std::string words = message_of(Code::invalid, [&] {
-        domain.register_memory(memory.data(), memory.size(), FI_WRITE, Lane::data, MemoryKind::cuda, 0);
-    });
-    CHECK(contains(words, "does not take device memory"));
-}
-
 void choices() {
     TransportOptions options = options_for("sockets");
     CHECK(contains(message_of(Code::invalid, [&] { make_libfabric(options); }), "use tcp"));
     options = options_for("no_such_provider");
     CHECK(contains(message_of(Code::invalid, [&] { make_libfabric(options); }), "providers that do: "));
+    options = options_for(provider);
+    options.congestion = "reno";
+    CHECK(contains(message_of(Code::invalid, [&] { make_libfabric(options); }), "use the transport tcp"));
     options = options_for(provider);
     options.library = "/no/such/libfabric.so.1";
     const std::string words = message_of(Code::invalid, [&] { make_libfabric(options); });

@@ -29,17 +29,11 @@ void blocked_waits();
 void payload_in_place();
 void keeper_rests();
 void opening_beside_a_polling_owner();
-
-// knock_tests.cpp
-void knock_decides_who_connects();
-void knock_before_the_answer();
-void knock_of_the_departed();
-void unknown_congestion();
+void departed_before_the_connection_stands();
 
 // refusal_tests.cpp
 void refusals();
 void mangled_bytes();
-void memory_of_devices();
 void choices();
 void information();
 

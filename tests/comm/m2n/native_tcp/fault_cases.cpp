@@ -13,12 +13,13 @@ namespace antiphon::m2n::test {
 
 namespace {
 
-constexpr PairSpec spec{.source = 6, .slots = 2, .slot_bytes = 50'000, .epoch = 3};
+constexpr PairSpec spec{.source = 6, .slots = 2, .slot_bytes = 50'000, .incarnation = 3};
 constexpr TcpTuning tiny_buffers{.least_buffer_bytes = 0, .largest_buffer_bytes = 65'536};
 
-void write_message(int fd, Immediate immediate, Step step, uint64_t length, Epoch epoch = spec.epoch) {
+void write_message(int fd, Immediate immediate, Step step, uint64_t length,
+                   Incarnation incarnation = spec.incarnation) {
     std::vector<std::byte> frame(header_bytes + length);
-    const MessageHeader header = make_header(immediate, epoch, step, length);
+    const MessageHeader header = make_header(immediate, incarnation, step, length);
     std::memcpy(frame.data(), &header, header_bytes);
     fill_pattern({frame.data() + header_bytes, length}, spec.source, step);
     write_fully(fd, frame.data(), frame.size());
@@ -47,7 +48,7 @@ std::string reason_for(const MessageHeader& header, const TcpTuning& tuning) {
 
 void malformed_headers() {
     for (const TcpTuning& tuning : {TcpTuning{}, tiny_buffers}) {
-        const MessageHeader good = make_header({6, 1, 1}, spec.epoch, 2, 100);
+        const MessageHeader good = make_header({6, 1, 1}, spec.incarnation, 2, 100);
         const auto changed = [&](auto change) {
             MessageHeader header = good;
             change(header);
@@ -55,7 +56,8 @@ void malformed_headers() {
         };
         CHECK_WORDS(changed([](MessageHeader& header) { header.magic = 0; }), "the sender broke the protocol");
         CHECK_WORDS(changed([](MessageHeader& header) { header.magic = 0; }), "magic");
-        CHECK_WORDS(changed([](MessageHeader& header) { header.epoch = 2; }), "epoch 2, this connection has 3");
+        CHECK_WORDS(changed([](MessageHeader& header) { header.incarnation = 2; }),
+                    "incarnation 2, this connection has 3");
         CHECK_WORDS(changed([](MessageHeader& header) { header.length = 50'001; }), "50001 bytes for slots of 50000");
         const auto immediate = [&](Immediate word) {
             return changed([&](MessageHeader& header) { header.immediate = word.pack(); });
@@ -74,7 +76,7 @@ void closed_in_the_middle() {
         RawPair pair = open_raw_sender(receiver, spec);
         write_message(pair.sender.get(), {6, 1, 1}, 9, 10);
         std::vector<std::byte> frame(header_bytes + 50'000);
-        const MessageHeader header = make_header({6, 0, 1}, spec.epoch, 2, 50'000);
+        const MessageHeader header = make_header({6, 0, 1}, spec.incarnation, 2, 50'000);
         std::memcpy(frame.data(), &header, header_bytes);
         write_fully(pair.sender.get(), frame.data(), cut);
         sleep_for_ms(2);
@@ -101,7 +103,7 @@ void slow_sender() {
     std::thread writing([&] {
         for (uint16_t sequence = 1; sequence <= 3; ++sequence) {
             std::vector<std::byte> frame(header_bytes + 40'000);
-            const MessageHeader header = make_header({6, 1, sequence}, spec.epoch, sequence, 40'000);
+            const MessageHeader header = make_header({6, 1, sequence}, spec.incarnation, sequence, 40'000);
             std::memcpy(frame.data(), &header, header_bytes);
             fill_pattern({frame.data() + header_bytes, 40'000}, spec.source, sequence);
             const size_t cuts[] = {1, 62, 1, 1, 1, 100, 20'000, 19'897, 1};
@@ -221,7 +223,7 @@ void random_peer() {
         std::vector<std::byte> bytes(200);
         for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
         if (round % 2 == 0) {
-            const MessageHeader header = make_header({6, 0, 1}, spec.epoch, 1, 100);
+            const MessageHeader header = make_header({6, 0, 1}, spec.incarnation, 1, 100);
             std::memcpy(bytes.data(), &header, header_bytes);  // then 36 bytes too few for a header
         }
         write_fully(pair.sender.get(), bytes.data(), bytes.size());

@@ -9,7 +9,7 @@ namespace antiphon::m2n::test {
 
 namespace {
 
-constexpr PairSpec small_spec{.source = 5, .slots = 3, .slot_bytes = 20'000, .epoch = 9};
+constexpr PairSpec small_spec{.source = 5, .slots = 3, .slot_bytes = 20'000, .incarnation = 9};
 constexpr std::byte guard{0xA5};
 
 // Slots between guards: whatever a parser writes outside shows.
@@ -119,8 +119,8 @@ void faults() {
     };
     fresh([](MessageHeader& header) { header.magic ^= 1; },
           [](const std::string& fault) { CHECK_WORDS(fault, "magic"); });
-    fresh([](MessageHeader& header) { header.epoch = 8; },
-          [](const std::string& fault) { CHECK_WORDS(fault, "epoch 8, this connection has 9"); });
+    fresh([](MessageHeader& header) { header.incarnation = 8; },
+          [](const std::string& fault) { CHECK_WORDS(fault, "incarnation 8, this connection has 9"); });
     fresh([](MessageHeader& header) { header.length = 20'001; },
           [](const std::string& fault) { CHECK_WORDS(fault, "20001 bytes for slots of 20000"); });
     fresh([](MessageHeader& header) { header.length = UINT64_MAX; },
@@ -155,8 +155,8 @@ void faults() {
 void random_bytes() {
     std::mt19937_64 random(2);
     for (int round = 0; round < 3'000; ++round) {
-        Guarded memory({.source = 5, .slots = 3, .slot_bytes = 500, .epoch = 9});
-        FrameReader reader({.source = 5, .slots = 3, .slot_bytes = 500, .epoch = 9}, memory.slots());
+        Guarded memory({.source = 5, .slots = 3, .slot_bytes = 500, .incarnation = 9});
+        FrameReader reader({.source = 5, .slots = 3, .slot_bytes = 500, .incarnation = 9}, memory.slots());
         std::vector<std::byte> stream;
         if (round % 3 == 0) {
             stream.resize(2'000);

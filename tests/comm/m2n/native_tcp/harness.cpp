@@ -41,10 +41,10 @@ bool has_pattern(std::span<const std::byte> bytes, uint64_t source, uint64_t ste
     return true;
 }
 
-MessageHeader make_header(Immediate immediate, Epoch epoch, Step step, uint64_t length) {
+MessageHeader make_header(Immediate immediate, Incarnation incarnation, Step step, uint64_t length) {
     MessageHeader header;
     header.immediate = immediate.pack();
-    header.epoch = epoch;
+    header.incarnation = incarnation;
     header.step = step;
     header.length = length;
     return header;
@@ -166,7 +166,7 @@ void Sender::send(Step step, uint64_t length, const std::byte* payload) {
     const Immediate immediate{spec_.source, slot, sequences_[slot]};
     std::byte* in_slot = link_.slot(slot);
     if (payload == nullptr) fill_pattern({in_slot + header_bytes, length}, spec_.source, step);
-    const MessageHeader header = make_header(immediate, spec_.epoch, step, length);
+    const MessageHeader header = make_header(immediate, spec_.incarnation, step, length);
     std::memcpy(in_slot, &header, header_bytes);
     link_.post(immediate, header, payload);
 }
@@ -215,7 +215,7 @@ void Collector::check_and_release(Immediate immediate) {
     CHECK(immediate.source == spec_.source && immediate.slot < spec_.slots);
     MessageHeader header;
     std::memcpy(&header, landing_.slot(immediate.slot), header_bytes);
-    CHECK(check(header, immediate, spec_.epoch, spec_.slot_bytes) == HeaderFault::none);
+    CHECK(check(header, immediate, spec_.incarnation, spec_.slot_bytes) == HeaderFault::none);
     CHECK(has_pattern({landing_.slot(immediate.slot) + header_bytes, header.length}, spec_.source, header.step));
     ++num_taken_;
     landing_.release(immediate);

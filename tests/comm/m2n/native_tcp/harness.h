@@ -52,7 +52,7 @@ std::byte pattern(uint64_t source, uint64_t step, uint64_t place);
 void fill_pattern(std::span<std::byte> bytes, uint64_t source, uint64_t step);
 bool has_pattern(std::span<const std::byte> bytes, uint64_t source, uint64_t step);
 
-MessageHeader make_header(Immediate immediate, Epoch epoch, Step step, uint64_t length);
+MessageHeader make_header(Immediate immediate, Incarnation incarnation, Step step, uint64_t length);
 
 // A socket that listens on 127.0.0.1.
 class Listener {

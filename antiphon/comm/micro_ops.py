@@ -1,0 +1,174 @@
+"""Order of communication in training: all-to-all first, all-reduce in small pieces (Lina, sections 4.2 and 6.1).
+
+1. A gradient that is ready is cut into equal all-reduce micro-ops; all-to-all is submitted as one or several.
+2. One micro-op is in flight at a time, never interrupted: collective libraries cannot preempt a call.
+3. All-to-all goes first. An all-reduce micro-op is launched only while no all-to-all waits, runs, or has parts to come.
+4. When the combine of the backward pass begins, all-to-all is imminent: nothing more is launched until it is submitted.
+5. Inside a class the order is that of submission, the same on every rank, and each class must use a process group of
+   its own. How the two classes interleave may differ between ranks; the order inside a group may not.
+
+Numbers and names only: the trainer launches what `next` returns, the simulator prices it. Rejected: deferring
+all-reduce to the end of an all-to-all pair (Lina Figure 7c), which leaves the gap between the two idle.
+
+A tensor is cut into ceil(size / chunk) pieces whose sizes differ by at most one element: equal pieces make waiting
+predictable, and no piece mixes two gradients. Rejected: full chunks and a short rest, which pays the fixed cost of a
+micro-op for a few bytes.
+
+Experts per device (section 4.2): start with one and double, as long as the FFN micro-op is shorter than the all-to-all
+micro-op. More experts on a device means fewer devices per all-to-all, so less is sent and more is computed between two
+sends. Stop when computation is no longer shorter, when a device would hold all experts (no all-to-all is left), or at
+the memory limit. Rejected: searching all divisors; each step costs a re-distribution of expert weights and a few
+measured steps.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.base.errors import UserError
+
+DEFAULT_CHUNK_BYTES = 30_000_000  # Lina section 7.1: blocks all-to-all least in most of their cases
+Traffic = Literal["all_to_all", "all_reduce"]
+
+
+def partition(size_bytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES, element_bytes: int = 1) -> list[tuple[int, int]]:
+    """(offset, size) of each piece in bytes, in order, none larger than `chunk_bytes`; no piece for an empty tensor.
+
+    Pieces begin at whole elements. `UserError` if a chunk cannot hold one element or the tensor has a part of one.
+    """
+    if element_bytes < 1 or chunk_bytes < element_bytes:
+        raise UserError(f"chunks of {chunk_bytes} bytes for elements of {element_bytes}: a chunk holds at least one")
+    if size_bytes < 0 or size_bytes % element_bytes:
+        raise UserError(f"{size_bytes} bytes are no whole number of elements of {element_bytes} bytes")
+    num_elements = size_bytes // element_bytes
+    num_pieces = -(-num_elements // (chunk_bytes // element_bytes))
+    bounds = [num_elements * piece // max(1, num_pieces) * element_bytes for piece in range(num_pieces + 1)]
+    return [(start, end - start) for start, end in itertools.pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroOp:
+    """Bytes [offset, offset + size) of `tensor`; piece `number` of `num_pieces`."""
+
+    traffic: Traffic
+    tensor: str
+    number: int
+    num_pieces: int
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.num_pieces - 1
+
+
+class MicroOpScheduler:
+    """The policy of one rank. `chunk_bytes` None: tensors stay whole (strict priority without partitioning)."""
+
+    def __init__(
+        self,
+        chunk_bytes: int | None = DEFAULT_CHUNK_BYTES,
+        *,
+        element_bytes: int = 1,
+        stop_at_combine: bool = True,
+    ) -> None:
+        if chunk_bytes is not None:
+            partition(0, chunk_bytes, element_bytes)  # refuses impossible sizes now rather than at the first gradient
+        self._chunk_bytes = chunk_bytes
+        self._element_bytes = element_bytes
+        self._stop_at_combine = stop_at_combine
+        self._all_to_all: deque[MicroOp] = deque()
+        self._all_reduce: deque[MicroOp] = deque()
+        self._to_come: dict[str, int] = {}  # all-to-all tensors begun -> number of the next part
+        self._combining = False
+        self._in_flight: MicroOp | None = None
+
+    @property
+    def in_flight(self) -> MicroOp | None:
+        return self._in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro-ops submitted but not launched."""
+        return len(self._all_to_all) + len(self._all_reduce)
+
+    def submit_all_reduce(self, tensor: str, size_bytes: int) -> int:
+        """A gradient is ready; returns into how many micro-ops it was cut (none if it is empty)."""
+        if self._chunk_bytes is None:
+            pieces = [(0, size_bytes)] if size_bytes else []
+        else:
+            pieces = partition(size_bytes, self._chunk_bytes, self._element_bytes)
+        for number, (offset, size) in enumerate(pieces):
+            self._all_reduce.append(MicroOp("all_reduce", tensor, number, len(pieces), offset, size))
+        return len(pieces)
+
+    def submit_all_to_all(
+        self, tensor: str, size_bytes: int, *, number: int = 0, num_pieces: int = 1, offset_bytes: int = 0
+    ) -> None:
+        """Part `number` of an all-to-all is ready. Parts come in order; until the last has come, all-reduce waits."""
+        expected = self._to_come.get(tensor, 0)
+        if not 0 <= number < num_pieces or number != expected:
+            raise UserError(
+                f"all-to-all {tensor!r}: part {number} of {num_pieces}, but part {expected} is next: submit in order"
+            )
+        self._combining = False
+        if number + 1 < num_pieces:
+            self._to_come[tensor] = number + 1
+        else:
+            self._to_come.pop(tensor, None)
+        self._all_to_all.append(MicroOp("all_to_all", tensor, number, num_pieces, offset_bytes, size_bytes))
+
+    def combine_begins(self) -> None:
+        """The combine of the backward pass runs: hold all-reduce back until the all-to-all it leads to is submitted."""
+        self._combining = self._stop_at_combine
+
+    def next(self) -> MicroOp | None:
+        """The micro-op to launch now, or None to wait for the next call of any other method."""
+        if self._in_flight is not None:
+            return None
+        if self._all_to_all:
+            self._in_flight = self._all_to_all.popleft()
+        elif self._all_reduce and not self._combining and not self._to_come:
+            self._in_flight = self._all_reduce.popleft()
+        return self._in_flight
+
+    def finished(self, done: MicroOp) -> None:
+        """The micro-op in flight has completed."""
+        if done != self._in_flight:
+            raise UserError(f"{done} is not in flight ({self._in_flight} is): report each micro-op once, when it ends")
+        self._in_flight = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingStep:
+    """One packing that was tried, with the times of one micro-op of each kind."""
+
+    experts_per_device: int
+    ffn_s: float
+    all_to_all_s: float
+
+
+def choose_experts_per_device(
+    measure: Callable[[int], tuple[float, float]], num_experts: int, max_experts_per_device: int | None = None
+) -> list[PackingStep]:
+    """Try 1, 2, 4, ... experts per device; the last step is the choice.
+
+    `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op). Only numbers that
+    divide `num_experts` are tried: a device group must hold each expert equally often.
+    """
+    limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
+    if limit < 1:
+        raise UserError(
+            f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
+        )
+    steps: list[PackingStep] = []
+    packed = 1
+    while packed <= limit and num_experts % packed == 0:
+        ffn_s, all_to_all_s = measure(packed)
+        steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
+        if ffn_s >= all_to_all_s:
+            break
+        packed *= 2
+    return steps

@@ -1,0 +1,184 @@
+"""Predictions of the local engine, worked out by hand from small tables, and the tables' file."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.base.errors import UserError
+from antiphon.bench.profile.local_times import Curve, flat, local_times_to_json
+from benchmarks.local_prediction import LocalChoice, local_times_from_json, predict_decode, read_local_times
+from tests.bench.local_times_harness import MODEL, line, local_times, thread_times
+
+
+def apart(attention: int = 1, experts: int = 1, micro_batches: int = 1) -> LocalChoice:
+    return LocalChoice(
+        layout="disaggregated", num_attention=attention, num_experts=experts, num_micro_batches=micro_batches
+    )
+
+
+def test_a_colocated_step_is_the_sum_of_its_parts() -> None:
+    found = predict_decode(local_times(), MODEL, LocalChoice(layout="colocated"), concurrency=10, context=100)
+    assert found.parts_s["attention"] == pytest.approx(5 * (10 + 10) / 2 * 1e-3)
+    assert found.parts_s["experts"] == pytest.approx(4 * (20 + 20) / 2 * 1e-3)
+    assert found.tpot_s == pytest.approx((50 + 80 + 5 + 3 + 2) * 1e-3)
+    assert found.tokens_per_s == pytest.approx(10 / found.tpot_s)
+    longer = predict_decode(local_times(), MODEL, LocalChoice(layout="colocated"), concurrency=10, context=300)
+    assert longer.tpot_s - found.tpot_s == pytest.approx(5 * 10 * 200 * 1e-6)
+
+
+def test_replicas_share_requests_and_slow_each_other() -> None:
+    slow = replace(local_times().slowdowns, replica_beside_replica=flat(1.5))
+    two = LocalChoice(layout="colocated", num_attention=2)
+    found = predict_decode(local_times(slowdowns=slow), MODEL, two, concurrency=20, context=100)
+    assert found.tpot_s == pytest.approx((1.5 * (5 * 20 + 4 * 40 + 5) + 3 + 2) * 1e-3)
+    assert found.tokens_per_s == pytest.approx(20 / found.tpot_s)
+
+
+def test_more_replicas_than_cores_take_turns() -> None:
+    four = predict_decode(
+        local_times(), MODEL, LocalChoice(layout="colocated", num_attention=4), concurrency=40, context=100
+    )
+    two = predict_decode(
+        local_times(), MODEL, LocalChoice(layout="colocated", num_attention=2), concurrency=20, context=100
+    )
+    assert four.tpot_s == pytest.approx(2 * two.tpot_s)
+
+
+def test_one_micro_batch_waits_for_every_part() -> None:
+    """T_a = 10 + 10 + 0.2, T_e = 20 + 20 + 0.2, T_c = 0.5: a layer takes 20.2 + 40.2 + 1.0; the dense one T_a."""
+    found = predict_decode(local_times(), MODEL, apart(), concurrency=10, context=100)
+    assert (found.t_a_s, found.t_e_s, found.t_c_s) == (
+        pytest.approx(20.2e-3),
+        pytest.approx(40.2e-3),
+        pytest.approx(0.5e-3),
+    )
+    assert found.tpot_s == pytest.approx((4 * 61.4 + 20.2 + 5 + 3 + 2) * 1e-3)
+
+
+def test_two_micro_batches_hide_the_faster_side() -> None:
+    """Rows halve: T_a = 15.2, T_e = 30.2; m T_f = 60.4 beats T_a + T_e + 2 T_c = 46.4."""
+    found = predict_decode(local_times(), MODEL, apart(micro_batches=2), concurrency=10, context=100)
+    layer, once = 60.4, 15.2 + 30.2 + 1.0
+    trailing = once + 30.2 - layer
+    dense = 2 * 15.2
+    assert found.tpot_s == pytest.approx((4 * layer + trailing + dense + 5 + 3 + 3 + 2) * 1e-3)
+
+
+def test_sides_that_work_at_once_slow_each_other_for_the_time_they_share() -> None:
+    """The faster side (15.2) always has the other beside it; the slower (30.2) for the share the faster is busy."""
+    slow = replace(local_times().slowdowns, attention_beside_experts=flat(1.5), experts_beside_attention=flat(1.2))
+    times = local_times(slowdowns=slow)
+    found = predict_decode(times, MODEL, apart(micro_batches=2), concurrency=10, context=100)
+    assert found.t_a_s is not None
+    assert found.t_e_s is not None
+    assert found.t_a_s == pytest.approx(15.2e-3 * 1.5)
+    assert found.t_e_s == pytest.approx(30.2e-3 * (1 + 0.2 * found.t_a_s / found.t_e_s))
+    alone = predict_decode(times, MODEL, apart(), concurrency=10, context=100)
+    assert alone.t_e_s == pytest.approx(40.2e-3)
+
+
+def test_more_workers_than_cores_cannot_beat_their_work_over_the_cores() -> None:
+    """1 + 2 workers on 2 cores, two micro-batches of 5 rows: T_a = 15.4 with two messages, T_e = 15.2 for 4 experts."""
+    found = predict_decode(local_times(), MODEL, apart(experts=2, micro_batches=2), concurrency=10, context=100)
+    work = 2 * (15.4 + 2 * 15.2)
+    assert found.parts_s["layers"] >= 4 * work / 2 * 1e-3
+    assert found.parts_s["layers"] < 1.5 * 4 * work / 2 * 1e-3
+
+
+def test_fewer_requests_than_micro_batches_or_workers() -> None:
+    one = predict_decode(local_times(), MODEL, apart(), concurrency=1, context=100)
+    assert predict_decode(local_times(), MODEL, apart(micro_batches=3), concurrency=1, context=100) == one
+    both = predict_decode(local_times(), MODEL, apart(attention=2), concurrency=1, context=100)
+    assert both.tpot_s == pytest.approx(one.tpot_s)
+
+
+@pytest.mark.parametrize(
+    ("choice", "concurrency", "message"),
+    [
+        (apart(), 0, "0 requests of context 100: both must be at least 1"),
+        (apart(attention=1, experts=1), 1, ""),
+    ],
+)
+def test_impossible_questions_are_refused(choice: LocalChoice, concurrency: int, message: str) -> None:
+    if not message:
+        times = local_times(num_cores=8)
+        with pytest.raises(UserError, match=r"no times with 4 threads, only with 8, 1: .* --threads 8,1,4"):
+            predict_decode(times, MODEL, choice, concurrency=concurrency, context=100)
+        return
+    with pytest.raises(UserError, match=message):
+        predict_decode(local_times(), MODEL, choice, concurrency=concurrency, context=100)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 200), st.integers(1, 4000), st.booleans()
+)
+@settings(max_examples=50, deadline=None)
+def test_more_context_or_slower_experts_never_help(
+    attention: int, experts: int, micro_batches: int, concurrency: int, context: int, together: bool
+) -> None:
+    choice = apart(attention, experts, micro_batches)
+    if together:
+        choice = LocalChoice(layout="colocated", num_attention=attention)
+    times = local_times()
+    found = predict_decode(times, MODEL, choice, concurrency=concurrency, context=context)
+    longer = predict_decode(times, MODEL, choice, concurrency=concurrency, context=context + 500)
+    assert math.isfinite(found.tpot_s)
+    assert found.tpot_s > 0
+    assert longer.tpot_s >= found.tpot_s
+    assert sum(found.parts_s.values()) == pytest.approx(found.tpot_s)
+    threads = tuple(
+        replace(each, experts_s={held: line(4e-3, 0.05) for held in each.experts_s}) for each in times.threads
+    )
+    slower = predict_decode(replace(times, threads=threads), MODEL, choice, concurrency=concurrency, context=context)
+    assert slower.tpot_s > found.tpot_s
+
+
+def test_curves_are_straight_between_and_never_fall_beyond() -> None:
+    curve = Curve(x=(1.0, 4.0, 8.0), y=(1.0, 7.0, 5.0))
+    assert [curve.at(x) for x in (0.5, 1, 2.5, 4, 6, 8, 20)] == [1.0, 1.0, 4.0, 7.0, 6.0, 5.0, 5.0]
+    assert [curve.within(x) for x in (0.5, 6, 20)] == [1.0, 6.0, 5.0]
+    rising = Curve(x=(1.0, 4.0), y=(1.0, 7.0))
+    assert (rising.at(6), rising.within(6)) == (11.0, 7.0)
+    with pytest.raises(UserError, match="ascending"):
+        Curve(x=(1.0, 1.0), y=(1.0, 2.0))
+
+
+def test_experts_between_and_below_the_numbers_measured() -> None:
+    times = thread_times(1)
+    assert times.experts_layer_s(10, 6) == pytest.approx(30e-3)
+    assert times.experts_layer_s(10, 2) == pytest.approx(10e-3)
+
+
+def test_the_file_brings_back_the_same_tables(tmp_path: Path) -> None:
+    times = local_times(collectives={"all_reduce": {2: flat(1e-3)}}, read_bytes_per_s={1: 1e9, 2: 2e9})
+    path = tmp_path / "local.json"
+    path.write_text(json.dumps(local_times_to_json(times)))
+    assert read_local_times(path) == times
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "other"}, "is no profile of a machine: make one with antiphon profile MODEL --json FILE"),
+        ({"version": 7}, "has version 7, this program reads 1: measure again with antiphon profile"),
+        ({"num_cores": "two"}, r"is damaged: Expected `int`, got `str` .*num_cores"),
+        ({"engine": {"alone_s": {"x": [1], "y": []}}}, "is damaged: "),
+    ],
+)
+def test_files_that_are_something_else_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        local_times_from_json(local_times_to_json(local_times()) | change, "local.json")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none.json cannot be read \(No such file or directory\)"):
+        read_local_times(tmp_path / "none.json")
+    (tmp_path / "text").write_text("{")
+    with pytest.raises(UserError, match="text is not JSON"):
+        read_local_times(tmp_path / "text")

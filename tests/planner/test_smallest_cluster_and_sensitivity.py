@@ -1,0 +1,123 @@
+"""The smallest cluster, one more node, what changes with promise, lengths and network; the table's front."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.search import evaluate_phase, make_plan
+from antiphon.planner.sensitivity import base_value, sensitivity, with_prompts
+from antiphon.planner.smallest_cluster import one_more_node, smallest_cluster, with_nodes
+from antiphon.specs.workload import LengthSpec, SloSpec
+from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
+
+
+def test_the_smallest_cluster_is_the_smallest() -> None:
+    """By brute force: with one node less there is no plan."""
+    machines = cluster(group(num_nodes=6, devices_per_node=2))
+    requests = workload(requests_per_s=700.0)
+    found = smallest_cluster(model(), model_name="small", cluster=machines, workload=requests)
+    (count,) = found.num_nodes.values()
+    assert count == found.cluster.groups[0].num_nodes
+    feasible = []
+    for nodes in range(1, 7):
+        try:
+            make_plan(model(), model_name="small", cluster=with_nodes(machines, (nodes,)), workload=requests)
+            feasible.append(nodes)
+        except NoPlan:
+            pass
+    assert count == min(feasible) > 1
+
+
+def test_a_cluster_that_is_too_small_grows() -> None:
+    machines = cluster(group(num_nodes=1, devices_per_node=2))
+    found = smallest_cluster(model(), model_name="small", cluster=machines, workload=workload(requests_per_s=700.0))
+    assert found.num_nodes["one"] > 1
+    assert found.result.plan.phases["decode"].predicted.tokens_per_s == pytest.approx(
+        700 * workload().output_tokens.mean
+    )
+
+
+def test_both_phases_and_two_kinds() -> None:
+    found = smallest_cluster(
+        model(),
+        model_name="small",
+        cluster=two_kinds(),
+        workload=workload(requests_per_s=20.0),
+        phases=("prefill", "decode"),
+        objective="per-cost",
+    )
+    for phase in found.result.plan.phases.values():
+        assert all(use.device in found.num_nodes for use in phase.devices)
+
+
+def test_size_needs_a_rate_and_a_possible_promise() -> None:
+    with pytest.raises(UserError, match="has no rate: give requests_per_s"):
+        smallest_cluster(model(), model_name="small", cluster=cluster(), workload=workload())
+    hopeless = workload(requests_per_s=1.0, slo=SloSpec(tpot_s=1e-5))
+    with pytest.raises(NoPlan, match="nearest feasible promise"):
+        smallest_cluster(model(), model_name="small", cluster=cluster(), workload=hopeless)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_one_more_node_never_lowers_the_total(phase: str) -> None:
+    where = setting(cluster=cluster(group(device("a")), group(device("b"), 3, 5)), phase=phase)
+    found = one_more_node(where)
+    assert [more.device for more in found] == ["a", "b"]
+    for more in found:
+        assert more.gain >= 1.0
+    assert max(more.gain for more in found) > 1.0
+
+
+def test_sensitivity_over_each_axis() -> None:
+    where = setting()
+    table = evaluate_phase(where)
+    for over in ("slo", "context", "network"):
+        points = sensitivity(where, table, over=over)
+        best = [max((score for score in point.best.values() if score), default=0.0) for point in points]
+        assert [point.value for point in points] == sorted(point.value for point in points)
+        assert set(points[0].best) == {"disaggregated", "hybrid", "tp_pp", "dp_ep"}
+        steps = np.diff(best)
+        assert (steps <= 1e-6).all() if over == "context" else (steps >= -1e-6 * max(best)).all()
+        assert best[0] != best[-1]
+
+
+def test_sensitivity_agrees_with_the_search_at_its_own_value() -> None:
+    where = setting()
+    table = evaluate_phase(where)
+    for over in ("slo", "context", "network"):
+        (point,) = sensitivity(where, table, over=over, values=(base_value(where, table, over),))
+        for layout, score in point.best.items():
+            index = table.best("per-gpu", table.layout == layout)
+            assert score == pytest.approx(float(table.per_gpu[index]))
+
+
+def test_sensitivity_says_what_cannot_run() -> None:
+    where = setting()
+    (point,) = sensitivity(where, evaluate_phase(where), over="slo", values=(1e-6,))
+    assert set(point.best.values()) == {None}
+    with pytest.raises(UserError, match="over is 'luck'"):
+        sensitivity(where, evaluate_phase(where), over="luck")
+    with pytest.raises(UserError, match="must be above 0"):
+        sensitivity(where, evaluate_phase(where), over="network", values=(0.0,))
+
+
+def test_a_trace_is_stretched() -> None:
+    traced = workload(input_tokens=LengthSpec(median=10, trace=(5, 10, 20)))
+    assert with_prompts(traced, 20).input_tokens.trace == (10, 20, 40)
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    where = setting(workload=replace(workload(), slo=SloSpec(tpot_s=0.05)))
+    table = evaluate_phase(where)
+    for layout in ("disaggregated", "hybrid", "tp_pp", "dp_ep", None):
+        front = table.pareto("per-gpu", layout)
+        latency, scores = table.tpot_s[front], table.per_gpu[front]
+        assert front.size
+        assert (np.diff(latency) >= 0).all()
+        assert (np.diff(scores) > 0).all()
+        among = np.ones(len(table), dtype=bool) if layout is None else table.layout == layout
+        for index in np.flatnonzero(among):
+            assert (scores[latency <= table.tpot_s[index]].max(initial=0.0)) >= table.per_gpu[index]
