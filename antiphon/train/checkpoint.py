@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from antiphon.base.errors import CheckpointError
@@ -99,7 +99,7 @@ def load(checkpoint: Path, model: MoeModel, optimizer: torch.optim.Optimizer | N
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state_dict_loader.load(wanted, checkpoint_id=checkpoint, no_dist=True)
-    except Exception as error:  # a damaged file, or one of another model: the library has no type of its own
+    except (Exception, CheckpointException) as error:  # which is not an Exception; for a damaged file it is anything
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{checkpoint}: cannot be loaded ({reason}): it is damaged or of another model; remove it or change "

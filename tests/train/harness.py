@@ -1,0 +1,103 @@
+"""A small model, a small tokenizer and some text, for runs that take a second."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from antiphon.train.config import TrainConfig, read_config
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+}
+LINES = [
+    "the cat sat on the mat",
+    "a dog ran to the old barn",
+    "one two three four five six",
+    "rain fell on the red roof",
+]
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """`config.json` and a byte-level tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_text(folder: Path, num_documents: int = 40) -> Path:
+    """Documents of repeating lines, one a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(num_documents):
+        lines = [LINES[(number + index * (1 + number % 3)) % len(LINES)] for index in range(8)]
+        (folder / f"{number:03d}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def write_run(folder: Path, *, extra: str = "", **model: Any) -> Path:
+    """A whole run's folder; returns its `train.toml`."""
+    write_model(folder / "model", **model)
+    write_text(folder / "text")
+    file = folder / "train.toml"
+    file.write_text(
+        f"""steps = 6
+sequence_length = 16
+batch = 4
+{extra}
+[model]
+path = "model"
+[data]
+files = ["text/*.txt"]
+held_out = 0.1
+[optimizer]
+learning_rate = 1e-2
+warmup_steps = 2
+[output]
+folder = "out"
+checkpoint_every = 3
+log_every = 1
+"""
+    )
+    return file
+
+
+def config_of(folder: Path, *changes: str, **model: Any) -> TrainConfig:
+    return read_config(write_run(folder, **model), changes)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every line of the run's metrics."""
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def same_tensors(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    """Bit for bit."""
+    ours, theirs = first.state_dict(), second.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,90 @@
+"""What a run refuses before its first step, and how it says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.train.config import read_config
+from antiphon.train.trainer import Trainer
+from tests.train.harness import config_of, write_model, write_run
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("optimizer.lerning_rate=1", "optimizer: unknown key lerning_rate: did you mean learning_rate"),
+        ("stepz=1", "unknown key stepz: did you mean steps"),
+        ("steps=0", "steps is 0: it must be at least 1"),
+        ("sequence_length=1", "sequence_length is 1: it must be at least 2"),
+        ("micro_batch=3", "batch is 4, micro_batch is 3: batch must be a multiple"),
+        ("dtype=float16", "dtype is 'float16': use one of float32, bfloat16, float64"),
+        ("optimizer.betas=[0.9]", "two numbers from 0 to below 1"),
+        ("data.held_out=1.5", "held_out is 1.5: it must be below 1"),
+        ("data.files=[]", "files is empty"),
+        ("model.path=${NO_SUCH_VARIABLE}/x", "NO_SUCH_VARIABLE"),
+        ("optimizer=3", "optimizer is 3: a table is needed"),
+    ],
+)
+def test_wrong_keys_and_values(tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_config(write_run(tmp_path), [change])
+    assert message in str(caught.value)
+
+
+def test_set_needs_a_key_and_a_value(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--set steps: write key=value"):
+        read_config(write_run(tmp_path), ["steps"])
+
+
+def test_variables_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_FOLDER", "/somewhere")
+    config = read_config(write_run(tmp_path), ['data.files=["${SOME_FOLDER}/a", "${PYTHON_LIBRARY}/b", "c"]'])
+    first, second, third = config.data.files
+    assert first == "/somewhere/a"
+    assert second.endswith("/b")
+    assert third == str(tmp_path / "c")
+    assert config.as_table()["optimizer"]["learning_rate"] == 1e-2
+
+
+def refused(tmp_path: Path, *changes: str, **model: object) -> str:
+    with pytest.raises(UserError) as caught:
+        Trainer(config_of(tmp_path, *changes, **model)).run()
+    return str(caught.value)
+
+
+def test_data_that_is_none(tmp_path: Path) -> None:
+    assert "names no file" in refused(tmp_path, 'data.files=["nothing/*.txt"]')
+    assert "leaves none of 40 files" in refused(tmp_path, 'data.exclude=["text/*"]')
+    (tmp_path / "short.txt").write_text("the cat\n")
+    assert "sequence_length is 16: give more text" in refused(tmp_path, 'data.files=["short.txt"]', "data.held_out=0")
+    assert "the model's positions end at 64" in refused(tmp_path, "sequence_length=65")
+
+
+def test_files_that_are_not_text(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    (tmp_path / "text/zz.txt").write_bytes(b"abc\0def")
+    assert "zz.txt: holds zero bytes" in refused_as_is(tmp_path)
+    (tmp_path / "text/zz.txt").write_bytes(b"abc\xff\xfe")
+    assert "zz.txt: not UTF-8 text (invalid start byte at byte 3)" in refused_as_is(tmp_path)
+    (tmp_path / "text/zz.txt").unlink()
+    (tmp_path / "text/zz.jsonl").write_text('{"text": "fine"}\n{broken\n')
+    assert "zz.jsonl: line 2 is not JSON" in refused_as_is(tmp_path, 'data.files=["text/*"]')
+    (tmp_path / "text/zz.jsonl").write_text(json.dumps({"body": "x"}))
+    assert "no text under 'text' (there is: body): set data.text_key" in refused_as_is(
+        tmp_path, 'data.files=["text/*"]'
+    )
+
+
+def refused_as_is(tmp_path: Path, *changes: str) -> str:
+    with pytest.raises(UserError) as caught:
+        Trainer(read_config(tmp_path / "train.toml", changes)).run()
+    return str(caught.value)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    assert "the tokenizer has" in refused(tmp_path, vocab_size=200)
+    write_model(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    assert "no tokenizer can be read" in refused_as_is(tmp_path)

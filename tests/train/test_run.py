@@ -1,0 +1,142 @@
+"""Whole runs on one process: they learn, resume to the bit, survive kills, and what they export is served."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.train import checkpoint
+from antiphon.train.trainer import StepResult, Trainer
+from tests.train.harness import config_of, losses, same_tensors, write_run
+
+
+def finished(folder: Path, *changes: str) -> Trainer:
+    trainer = Trainer(config_of(folder, *changes))
+    trainer.run()
+    return trainer
+
+
+def test_a_run_learns_and_tells(tmp_path: Path) -> None:
+    trainer = Trainer(config_of(tmp_path, "steps=60", "output.checkpoint_every=0"))
+    facts = trainer.run()
+    curve = losses(tmp_path)
+    assert [step for step, _ in curve] == list(range(60))
+    assert curve[0][1] > 5.5, "the first loss is that of chance, log 320"
+    assert curve[-1][1] < 2.5
+    assert facts["held_out_loss"] < 4
+    assert facts["tokens"] == 60 * 4 * 16
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_others(tmp_path: Path) -> None:
+    first, second = finished(tmp_path / "a"), finished(tmp_path / "b")
+    assert same_tensors(first.model, second.model)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    other = finished(tmp_path / "c", "seed=1")
+    assert not same_tensors(first.model, other.model)
+
+
+def test_a_run_that_was_broken_off_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = finished(tmp_path / "whole")
+
+    class Broken(Exception):
+        pass
+
+    def break_off(result: StepResult) -> None:
+        if result.step == 4:
+            raise Broken
+
+    with pytest.raises(Broken):
+        Trainer(config_of(tmp_path / "broken"), break_off).run()
+    assert [path.name for path in checkpoint.find_checkpoints(tmp_path / "broken/out/checkpoints")] == ["step-00000003"]
+    resumed = finished(tmp_path / "broken")
+    assert same_tensors(whole.model, resumed.model)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "broken"), "no step is there twice, none is missing"
+
+
+def test_passes_of_one_step_add_up_to_it(tmp_path: Path) -> None:
+    """Whatever the passes, the loss is the mean over the step's targets. The balance loss is left out: it is a product
+    of means over each pass."""
+    plain = ("dtype=float64", "loss.balance=0", "data.document_masks=true")
+    whole, cut = finished(tmp_path / "a", *plain), finished(tmp_path / "b", *plain, "micro_batch=1")
+    for (_, first), (_, second) in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
+        assert first == pytest.approx(second, rel=1e-7)
+    for ours, theirs in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_newest_checkpoints_stay_and_a_partial_one_is_none(tmp_path: Path) -> None:
+    finished(tmp_path, "output.checkpoint_every=1", "output.keep=2")
+    folder = tmp_path / "out" / "checkpoints"
+    assert [path.name for path in checkpoint.find_checkpoints(folder)] == ["step-00000005", "step-00000006"]
+    (folder / ".step-00000007.partial").mkdir()
+    assert len(checkpoint.find_checkpoints(folder)) == 2
+
+
+def test_a_damaged_checkpoint_and_one_of_another_model_are_named(tmp_path: Path) -> None:
+    finished(tmp_path)
+    (newest,) = checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1:]
+    with pytest.raises(UserError, match=r"step-00000006 is of another model: change output.folder"):
+        Trainer(config_of(tmp_path, num_experts=6)).run()
+    for file in newest.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="step-00000006: cannot be loaded"):
+        Trainer(config_of(tmp_path, "steps=9")).run()
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_a_checkpoint_before_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    trainer = Trainer(config)
+
+    def poison(result: StepResult) -> None:
+        if result.step == 4:
+            with torch.no_grad():
+                trainer.model.embedding.fill_(float("nan"))
+
+    trainer.on_step = poison
+    with pytest.raises(UserError, match=r"step 5: loss nan, .* the last checkpoint is from before it"):
+        trainer.run()
+    assert checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1].name == "step-00000003"
+
+
+def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> None:
+    """SIGKILL as soon as the first checkpoint is there, or being written; then on to the bits of an undisturbed run."""
+    whole = finished(tmp_path / "whole", "steps=12", "output.checkpoint_every=1")
+    file = write_run(tmp_path / "killed")
+    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file), "--set", "steps=12"]
+    command += ["--set", "output.checkpoint_every=1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        folder = tmp_path / "killed/out/checkpoints"
+        deadline = time.monotonic() + 120
+        while not (folder.exists() and any(folder.iterdir())):
+            assert time.monotonic() < deadline, "no checkpoint within 120 s"
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+    resumed = finished(tmp_path / "killed", "steps=12", "output.checkpoint_every=1")
+    assert same_tensors(whole.model, resumed.model)
+
+
+def antiphon(*arguments: object) -> str:
+    """Runs the command; its standard output."""
+    command = [sys.executable, "-m", "antiphon.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_train_export_generate(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    shown = antiphon("train", file, "--set", "steps=80", "--set", "output.log_every=20")
+    assert "step     80  loss" in shown
+    assert "Next: antiphon export" in shown
+    antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32")
+    answer = antiphon("generate", tmp_path / "exported", "--prompt", "the cat sat", "--max-tokens", "12", "--json", "-")
+    assert "on the" in json.loads(answer)["text"]
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
