@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
@@ -32,6 +33,12 @@ def test_a_run_learns_and_tells(tmp_path: Path) -> None:
     assert curve[-1][1] < 2.5
     assert facts["held_out_loss"] < 4
     assert facts["tokens"] == 60 * 4 * 16
+    board = EventAccumulator(str(tmp_path / "out/tensorboard"))
+    board.Reload()
+    shown = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert [step for step, _ in shown] == list(range(60))
+    assert shown[-1][1] == pytest.approx(curve[-1][1])
+    assert len(board.Scalars("fullest_expert_ratio/layer_01")) == 60
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_others(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """Samples by their global number: every window once a pass, documents kept apart, the same for whoever asks."""
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pytest
 import torch
+from pyarrow import parquet
 
+from antiphon.base.errors import UserError
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
+from antiphon.train.documents import read_documents
 from antiphon.train.samples import Samples
 from antiphon.train.tokens import TokenFile, open_tokens
 from antiphon.train.trainer import cache_of, prepare_data
@@ -58,3 +64,16 @@ def test_the_ids_are_those_of_the_documents_and_made_once(tmp_path: Path) -> Non
     (tmp_path / "text/000.txt").write_text("something else\n")
     prepare_data(config, spec)
     assert (cache_of(config) / "train.bin").stat().st_mtime_ns != before
+
+
+def test_documents_of_every_format(tmp_path: Path) -> None:
+    texts = ["one", "two\nlines", "drei"]
+    (tmp_path / "a.txt").write_text(texts[1])
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": text}) + "\n\n" for text in [*texts, ""]))
+    table = pyarrow.table({"id": [1, 2, 3, 4], "body": [*texts, None]})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
+    assert list(read_documents(tmp_path / "a.txt", "body")) == texts[1:2]
+    assert list(read_documents(tmp_path / "b.jsonl", "body")) == texts
+    assert list(read_documents(tmp_path / "c.parquet", "body")) == texts
+    with pytest.raises(UserError, match=r"c.parquet: no column 'text' \(there is: id, body\): set data.text_key"):
+        list(read_documents(tmp_path / "c.parquet", "text"))
