@@ -124,7 +124,7 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
     num_experts, top_k = spec.router.num_experts, spec.router.top_k
     row = experts.times.first.index(num_experts)
     assert experts.times.seconds[row][experts.times.second.index(top_k)] == fewest.experts_s[num_experts].at(1)
-    assert profile.util("shm", 1e9) is not None
+    assert profile.messages
 
 
 def test_this_machine_is_a_cluster_that_the_planner_reads(measured: LocalTimes, checkpoint: Path) -> None:

@@ -56,6 +56,7 @@ def test_what_cannot_be_is_refused(
 
 
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "250")  # on a busy machine the table is wider
     report, trace = tmp_path / "m2n.json", tmp_path / "trace.json"
     options = "--senders 1 --receivers 2 --bytes 4KiB --transport shm --against memcpy --rounds 5 --repetitions 1"
     assert run(monkeypatch, *options.split(), "--in-place", "--json", str(report), "--timeline", str(trace)) == 0
@@ -77,6 +78,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_touched_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "250")  # on a busy machine the table is wider
     report = tmp_path / "m2n.json"
     options = "--touch --senders 1 --receivers 2 --bytes 4KiB --transport shm --against memcpy --rounds 5"
     assert run(monkeypatch, *options.split(), "--repetitions", "1", "--json", str(report)) == 0

@@ -69,9 +69,9 @@ def test_rows_that_see_a_long_context_are_fewer() -> None:
     """Chunks of a long prompt cost at most as much as `max_batch_tokens` rows without a context."""
     ratio = 50.0
     sim = simulation(
-        num_blocks=1024, max_model_len=4000, max_batch_tokens=256, max_running=8, context_tokens_per_row=ratio
+        num_blocks=256, max_model_len=1000, max_batch_tokens=256, max_running=8, context_tokens_per_row=ratio
     )
-    sim.submit("long", [3] * 3000, SamplingParams(max_tokens=1))
+    sim.submit("long", [3] * 900, SamplingParams(max_tokens=1))
     costs, rows = [], []
     while sim.step():
         ((_, start, num_rows),) = chunks(sim)
@@ -80,7 +80,7 @@ def test_rows_that_see_a_long_context_are_fewer() -> None:
     assert max(costs) <= 256
     assert min(costs[:-1]) > 0.7 * 256
     assert rows[0] > 100
-    assert rows[-2] < 10
+    assert rows[-2] < 20
 
 
 def test_a_plan_names_only_new_blocks_after_the_first() -> None:
