@@ -62,11 +62,11 @@ class MoeLayer(nn.Module):
         return x_BSH + out_TH.view_as(x_BSH), routing
 
     def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """Experts and weights of each row, chosen in float32."""
+        """Experts and weights of each row, chosen in float32 at least."""
         router, wide = self.spec.router, torch.promote_types(y_TH.dtype, torch.float32)
         bias_E = weights.stored("router_bias").to(wide) if router.has_logit_bias else None
-        logits_TE = F.linear(y_TH.to(wide), weights.stored("router").to(wide), bias_E).float()
-        score_bias_E = weights.stored("score_bias").float() if router.has_score_bias else None
+        logits_TE = F.linear(y_TH.to(wide), weights.stored("router").to(wide), bias_E)
+        score_bias_E = weights.stored("score_bias").to(wide) if router.has_score_bias else None
         ids_TK, weights_TK = choose_experts(logits_TE, score_bias_E, router)
         scores_TE = logits_TE.sigmoid() if router.scoring == "sigmoid" else logits_TE.softmax(-1)
         counts_E = torch.bincount(ids_TK.flatten(), minlength=router.num_experts)

@@ -59,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += ((log_sum - logits.gather(1, safe)).squeeze(1) * counted).sum()
             grad = logits.sub_(log_sum).exp_()
             grad.scatter_add_(1, safe, torch.full_like(log_sum, -1.0))
-            grad.mul_((counted * (scale / divisor)).unsqueeze(1))
+            grad.mul_((counted.to(wide) * (scale / divisor)).unsqueeze(1))
             narrow = grad.to(x.dtype)
             grad_x_TH[rows] = torch.mm(narrow, weight_VH)
             grad_weight_VH += torch.mm(narrow.t(), x)

@@ -1,4 +1,4 @@
-"""Norms as pure functions of tensors, differentiable. Statistics in float32, whatever the input.
+"""Norms as pure functions of tensors, differentiable. Statistics in float32 at least.
 
 Letters: H the width that is normalised.
 """
@@ -9,10 +9,8 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last axis (arXiv 1910.07467), in x's dtype.
-
-    Float64 is rounded to float32 first, as transformers does, so that both give the same numbers."""
-    wide = x.to(torch.float32)
+    """x / sqrt(mean(x²) + eps) * weight over the last axis (arXiv 1910.07467), in x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight_H).to(x.dtype)
 
