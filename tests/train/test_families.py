@@ -1,4 +1,4 @@
-"""Every family's trainable model equals transformers' in float32: logits, loss, and every parameter's gradient."""
+"""Every family's trainable model equals transformers' in float64: logits, loss, and every parameter's gradient."""
 
 import json
 from pathlib import Path
@@ -33,6 +33,7 @@ def batch_of(ids_BS: Tensor) -> Batch:
     return Batch(ids_BS, targets, positions, None)
 
 
+@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_logits_loss_and_gradients_equal_transformers(family: str, save_model: Any, tools: Any) -> None:
     saved = save_model(tools.config(family))
@@ -41,17 +42,18 @@ def test_logits_loss_and_gradients_equal_transformers(family: str, save_model: A
     ids = tools.ids(3 * LENGTH).clamp(min=3).view(3, LENGTH)  # transformers gives padding no gradient
     batch = batch_of(ids)
     expected = saved.model(ids).logits
-    assert float((model.logits(batch) - expected).detach().abs().max()) < 5e-6
+    limit = 2e-6 if family == "deepseek_v2" else 1e-9  # transformers rotates its queries in complex64
+    assert float((model.logits(batch) - expected).detach().abs().max()) < limit
     num_targets = torch.tensor(3 * (LENGTH - 1))
     loss = model(batch, num_targets).cross_entropy
     theirs = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(loss, theirs, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(loss, theirs, rtol=limit, atol=limit)
     loss.backward()
     theirs.backward()
-    compare_gradients(model, saved.model)
+    compare_gradients(model, saved.model, limit)
 
 
-def compare_gradients(model: MoeModel, theirs: Any) -> None:
+def compare_gradients(model: MoeModel, theirs: Any, limit: float) -> None:
     """By the published names: ours through the export, theirs through their own save."""
     for parameter in model.parameters():
         parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -63,7 +65,7 @@ def compare_gradients(model: MoeModel, theirs: Any) -> None:
         if name not in ours or name.endswith("e_score_correction_bias"):
             continue
         scale = float(gradient.abs().max()) or 1.0
-        assert float((ours[name] - gradient).abs().max()) < 2e-6 * scale + 1e-9, name
+        assert float((ours[name] - gradient).abs().max()) < limit * scale + 1e-12, name
     compared = [name for name in ours if name in published]
     assert len(compared) > 0.9 * len(ours), sorted(set(ours) - set(published))[:5]
 
