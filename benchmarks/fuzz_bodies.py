@@ -115,7 +115,7 @@ def resident_bytes(pid: int) -> int:
 
     readings = []
     for _ in range(10):
-        time.sleep(0.5)
+        time.sleep(0.5)  # memory goes back to the system when it likes; nothing tells when
         readings.append(reading())
     return min(readings)
 
@@ -126,7 +126,7 @@ def _is_well(url: str) -> bool:
         if httpx.get(f"{url}/health", timeout=_PATIENCE_S).status_code == 200:
             answer = httpx.post(f"{url}/v1/completions", json=_PROBE, timeout=_PATIENCE_S)
             return answer.status_code == 200
-        time.sleep(0.2)
+        time.sleep(0.2)  # nothing but asking tells that the server is well
     return False
 
 
@@ -142,7 +142,7 @@ def _probe(url: str, stop: Any, results: Any) -> None:
             answer = http.post(f"{url}/v1/completions", json=_PROBE)
             assert answer.status_code in {200, 429}, answer.text
             waits_s.append(time.perf_counter() - started_s)
-            time.sleep(0.005)
+            time.sleep(0.005)  # between two requests: the probe measures the load and must not be it
     results.put(waits_s)
 
 
@@ -163,6 +163,16 @@ def _send(url: str, first: int, num_bodies: int, warm: Any, results: Any) -> Non
             if status == 0 or status >= 500:
                 failures.append(f"body {number} to {path}: {status} {text[:200]}")
     results.put((statuses, failures))
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], ready: Path) -> Any:
+    """What the server says of itself in the file `ready`."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not ready.exists():
+        if server.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"the server did not start within {_PATIENCE_S:.0f} s; what it wrote stands above")
+        time.sleep(0.1)  # nothing but the file tells that the server is ready
+    return json.loads(ready.read_text())
 
 
 def _ask(http: httpx.Client, url: str, content: bytes) -> tuple[int, str]:
@@ -190,11 +200,7 @@ def main() -> int:
         command += ["--json", str(ready), "--layout", "disaggregated", "--kv-bytes", "16MiB"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
-                while not ready.exists() or not ready.read_text():
-                    if server.poll() is not None:
-                        return 1
-                    time.sleep(0.1)
-                facts = json.loads(ready.read_text())
+                facts = _wait_until_ready(server, ready)
                 findings = fuzz(facts["url"], server.pid, arguments.bodies, arguments.seed)
             finally:
                 server.terminate()

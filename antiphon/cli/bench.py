@@ -68,42 +68,16 @@ def serve(
     json: JsonOption = None,
 ) -> None:
     """Time serving MODEL beside other engines, in turns."""
-    options.check_count("--input-tokens", input_tokens, MOST_TOKENS)
-    options.check_count("--output-tokens", output_tokens, MOST_TOKENS)
-    sizes = [WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
-    sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
-    if not sizes:
-        raise UserError("nothing to measure: give --concurrency or --prefill")
-    check_sizes(sizes, load_model_spec(model))
     options.check_count("--threads", threads, MAX_THREADS)
     options.check_count("--rounds", rounds, MOST_ROUNDS)
+    sizes = workload_sizes(concurrency, input_tokens, output_tokens, prefill)
+    check_sizes(sizes, load_model_spec(model))
     resolve_device(device, 0)
-    contestants: list[Peer] = [
-        AntiphonEngine(
-            name,
-            model,
-            max_concurrency=max(size.concurrency for size in sizes),
-            max_tokens=max(size.input_tokens + size.output_tokens for size in sizes),
-            device=device,
-            threads=threads,
-        )
-        for name in layouts.split(",")
-        if name
-    ]
-    names = default_peers(device) if peers is None else peers.split(",")
-    contestants += [make_peer(name, model, device) for name in names if name]
-    if against_url is not None:
-        contestants.append(OpenAIPeer(against_url))
+    contestants = own_engines(layouts, model, sizes, device, threads)
+    contestants += other_engines(peers, against_url, model, device)
     if not contestants:
         raise UserError("nobody to measure: give --layouts, --peers or --against-url")
-    rows, limits = bench_serve(
-        model,
-        contestants,
-        sizes,
-        max_rounds=rounds,
-        say=_say,
-        device=device,
-    )
+    rows, limits = bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     show(result_table(rows), json=json)
@@ -114,6 +88,41 @@ def serve(
         limits=jsonlib.loads(jsonlib.dumps(asdict(limits))),
     )
     emit_json(json, {"bench": "serve", **about, "rows": rows})
+
+
+def workload_sizes(concurrency: str, input_tokens: int, output_tokens: int, prefill: str) -> list[WorkloadSize]:
+    """What to measure, from the options' texts; `UserError` when that is nothing."""
+    options.check_count("--input-tokens", input_tokens, MOST_TOKENS)
+    options.check_count("--output-tokens", output_tokens, MOST_TOKENS)
+    sizes = [WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
+    sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
+    if not sizes:
+        raise UserError("nothing to measure: give --concurrency or --prefill")
+    return sizes
+
+
+def own_engines(
+    layouts: str, model: Path, sizes: Sequence[WorkloadSize], device: str, threads: int | None
+) -> list[Peer]:
+    """One engine of ours for each layout, with room for the largest size."""
+    max_concurrency = max(size.concurrency for size in sizes)
+    max_tokens = max(size.input_tokens + size.output_tokens for size in sizes)
+    return [
+        AntiphonEngine(
+            name, model, max_concurrency=max_concurrency, max_tokens=max_tokens, device=device, threads=threads
+        )
+        for name in layouts.split(",")
+        if name
+    ]
+
+
+def other_engines(peers: str | None, against_url: str | None, model: Path, device: str) -> list[Peer]:
+    """The engines to compare with: those that `--peers` names, and a server that runs already."""
+    names = default_peers(device) if peers is None else peers.split(",")
+    found = [make_peer(name, model, device) for name in names if name]
+    if against_url is not None:
+        found.append(OpenAIPeer(against_url))
+    return found
 
 
 def check_sizes(sizes: Sequence[WorkloadSize], spec: ModelSpec) -> None:

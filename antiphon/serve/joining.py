@@ -155,7 +155,7 @@ class JoinListener:
             except OSError:
                 if self._server.fileno() < 0:
                     return
-                time.sleep(_RETRY_S)  # out of descriptors, say: others may become free
+                time.sleep(_RETRY_S)  # out of descriptors, say: nothing tells when others become free
                 continue
             if not self._openings.acquire(blocking=False):
                 self.num_rejected += 1
@@ -208,7 +208,7 @@ def join_engine(
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
                 raise PeerTimeout(f"join {address}", [f"the engine ({error})"], patience_s) from error
-            time.sleep(_RETRY_S)
+            time.sleep(_RETRY_S)  # nothing tells when a machine begins to listen
     watch_for_dead_machine(stream)
     channel = Channel(stream, "engine", Challenge | Accepted | TurnedAway, max_message_bytes=_MAX_OPENING_BYTES)
     challenge = channel.receive(_OPENING_S)

@@ -93,7 +93,7 @@ def server(folder: Path) -> Iterator[Target]:
             while not ready.exists():
                 if process.poll() is not None or time.monotonic() > deadline_s:
                     raise CheckError(f"the server did not start: {log_path.read_text(errors='replace')[-300:]}")
-                time.sleep(0.1)
+                time.sleep(0.1)  # nothing but the file tells that the server is ready
             facts = json.loads(ready.read_text())
             yield Target(facts["url"], facts["model"], model, folder)
         finally:

@@ -76,7 +76,7 @@ class Orders:
         except PeerLost as error:
             self._lost = error
             self._queue.put(None)
-            time.sleep(_LAST_WORDS_S)
+            time.sleep(_LAST_WORDS_S)  # a deadline, not a look: this thread ends with the process if that ends in order
             os._exit(0)
 
     def next(self) -> object:
