@@ -1,7 +1,7 @@
 """A checkpoint folder in Hugging Face format: one index over one or many `.safetensors` shards.
 
 1. Shards are opened when one of their tensors is first asked for; only headers are read until then.
-2. `read` returns a view on the memory map. Whoever copied it calls `release`, so that a loading process never holds
+2. `read` returns a view on the memory map. Its reader calls `release` after a copy, so that loading never holds
    more than what it keeps and the tensor in hand.
 3. A float8 tensor with a scale beside it (`models/float8`) is multiplied out here and comes back as a new tensor. So is
    `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4 (`models/mxfp4`).

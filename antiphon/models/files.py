@@ -1,6 +1,6 @@
 """Opening the files of a checkpoint folder: regular files only, and one line that names the file when it is not one.
 
-A folder may hold anything under the names we look for. A pipe without a writer blocks whoever opens it, a device may
+A folder may hold anything under the names we look for. A pipe without a writer blocks the opener, a device may
 never end, a link may lead nowhere, JSON may nest deeper than the parser can follow.
 1. The kind of a file is asked before it is opened; opening never blocks; what was opened is asked once more.
 2. No more than a stated number of bytes is read.

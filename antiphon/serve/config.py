@@ -2,7 +2,7 @@
 
 Threads and cores: worker processes share the machine's cores evenly. When they divide them exactly each is pinned to
 its own, otherwise the kernel schedules them. Waiting: a worker spins briefly before it sleeps only if every worker has
-a core, because spinning with more processes than cores takes the core from whoever it waits for.
+a core, because spinning with more processes than cores takes the core from the process it waits for.
 """
 
 import os
@@ -125,7 +125,7 @@ class ServeConfig:
         if num_joined and self.layout != "disaggregated":
             raise UserError("--join-workers needs --layout disaggregated")
         if num_joined and not self.join_address:
-            raise UserError(f"{num_joined} workers shall join: say where with --join-address HOST:PORT")
+            raise UserError(f"{num_joined} workers are to join: say where with --join-address HOST:PORT")
         if self.join_address and not num_joined:
             raise UserError("--join-address without --join-workers: say how many workers join")
         if self.join_address:

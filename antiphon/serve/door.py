@@ -95,7 +95,7 @@ class Door:
         return name in self._places
 
     def ask(self, name: WorkerName, configure: Configure) -> None:
-        """The place is free: whoever comes next takes it, or a spare at once."""
+        """The place is free: the next to come takes it, or a spare at once."""
         with self._lock:
             self._asked[name] = configure
             self._seats.pop(name, None)

@@ -10,7 +10,7 @@ Recovery, when a worker of a disaggregated group dies or stops answering:
   4. plans that were not answered are sent again, unchanged: the cache is written at the same places with the same bits
 An attention worker's requests move to the other attention workers, or wait for its return, and are computed again.
 
-Who hangs? Whoever waits in vain names its peers, but may name one that itself waits for a third. So nobody is killed on
+Who hangs? A worker that waits in vain names its peers, and one of them may wait for a third. So nobody is killed on
 a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have less time
 for it.
 

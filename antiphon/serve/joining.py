@@ -4,7 +4,7 @@ what they want to be. The engine proves the same to them, because they will obey
 Opening: engine -> `Challenge` (nonce); worker -> `Join` (role, where others reach it, its own nonce, proof); engine ->
 `Accepted` (proof) or `TurnedAway` (words). A proof is an HMAC-SHA256 of both nonces and all fields under the secret.
 After that the connection is the worker's channel. Each opening has a thread of its own for at most `_OPENING_S`, so a
-stranger that says nothing delays nobody. Rejected: pickled handles, and trust in whoever reaches the port.
+stranger that says nothing delays nobody. Rejected: pickled handles, and trust in all that reach the port.
 """
 
 import contextlib

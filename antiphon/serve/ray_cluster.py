@@ -1,6 +1,6 @@
 """The connection to a Ray cluster: its nodes, and actors on a node of our choice. The only file that imports Ray.
 
-Ray is optional (`pip install 'antiphon[ray]'`). What it raises becomes one line with the address and the mend.
+Ray is optional (`pip install 'antiphon[ray]'`). What it raises becomes one line with the address and the fix.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class RayCluster:
             _set_sigterm(self._on_sigterm)
 
     def rooms(self) -> list[NodeRoom]:
-        """The live nodes and what each has in all, whoever uses it."""
+        """The live nodes and what each has in all, used or not."""
         return [
             NodeRoom(
                 node=str(node["NodeID"]),

@@ -106,7 +106,7 @@ class RayPlacement:
         self._close(_END_S if kind is None else 0.0)
 
     def check(self) -> None:
-        """`ResourceError` if a worker cannot be placed or cannot join; for whoever waits until all have joined."""
+        """`ResourceError` if a worker cannot be placed or cannot join; for the one that waits until all have joined."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -1,4 +1,4 @@
-"""Carries outputs from the engine's thread to whoever asked: an event loop, or a plain thread.
+"""Carries outputs from the engine's thread to the one that asked: an event loop, or a plain thread.
 
 Outputs of one step travel together: one wake-up of the event loop per step, not one per token.
 """

@@ -151,7 +151,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
-    """The plan a mapping holds; `UserError` names the key, its value and the mend."""
+    """The plan a mapping holds; `UserError` names the key, its value and the fix."""
     return _plan(Table(mapping, where))
 
 

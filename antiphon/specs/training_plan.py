@@ -93,7 +93,7 @@ class RejectedTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """The answer to "how shall this model be trained on these machines". `num_devices`: how many were offered; the
+    """The answer to "how to train this model on these machines". `num_devices`: how many were offered; the
     layout may use fewer. `weights`, `gradients`, `compute`: formats of the copy that is multiplied, of gradients' sums
     over micro-batches, of arithmetic. `model_config`: the `config.json` it was made for, empty if none was given."""
 
@@ -133,7 +133,7 @@ def training_plan_to_json(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training plan") -> TrainingPlan:
-    """The plan a mapping holds; `UserError` names the key, its value and the mend."""
+    """The plan a mapping holds; `UserError` names the key, its value and the fix."""
     return _plan(Table(mapping, where))
 
 

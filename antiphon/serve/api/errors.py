@@ -1,7 +1,7 @@
 """Every error leaves the server in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
 
 The official clients turn the status into an exception class and read `code`; people read `message`, which names the
-value, the limit and the mend. Nothing a client sends may end as a 5xx.
+value, the limit and the fix. Nothing a client sends may end as a 5xx.
 """
 
 import http

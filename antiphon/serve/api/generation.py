@@ -199,8 +199,8 @@ def _usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, o
 
 @asynccontextmanager
 async def generation_for(context: ApiContext, request: GenerationRequest, prefix: str) -> AsyncIterator[Generation]:
-    """A begun generation; `prefix` begins its id. Whoever gets a response from it has given it away: only what goes
-    wrong before that closes it here."""
+    """A begun generation; `prefix` begins its id. With a response the caller has given it away: only what goes wrong
+    before that closes it here."""
     generation = Generation(context, f"{prefix}-{uuid.uuid4().hex}")
     generation.begin(request.user)
     try:

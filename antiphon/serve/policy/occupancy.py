@@ -1,6 +1,6 @@
 """Who waits and who runs on one attention worker, and what the running ones hold there: blocks and a slot.
 
-A request is in exactly one of two places. All moves between them are here, so that whoever moves a request cannot
+A request is in exactly one of two places. All moves between them are here, so that a caller that moves a request cannot
 forget half of what moving means:
 
     enqueue -> waiting -> start -> running -> preempt -> waiting

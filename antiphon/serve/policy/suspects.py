@@ -6,7 +6,7 @@ the workers' restart budget is used up, and take the server with it. So failures
 1. A step that failed is tried again as it was: a killed process or a slow peer is nobody's request's fault.
 2. Requests that fail again before they are past the point where they failed are suspects. They run without others, in
    two halves, one after the other.
-3. A half that fails again is halved again. Whoever gets past the point is cleared.
+3. A half that fails again is halved again. A request that gets past the point is cleared.
 4. A request that fails alone, and for the `MAX_FAILURES`th time or later, is guilty and is ended with an error.
 5. What a worker *reports* as an error may be its own condition (a device that no longer works) and not the request's
    doing. Before a report convicts, the request is tried once on a fresh worker. A death is followed by one anyway.

@@ -40,7 +40,7 @@ _WHITE_SPACE = r"[ \n\r\t]{0,32}"
 
 
 class MaskTime:
-    """Processor time that all masks of one grammar took, whoever's sequence they were for. They run in the engine's
+    """Processor time that all masks of one grammar took, for all sequences together. They run in the engine's
     thread, where everybody's next token waits for them."""
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ class TextWork:
 def limit_memory(extra_bytes: int) -> None:
     """Let this process have so much more address space than now. Elsewhere than on Linux the kernel may not care."""
     most = psutil.Process().memory_info().vms + extra_bytes
-    with contextlib.suppress(ValueError, OSError):  # whoever started the server has set a lower limit already
+    with contextlib.suppress(ValueError, OSError):  # the server was started with a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

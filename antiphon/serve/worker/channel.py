@@ -6,7 +6,7 @@ other.
 
 Who may wait sends with `send`. Who may not (the engine's thread, which serves all workers) uses `enqueue`: what the
 kernel does not take now stays here, until `flush` is called because the socket takes more. Rejected: a thread for each
-channel; whoever enqueues would still have to ask whether the peer reads at all.
+channel; the one that enqueues would still have to ask whether the peer reads at all.
 """
 
 import contextlib

@@ -24,7 +24,7 @@ from antiphon.serve.worker.messages import Configure, ToWorker
 from antiphon.serve.worker.process import run_worker
 
 _log = get_logger("worker")
-EXIT_ADRIFT = 3  # whoever held the other end of standard input is gone
+EXIT_ADRIFT = 3  # the process at the other end of standard input is gone
 
 
 class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):
