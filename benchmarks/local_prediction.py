@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.local_times import KIND, VERSION, LocalTimes, ThreadTimes
+from antiphon.bench.profile.local_times import KIND, VERSION, LocalTimes, Samples, ThreadTimes
 from antiphon.cost import ping_pong
 from antiphon.specs.model import ModelSpec
 
@@ -77,11 +77,11 @@ def _colocated(
     """Replicas step independently; on shared cores the engine's turn for one is taken from the other's time."""
     replicas = min(choice.num_attention, concurrency)
     rows = concurrency / replicas
-    slow = times.slowdowns.replica_beside_replica.within(rows) if replicas > 1 else 1.0
+    slow = ratio_at(times.slowdowns.replica_beside_replica, rows) if replicas > 1 else 1.0
     crowd = max(1.0, replicas * threads.num_threads / times.num_cores)
     parts = {
         "attention": slow * crowd * model.num_layers * threads.attention_layer_s(rows, context),
-        "experts": slow * crowd * model.num_moe_layers * threads.experts_layer_s(rows, model.router.num_experts),
+        "experts": slow * crowd * model.num_moe_layers * experts_layer_s(threads, rows, model.router.num_experts),
         "head": slow * crowd * threads.head_s.at(rows),
         "bookkeeping": crowd * times.engine.bookkeeping_s.at(rows),
         "engine": crowd * times.engine.alone_s.at(rows),
@@ -101,7 +101,10 @@ def _disaggregated(
     if num_micro_batches > 1 and times.num_cores > 1:
         slowdowns = times.slowdowns
         t_a, t_e = _slowed(
-            t_a, t_e, slowdowns.attention_beside_experts.within(rows), slowdowns.experts_beside_attention.within(rows)
+            t_a,
+            t_e,
+            ratio_at(slowdowns.attention_beside_experts, rows),
+            ratio_at(slowdowns.experts_beside_attention, rows),
         )
     moe_layer_s = float(ping_pong.layer_time(num_micro_batches, t_a, t_e, t_c))
     work_s = num_micro_batches * (num_attention * t_a + choice.num_experts * t_e)
@@ -114,7 +117,7 @@ def _disaggregated(
     crowd = max(1.0, num_attention * threads.num_threads / times.num_cores)
     parts = {
         "layers": model.num_moe_layers * moe_layer_s + trailing_s + dense_layers * num_micro_batches * t_a,
-        "head": crowd * times.engine.apart_head_ratio.within(rows_each) * threads.head_s.at(rows_each),
+        "head": crowd * ratio_at(times.engine.apart_head_ratio, rows_each) * threads.head_s.at(rows_each),
         "bookkeeping": crowd
         * (times.engine.apart_bookkeeping_s.at(rows_each) + (num_micro_batches - 1) * threads.step_s.at(1)),
         "engine": times.engine.apart_s.at(rows_each) + further * times.engine.per_further_worker_s.at(rows_each),
@@ -145,12 +148,28 @@ def _one_micro_batch(
     all_rows = num_attention * rows
     calls_e = num_attention * (exchange.receive_s.at(rows) + exchange.reply_s.at(rows))
     t_a = threads.attention_layer_s(rows, context)
-    t_e = threads.experts_layer_s(all_rows, model.router.num_experts / choice.num_experts)
+    t_e = experts_layer_s(threads, all_rows, model.router.num_experts / choice.num_experts)
     if num_attention > 1:
-        t_a *= slow.attention_beside_attention.within(rows) * max(1.0, num_attention / times.num_cores)
+        t_a *= ratio_at(slow.attention_beside_attention, rows) * max(1.0, num_attention / times.num_cores)
     if choice.num_experts > 1:
-        t_e *= slow.experts_beside_experts.within(all_rows) * max(1.0, choice.num_experts / times.num_cores)
+        t_e *= ratio_at(slow.experts_beside_experts, all_rows) * max(1.0, choice.num_experts / times.num_cores)
     return t_a + calls_a, t_e + calls_e, exchange.one_way_s.at(rows)
+
+
+def ratio_at(ratios: Samples, x: float) -> float:
+    """Beyond the last as at the last: ratios do not grow on."""
+    return ratios.at(min(x, ratios.x[-1]))
+
+
+def experts_layer_s(times: ThreadTimes, rows: float, num_held: float) -> float:
+    """Straight between the numbers of held experts that were measured; below the fewest, the line through the two
+    fewest goes on."""
+    known = sorted(times.experts_s)
+    values = Samples(x=tuple(map(float, known)), y=tuple(times.experts_s[held].at(rows) for held in known))
+    if num_held >= known[0] or len(known) == 1:
+        return values.at(num_held)
+    slope = (values.y[1] - values.y[0]) / (values.x[1] - values.x[0])
+    return max(0.0, values.y[0] + slope * (num_held - values.x[0]))
 
 
 def _slowed(t_a: float, t_e: float, slow_a: float, slow_e: float) -> tuple[float, float]:

@@ -26,8 +26,8 @@ class ParameterCounts:
 
     `router` and `expert` include their biases, `shared_expert` its gate, `attention` the sinks and the norms of
     queries, keys and latents, `layer_norms` the two norms of a layer. `head` is 0 when it shares the embedding's
-    table. `active` is what one token uses: all but the routed experts that were not chosen (publishers differ on
-    whether the embedding counts: `active_without_embedding` leaves its table out).
+    table. `active` is what one token uses: all but the routed experts that were not chosen. Some publishers leave the
+    embedding out of it.
     """
 
     attention: int
@@ -41,10 +41,6 @@ class ParameterCounts:
     head: int
     total: int
     active: int
-
-    @property
-    def active_without_embedding(self) -> int:
-        return self.active - self.embedding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from antiphon.base.errors import UserError
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Table, read_json, write_json
+from antiphon.specs.strict_table import CountFromZero, NotNegative, Table, read_json
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
@@ -157,11 +157,6 @@ def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
 
 def read_plan(path: str | Path) -> Plan:
     return _plan(read_json(Path(path)))
-
-
-def write_plan(plan: Plan, path: str | Path) -> None:
-    """Replaces the file at `path`."""
-    write_json(plan_to_json(plan), Path(path))
 
 
 def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from antiphon.base.errors import UserError
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.precision import StorageDtype
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_json, write_json
+from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +139,6 @@ def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training p
 
 def read_training_plan(path: str | Path) -> TrainingPlan:
     return _plan(read_json(Path(path)))
-
-
-def write_training_plan(plan: TrainingPlan, path: str | Path) -> None:
-    """Replaces the file at `path`."""
-    write_json(training_plan_to_json(plan), Path(path))
 
 
 def _layout_to_json(layout: TrainingLayout) -> dict[str, Any]:

@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.local_times import Curve, flat, local_times_to_json
-from benchmarks.local_prediction import LocalChoice, local_times_from_json, predict_decode, read_local_times
+from antiphon.bench.profile.local_times import Samples, flat, local_times_to_json
+from benchmarks.local_prediction import (
+    LocalChoice,
+    experts_layer_s,
+    local_times_from_json,
+    predict_decode,
+    ratio_at,
+    read_local_times,
+)
 from tests.bench.local_times_harness import MODEL, line, local_times, thread_times
 
 
@@ -140,19 +147,19 @@ def test_more_context_or_slower_experts_never_help(
 
 
 def test_curves_are_straight_between_and_never_fall_beyond() -> None:
-    curve = Curve(x=(1.0, 4.0, 8.0), y=(1.0, 7.0, 5.0))
+    curve = Samples(x=(1.0, 4.0, 8.0), y=(1.0, 7.0, 5.0))
     assert [curve.at(x) for x in (0.5, 1, 2.5, 4, 6, 8, 20)] == [1.0, 1.0, 4.0, 7.0, 6.0, 5.0, 5.0]
-    assert [curve.within(x) for x in (0.5, 6, 20)] == [1.0, 6.0, 5.0]
-    rising = Curve(x=(1.0, 4.0), y=(1.0, 7.0))
-    assert (rising.at(6), rising.within(6)) == (11.0, 7.0)
+    assert [ratio_at(curve, x) for x in (0.5, 6, 20)] == [1.0, 6.0, 5.0]
+    rising = Samples(x=(1.0, 4.0), y=(1.0, 7.0))
+    assert (rising.at(6), ratio_at(rising, 6)) == (11.0, 7.0)
     with pytest.raises(UserError, match="ascending"):
-        Curve(x=(1.0, 1.0), y=(1.0, 2.0))
+        Samples(x=(1.0, 1.0), y=(1.0, 2.0))
 
 
 def test_experts_between_and_below_the_numbers_measured() -> None:
     times = thread_times(1)
-    assert times.experts_layer_s(10, 6) == pytest.approx(30e-3)
-    assert times.experts_layer_s(10, 2) == pytest.approx(10e-3)
+    assert experts_layer_s(times, 10, 6) == pytest.approx(30e-3)
+    assert experts_layer_s(times, 10, 2) == pytest.approx(10e-3)
 
 
 def test_the_file_brings_back_the_same_tables(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from antiphon.cli import main as cli
-from antiphon.specs.plan import write_plan
+from antiphon.specs.plan import plan_to_json
 from tests.sim.serving_specimens import apart, plan, together, workload
 
 CLUSTER = """
@@ -49,9 +49,11 @@ class Cli:
         (folder / "odd.toml").write_text(CLUSTER)
         (folder / "small.toml").write_text(WORKLOAD)
         of = workload(rate=300.0)
-        write_plan(plan(of, decode=apart()), folder / "decode.json")
-        write_plan(plan(of, prefill=together(dp=2, batch=512), decode=apart(instances=2)), folder / "both.json")
-        write_plan(plan(of, decode=together(pp=2)), folder / "colocated.json")
+        (folder / "decode.json").write_text(json.dumps(plan_to_json(plan(of, decode=apart()))))
+        (folder / "both.json").write_text(
+            json.dumps(plan_to_json(plan(of, prefill=together(dp=2, batch=512), decode=apart(instances=2))))
+        )
+        (folder / "colocated.json").write_text(json.dumps(plan_to_json(plan(of, decode=together(pp=2)))))
 
     def run(self, *arguments: object) -> tuple[int, str, str]:
         """(exit code, standard output, standard error) of ``antiphon simulate ...``"""

@@ -14,7 +14,7 @@ from antiphon.cli.serve import serve as serve_command
 from antiphon.cli.serve_plan import plan_lines
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.serve.served_plan import obey
-from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, write_plan
+from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, plan_to_json
 from tests.serve.server_harness import ServerProcess, serve
 
 TPOT_S = 0.5
@@ -44,7 +44,7 @@ def make_plan(checkpoint: Path) -> Plan:
 
 @pytest.fixture
 def plan_file(checkpoint: Path, tmp_path: Path) -> Path:
-    write_plan(make_plan(checkpoint), tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(json.dumps(plan_to_json(make_plan(checkpoint))))
     return tmp_path / "plan.json"
 
 
@@ -129,7 +129,9 @@ def test_generate_obeys_a_plan_too(checkpoint: Path, tmp_path: Path) -> None:
     planned = make_plan(checkpoint)
     colocated = replace(planned.phases["decode"], layout="hybrid", parallel=Parallel(), micro_batches=1)
     placement = (((0, 1.0),),) * 8
-    write_plan(replace(planned, phases={"decode": replace(colocated, placement=placement)}), tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(
+        json.dumps(plan_to_json(replace(planned, phases={"decode": replace(colocated, placement=placement)})))
+    )
     options = ["--plan", str(tmp_path / "plan.json"), "--token-ids", "5,6", "--max-tokens", "2", "--ignore-eos"]
     out = tmp_path / "out.json"
     result = CliRunner().invoke(

@@ -22,7 +22,6 @@ from antiphon.specs.plan import (
     plan_from_json,
     plan_to_json,
     read_plan,
-    write_plan,
 )
 from antiphon.specs.precision import BYTES_OF, PrecisionSpec
 
@@ -97,10 +96,8 @@ def test_the_shape_of_the_contract() -> None:
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    write_plan(PLAN, path)
+    path.write_text(json.dumps(plan_to_json(PLAN)))
     assert read_plan(path) == PLAN
-    with pytest.raises(UserError, match="cannot be written"):
-        write_plan(PLAN, tmp_path / "nowhere" / "plan.json")
     with pytest.raises(UserError, match=r"^\S*missing\.json: cannot be read"):
         read_plan(tmp_path / "missing.json")
     path.write_text("{")

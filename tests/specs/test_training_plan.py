@@ -20,7 +20,6 @@ from antiphon.specs.training_plan import (
     read_training_plan,
     training_plan_from_json,
     training_plan_to_json,
-    write_training_plan,
 )
 from tests.specs.training_specimen import PLAN, PREDICTED
 
@@ -60,10 +59,8 @@ def test_the_shape() -> None:
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    write_training_plan(PLAN, path)
+    path.write_text(json.dumps(training_plan_to_json(PLAN)))
     assert read_training_plan(path) == PLAN
-    with pytest.raises(UserError, match="cannot be written"):
-        write_training_plan(PLAN, tmp_path / "nowhere" / "plan.json")
     with pytest.raises(UserError, match=r"missing\.json: cannot be read"):
         read_training_plan(tmp_path / "missing.json")
 

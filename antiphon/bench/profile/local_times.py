@@ -21,16 +21,18 @@ VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class Samples:
     """Values at ascending x, straight between them; beyond the last as between the last two, but never falling below
-    the last; before the first the first."""
+    the last; before the first the first.
+
+    Not `cost.curves.Curve`: that one holds times of growing work and raises a point that falls. Ratios may fall."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.x or len(self.x) != len(self.y) or any(low >= high for low, high in pairwise(self.x)):
-            raise UserError(f"a curve needs ascending x and as many y: it has x {list(self.x)}, y {list(self.y)}")
+            raise UserError(f"samples need ascending x and as many y: they have x {list(self.x)}, y {list(self.y)}")
 
     def at(self, x: float) -> float:
         if x <= self.x[0] or len(self.x) == 1:
@@ -41,14 +43,10 @@ class Curve:
         value = self.y[low] + slope * (x - self.x[low])
         return max(value, self.y[-1]) if x > self.x[-1] else value
 
-    def within(self, x: float) -> float:
-        """The same, but beyond the last as at the last: for ratios, which do not grow on."""
-        return self.at(min(x, self.x[-1]))
 
-
-def flat(value: float) -> Curve:
+def flat(value: float) -> Samples:
     """The same for every x."""
-    return Curve(x=(1.0,), y=(value,))
+    return Samples(x=(1.0,), y=(value,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,37 +62,27 @@ class ThreadTimes:
 
     num_threads: int
     base_context: int
-    attention_s: Curve
-    per_context_s: Curve
-    experts_s: dict[int, Curve]
-    head_s: Curve
-    step_s: Curve
-    prompt_attention_s: Curve
+    attention_s: Samples
+    per_context_s: Samples
+    experts_s: dict[int, Samples]
+    head_s: Samples
+    step_s: Samples
+    prompt_attention_s: Samples
 
     def attention_layer_s(self, rows: float, context: float) -> float:
         beyond = max(0.0, context - self.base_context)
         return self.attention_s.at(rows) + rows * beyond * max(0.0, self.per_context_s.at(rows))
-
-    def experts_layer_s(self, rows: float, num_held: float) -> float:
-        """Straight between the numbers of held experts that were measured; below the fewest, in proportion to what they
-        add to no expert at all is not known, so the line through the two fewest goes on."""
-        known = sorted(self.experts_s)
-        values = Curve(x=tuple(map(float, known)), y=tuple(self.experts_s[held].at(rows) for held in known))
-        if num_held >= known[0] or len(known) == 1:
-            return values.at(num_held)
-        slope = (values.y[1] - values.y[0]) / (values.x[1] - values.x[0])
-        return max(0.0, values.y[0] + slope * (num_held - values.x[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdowns:
     """How many times longer a one-worker time takes while the other cores are at work, by rows of both."""
 
-    attention_beside_experts: Curve
-    experts_beside_attention: Curve
-    attention_beside_attention: Curve
-    experts_beside_experts: Curve
-    replica_beside_replica: Curve
+    attention_beside_experts: Samples
+    experts_beside_attention: Samples
+    attention_beside_attention: Samples
+    experts_beside_experts: Samples
+    replica_beside_replica: Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +90,12 @@ class ExchangeTimes:
     """One micro-batch between one attention and one expert worker, by rows: what each call takes of its caller's core,
     and one way beside the calls (waking up included)."""
 
-    dispatch_s: Curve
-    receive_s: Curve
-    reply_s: Curve
-    combine_s: Curve
-    one_way_s: Curve
-    message_bytes: Curve
+    dispatch_s: Samples
+    receive_s: Samples
+    reply_s: Samples
+    combine_s: Samples
+    one_way_s: Samples
+    message_bytes: Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +105,12 @@ class EngineTimes:
     worker's step beside kernels, head and sampling, as it is within the engine. With attention and experts apart, each
     on cores of its own, the engine has none to itself: all of it, and the head, takes longer then."""
 
-    alone_s: Curve
-    bookkeeping_s: Curve
-    apart_s: Curve
-    apart_bookkeeping_s: Curve
-    apart_head_ratio: Curve
-    per_further_worker_s: Curve
+    alone_s: Samples
+    bookkeeping_s: Samples
+    apart_s: Samples
+    apart_bookkeeping_s: Samples
+    apart_head_ratio: Samples
+    per_further_worker_s: Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +130,7 @@ class LocalTimes:
     slowdowns: Slowdowns
     exchange: ExchangeTimes
     engine: EngineTimes
-    collectives: dict[str, dict[int, Curve]] = field(default_factory=dict)
+    collectives: dict[str, dict[int, Samples]] = field(default_factory=dict)
     read_bytes_per_s: dict[int, float] = field(default_factory=dict)
     gemm_flops_per_s: dict[int, float] = field(default_factory=dict)
     foreign_share: float = 0.0

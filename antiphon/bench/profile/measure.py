@@ -26,7 +26,7 @@ from antiphon.bench.profile.collectives import NAMES
 from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
-from antiphon.bench.profile.local_times import Curve, ExchangeTimes, ThreadTimes
+from antiphon.bench.profile.local_times import ExchangeTimes, Samples, ThreadTimes
 from antiphon.bench.profile.orders import (
     CollectiveTimes,
     Done,
@@ -50,10 +50,10 @@ _CACHE_MOST_BYTES = 1 << 30
 Advance = Callable[[], None]
 
 
-def curve(values: dict[int, float]) -> Curve:
+def curve(values: dict[int, float]) -> Samples:
     """From values by size."""
     sizes = sorted(values)
-    return Curve(x=tuple(map(float, sizes)), y=tuple(values[size] for size in sizes))
+    return Samples(x=tuple(map(float, sizes)), y=tuple(values[size] for size in sizes))
 
 
 class Bench:
@@ -200,9 +200,9 @@ def exchange_times(bench: Bench, attention: RigHandle, experts: RigHandle) -> Ex
     )
 
 
-def collective_times(bench: Bench, crew: Crew, handles: list[RigHandle]) -> dict[str, dict[int, Curve]]:
+def collective_times(bench: Bench, crew: Crew, handles: list[RigHandle]) -> dict[str, dict[int, Samples]]:
     """Collectives by name and number of ranks, two and one a core; `handles` are the first of them."""
-    found: dict[str, dict[int, Curve]] = {name: {} for name in NAMES}
+    found: dict[str, dict[int, Samples]] = {name: {} for name in NAMES}
     world_sizes = sorted({2, len(bench.cores)} - {1})
     handles = handles + [crew.start(f"rank {rank}") for rank in range(len(handles), max(world_sizes))]
     sizes = list(bench.effort.collective_bytes)
