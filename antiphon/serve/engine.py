@@ -93,10 +93,6 @@ class Engine:
         """All workers can step."""
         return self.workforce.complete
 
-    def loading_progress(self) -> tuple[int, int]:
-        """(bytes loaded, bytes to load) over all workers; the second is 0 until each has said its part."""
-        return self.workforce.loading_progress()
-
     def submit(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
     ) -> AsyncIterator[EngineOutput]:

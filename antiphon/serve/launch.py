@@ -215,7 +215,7 @@ def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> E
             if engine.fatal is not None:
                 raise engine.failure()
             if report is not None:
-                report(*engine.loading_progress())
+                report(*engine.workforce.loading_progress())
             time.sleep(0.02)  # loading takes seconds; the engine's thread does the work
     except BaseException:  # an interrupt too: no worker may outlive a start that failed
         engine.stop()

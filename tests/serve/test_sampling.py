@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.serve.worker.draw import counter_uniform, draw_tokens, filtered_probabilities
-from antiphon.serve.worker.sampling import prompt_logprobs, sample_tokens, token_logprobs
+from antiphon.serve.worker.sampling import (
+    counter_uniform,
+    draw_tokens,
+    filtered_probabilities,
+    prompt_logprobs,
+    sample_tokens,
+    token_logprobs,
+)
 from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState, edit_logits
 from antiphon.specs.sampling import SamplingParams
 

@@ -16,8 +16,7 @@ from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.weights import ReportProgress
-from antiphon.serve.worker.attention import AttentionRunner
-from antiphon.serve.worker.block_tables import BlockTables
+from antiphon.serve.worker.attention import AttentionRunner, BlockTables
 from antiphon.serve.worker.experts import ExpertRunner, LocalExperts
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.row_sampler import RowSampler
