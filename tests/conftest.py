@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from antiphon.serve import worker_process
+from tests.serve.fork_server import ForkingSubprocess
 from tests.serve.server_harness import ServerProcess, serve, write_checkpoint
 
 LEFT_OUT = pytest.StashKey[int]()
@@ -51,3 +54,19 @@ def live_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """One attention worker, one expert worker, two micro-batches."""
     with serve(checkpoint, tmp_path_factory.mktemp("server"), "--layout", "disaggregated") as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests run side by side, a process for each core: more threads would wait for each other most of the time."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[ForkingSubprocess]:
+    """Workers of engines in this process are forked, see `serve/fork_server`."""
+    forking = ForkingSubprocess()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_process, "subprocess", forking)
+        yield forking
+    forking.close()

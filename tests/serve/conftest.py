@@ -1,17 +1,24 @@
 """Checkpoints that many tests share: saved once, for they cost more than most tests."""
 
-import pytest
-import torch
+import subprocess
 
+import pytest
+
+from antiphon.serve import worker_process
 from tests.serve.engine_harness import Prompts, TinyModel, random_prompts, save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Qwen3-MoE with 5 experts, two layers, all of them with experts."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
     return save_tiny_model(folder, num_hidden_layers=2, decoder_sparse_step=1, max_position_embeddings=256)
+
+
+@pytest.fixture
+def real_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started as programs: they need seconds until they load, in which they can be hit."""
+    monkeypatch.setattr(worker_process, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

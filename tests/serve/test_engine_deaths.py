@@ -109,7 +109,7 @@ def test_no_number_of_deaths_ends_serving(
 
 
 def test_a_worker_killed_while_it_first_loads_is_started_again(
-    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch, real_start: None
 ) -> None:
     monkeypatch.setattr(f"{RESTARTS}._SECOND_DELAY_S", 0.1)
     killed: list[int] = []

@@ -174,7 +174,7 @@ def loading(settings: ServeConfig, load_timeout_s: float) -> Iterator[Engine]:
 
 
 def test_a_worker_that_hangs_while_it_loads_is_replaced(
-    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, no_look_at_processes: None
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, no_look_at_processes: None, real_start: None
 ) -> None:
     with loading(config(tiny_model, "1+1/m2"), PATIENCE_S) as engine:
         first = kill(engine, "experts", 0, signal.SIGSTOP)
@@ -190,7 +190,7 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(
         assert not is_alive(first)
 
 
-def test_workers_that_never_load_are_one_line(tiny_model: TinyModel) -> None:
+def test_workers_that_never_load_are_one_line(tiny_model: TinyModel, real_start: None) -> None:
     with loading(config(tiny_model, "1"), 0.01) as engine:
         wait_until(lambda: engine.fatal is not None, "the end")
         assert engine.fatal == (
