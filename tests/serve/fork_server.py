@@ -7,9 +7,10 @@ The engine starts a worker with `subprocess.Popen`; `ForkingSubprocess` stands i
 2. A request carries the worker's socket, standard output and error, and the folder. The server forks twice and the one
    in between ends, so that the worker becomes a child of the test process: that is a subreaper for as long.
 3. The worker runs `worker.process.main`, as it does after `python -m`. Signals, exit codes and waits are real.
+4. A worker gets the test's environment, and runs the `sitecustomize.py` that a test may have put there, as Python does.
+   A test that changes more than `PYTHONPATH` and names of its own gets a real start.
 
-A test that changes the environment (to poison a worker, say) gets a real start. Rejected: forking the test process,
-which has threads.
+Rejected: forking the test process, which has threads.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,20 @@ class ForkingSubprocess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._environment = _environment()
+        self._executable = sys.executable
+        self._environment = dict(os.environ)
 
     def Popen(self, command: Sequence[str], *, pass_fds: tuple[int, ...], stdin: int) -> subprocess.Popen[bytes]:
         """Forks where it can, starts a program where it must."""
-        if WORKER not in command or _environment() != self._environment:
+        is_worker = command[:3] == [self._executable, "-m", WORKER]
+        if not is_worker or _constant(os.environ) != _constant(self._environment):
             return subprocess.Popen(command, pass_fds=pass_fds, stdin=stdin)
         with self._lock:
             control = self._start()
             _be_subreaper(True)
             try:
-                request = msgspec.msgpack.encode((str(Path.cwd()), sorted(os.sched_getaffinity(0))))
+                cores = sorted(os.sched_getaffinity(0))
+                request = msgspec.msgpack.encode((str(Path.cwd()), cores, dict(os.environ)))
                 socket.send_fds(control, [request], [pass_fds[0], 1, 2])
                 pid = int(control.recv(64))
             finally:
@@ -72,8 +76,11 @@ class ForkingSubprocess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.settimeout(_REPLY_TIMEOUT_S)
             command = [sys.executable, __file__, str(theirs.fileno())]
-            self._server = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL), ours
+            process = subprocess.Popen(
+                command, env=self._environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
             theirs.close()
+            self._server = process, ours
         return self._server[1]
 
     def close(self) -> None:
@@ -84,8 +91,10 @@ class ForkingSubprocess:
             self._server = None
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+def _constant(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a forked worker could not change any more; the rest it gets with the request."""
+    changeable = ("PYTEST_", "PYTHONPATH", "ANTIPHON_TEST_")
+    return {name: value for name, value in environment.items() if not name.startswith(changeable)}
 
 
 def _be_subreaper(yes: bool) -> None:
@@ -95,7 +104,7 @@ def _be_subreaper(yes: bool) -> None:
 def serve(control: socket.socket) -> int | None:
     """Fork for each request; in a worker, returns its socket."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
+        request, descriptors, _, _ = socket.recv_fds(control, 2**18, 3)
         if not request:
             return None
         reading, writing = os.pipe()
@@ -115,7 +124,9 @@ def serve(control: socket.socket) -> int | None:
 
 
 def _become_worker(request: bytes, descriptors: list[int]) -> int:
-    folder, cores = msgspec.msgpack.decode(request)
+    folder, cores, environment = msgspec.msgpack.decode(request)
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(folder)
     os.sched_setaffinity(0, cores)
     channel, output, error = descriptors
@@ -123,6 +134,11 @@ def _become_worker(request: bytes, descriptors: list[int]) -> int:
     os.dup2(error, 2)
     os.close(output)
     os.close(error)
+    customize = Path(environment.get("PYTHONPATH", "").split(os.pathsep)[0], "sitecustomize.py")
+    if customize.exists():
+        exec(
+            compile(customize.read_text(), customize, "exec"), {"__name__": "sitecustomize", "__file__": str(customize)}
+        )
     return channel
 
 

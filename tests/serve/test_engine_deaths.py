@@ -32,12 +32,12 @@ RESTARTS = "antiphon.serve.policy.restarts"
 BROKEN_WHILE = """
 from pathlib import Path
 from antiphon.serve.worker import build
-real = build.build_worker
-def build_worker(*arguments):
+real = build.load_model_spec
+def load_model_spec(*arguments):
     if Path({flag!r}).exists():
         raise OSError("no space left on device")
     return real(*arguments)
-build.build_worker = build_worker
+build.load_model_spec = load_model_spec
 """
 
 
