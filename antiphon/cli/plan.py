@@ -131,7 +131,8 @@ def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
             result = _smallest(inputs, options | {"on_progress": report})
         else:
             result = make_plan(inputs.model, **options, on_progress=report)
-    return replace(result, plan=replace(result.plan, model_config=inputs.config))
+    phases = {name: replace(phase, notes=(*phase.notes, *inputs.notes)) for name, phase in result.plan.phases.items()}
+    return replace(result, plan=replace(result.plan, model_config=inputs.config, phases=phases))
 
 
 def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:

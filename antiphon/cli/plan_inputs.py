@@ -13,14 +13,14 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.planned import load_planned_model
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, OBJECTIVES, Layout, Objective, PhaseName
-from antiphon.specs.precision import BYTES_OF, PrecisionSpec, StorageDtype
+from antiphon.specs.precision import BYTES_OF, FOUR_BITS, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
 PHASES: dict[str, tuple[PhaseName, ...]] = {
@@ -30,7 +30,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 }
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PRECISION_PARTS = ("weights", "kv", "wire", "dispatch", "combine", "compute")
+PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
 Values = list[str] | None
 """An option that may be given several times."""
 
@@ -47,7 +47,10 @@ class SearchOptions:
     ] = None
     objective: Annotated[str, typer.Option(metavar="NAME", help="per-gpu, per-cost or per-power.")] = "per-gpu"
     precision: Annotated[
-        Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or weights=fp8,kv=fp8.")
+        Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
+    ] = None
+    model_set: Annotated[
+        Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
     ] = None
     max_micro_batches: Annotated[int, typer.Option(metavar="N", help="Most micro-batches tried.")] = 4
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
@@ -145,11 +148,13 @@ class OverrideOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """Everything a search is given. `config`: the model's `config.json`; `path`: where it was found."""
+    """Everything a search is given. `config`: the model's `config.json`; `notes`: on how it was read; `path`: where
+    it was found."""
 
     model: ModelSpec
     model_name: str
     config: dict[str, Any]
+    notes: tuple[str, ...]
     path: Path
     cluster: ClusterSpec
     workload: WorkloadSpec
@@ -165,10 +170,12 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     """Load and check all of it; `UserError` names the option."""
     cluster = overrides.apply_to_cluster(search.cluster_spec())
     path = shipped_model_config(model)
+    planned = load_planned_model(path, search.model_set or ())
     return PlanInputs(
-        model=load_model_spec(path),
+        model=planned.spec,
         model_name=model_name_of(path),
-        config=read_config(path),
+        config=planned.config,
+        notes=planned.notes,
         path=path,
         cluster=cluster,
         workload=overrides.apply_to_workload(load_workload(search.workload)),
@@ -215,7 +222,8 @@ def parse_price(text: str) -> tuple[str, float]:
 def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
     """``["fp8"]`` is fp8 for all; ``["weights=fp8", "kv=fp8"]`` changes these and leaves the rest in bfloat16.
 
-    ``wire=`` is dispatch and combine. Later entries win."""
+    ``wire=`` is dispatch and combine. A format of four bits alone is for weights: nobody computes, sends or caches in
+    it without saying so. Later entries win."""
     values: dict[str, str] = {}
     for text in parts:
         part, _, name = text.rpartition("=")
@@ -223,7 +231,8 @@ def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
         if part not in (*PRECISION_PARTS, "all"):
             raise UserError(f"--precision {text!r}: {part!r} is none of {', '.join(PRECISION_PARTS)}")
         storage = FORMAT_ALIASES.get(name, name)
-        wanted = {"all": ("weights", "kv", "dispatch", "combine", "compute"), "wire": ("dispatch", "combine")}
+        everything = ("weights",) if storage in FOUR_BITS else ("weights", "kv", "dispatch", "combine", "compute")
+        wanted = {"all": everything, "wire": ("dispatch", "combine")}
         for field in wanted.get(part, (part,)):
             values[field] = _checked_format(text, field, storage)
     return PrecisionSpec(**cast(dict[str, Any], values))

@@ -15,7 +15,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
 from antiphon.cost.profile import read_profile
-from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.planned import load_planned_model, planned_model
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand
@@ -171,9 +171,9 @@ class EventOptions:
 def plan_model(plan: Plan) -> ModelSpec:
     """From the plan itself; a plan without a config may be of a shipped model."""
     if plan.model_config:
-        return model_spec(plan.model_config)
+        return planned_model(plan.model_config).spec
     try:
-        return load_model_spec(shipped_model_config(plan.model))
+        return load_planned_model(shipped_model_config(plan.model)).spec
     except UserError as error:
         raise UserError(
             f"the plan does not hold its model's config.json: make it again with antiphon plan ({error})"

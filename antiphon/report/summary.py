@@ -170,7 +170,8 @@ def given(report: Report) -> str:
         f"{plural(group.num_nodes, 'node')} of {group.devices_per_node} {group.device.name}"
         for group in report.cluster.groups
     )
-    formats = f"weights {precision.weights}, KV {precision.kv}, computed in {precision.compute}"
+    experts = "" if precision.experts is None else f", experts {precision.experts}"
+    formats = f"weights {precision.weights}{experts}, KV {precision.kv}, computed in {precision.compute}"
     wire = f"rows sent as {precision.dispatch}, back as {precision.combine}"
     sizes = f"{number(counts.total / 1e9)} B parameters, {number(counts.active / 1e9)} B active"
     return f"{sizes}; {nodes}; {formats}, {wire}"

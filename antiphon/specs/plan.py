@@ -142,7 +142,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster,
         "workload": plan.workload,
         "objective": plan.objective,
-        "precision": asdict(plan.precision),
+        "precision": _without_none(asdict(plan.precision)),
         "phases": {name: _phase_to_json(phase) for name, phase in plan.phases.items()},
         "model_config": dict(plan.model_config),
         "num_candidates": plan.num_candidates,
