@@ -14,6 +14,8 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.models.planned import load_planned_model
+from antiphon.planner.pins import Pins, parse_pins
+from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
@@ -53,6 +55,10 @@ class SearchOptions:
         Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
     ] = None
     max_micro_batches: Annotated[int, typer.Option(metavar="N", help="Most micro-batches tried.")] = 4
+    pin: Annotated[
+        Values,
+        typer.Option(metavar="NAME=N", show_default=False, help="Fix attention.tp, .dp, experts.tp, .ep, pp, ..."),
+    ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
 
     def trains(self) -> bool:
@@ -85,6 +91,26 @@ class SearchOptions:
 
     def precision_spec(self) -> PrecisionSpec:
         return parse_precision(split_list(self.precision))
+
+    def pins(self) -> Pins:
+        """What was fixed of a layout."""
+        found = parse_pins(split_list(self.pin))
+        if found.batch is not None and len(self.phases()) > 1:
+            raise UserError("--pin batch=... means requests in decode and tokens in prefill: plan one phase at a time")
+        return found
+
+    def search_limits(self) -> SearchLimits:
+        pins = self.pins()
+        return SearchLimits(
+            max_micro_batches=max(self.num_micro_batches(), min(pins.micro_batches or 1, MAX_MICRO_BATCHES)),
+            micro_batches=pins.only("micro_batches"),
+            attention_dp=pins.only("attention_dp"),
+            attention_tp=pins.only("attention_tp"),
+            expert_tp=pins.only("expert_tp"),
+            expert_workers=pins.only("expert_ep"),
+            pp=pins.only("pp"),
+            pins=pins,
+        )
 
     def num_micro_batches(self) -> int:
         if not 1 <= self.max_micro_batches <= MAX_MICRO_BATCHES:
@@ -162,7 +188,7 @@ class PlanInputs:
     layouts: tuple[Layout, ...]
     objective: Objective
     precision: PrecisionSpec
-    max_micro_batches: int
+    limits: SearchLimits
     profile: Path | None
 
 
@@ -183,7 +209,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         layouts=search.layouts(),
         objective=search.checked_objective(),
         precision=search.precision_spec(),
-        max_micro_batches=search.num_micro_batches(),
+        limits=search.search_limits(),
         profile=search.profile,
     )
 

@@ -24,7 +24,7 @@ from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.training_plan import TrainingPlan
 
 SERVING_ONLY = (
-    *("workload", "layout", "objective", "max_micro_batches", "profile"),
+    *("workload", "layout", "objective", "max_micro_batches", "pin", "profile"),
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
 )
 PRECISION_FORMATS: dict[str, tuple[str, ...]] = {

@@ -29,6 +29,7 @@ from antiphon.cost.roofline import Roofs, roofs
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.balance import balance, busiest_share
 from antiphon.planner.candidates import IntArray
+from antiphon.planner.pins import Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import OBJECTIVES, Objective, PhaseName
@@ -106,7 +107,7 @@ class SearchLimits:
     `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `fused`: whether hybrid TP-EP overlaps
     its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
     `max_batch_per_worker`: sequences of one attention worker and micro-batch at most. `extra_slots`: replicas of hot
-    experts per worker that are tried where popularity is unequal."""
+    experts per worker that are tried where popularity is unequal. `pins`: what is fixed for every layout."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -119,6 +120,7 @@ class SearchLimits:
     sliced: bool = True
     max_batch_per_worker: int | None = None
     extra_slots: tuple[int, ...] = (0, 1)
+    pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:
         if self.max_micro_batches < 1:

@@ -60,9 +60,10 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
     if set(layouts) - {"disaggregated"}:
         parts += _colocated(setting)
     every = joined(parts)
-    every = every.take(np.isin(every.layout, [LAYOUTS.index(layout) for layout in layouts]))
+    wanted = np.isin(every.layout, [LAYOUTS.index(layout) for layout in layouts])
+    every = every.take(wanted & setting.limits.pins.allow(every))
     instances = instances_that_fit(setting.cluster, every)
-    limits = batch_limits(setting, every)
+    limits = setting.limits.pins.batches(every, batch_limits(setting, every))
     kept = (instances > 0) & (limits > 0)
     no_memory = (instances > 0) & (limits == 0)
     missing = missing_bytes(setting, every)
