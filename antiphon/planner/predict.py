@@ -20,9 +20,9 @@ from antiphon.placement.balance import balance, placement_of
 from antiphon.planner import decode, prefill
 from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates, IntArray, candidates_of, real
+from antiphon.planner.degrees import piece_of
 from antiphon.planner.instance_packing import widest_domain
 from antiphon.planner.setting import Setting
-from antiphon.planner.space import piece_of
 from antiphon.planner.step_times import StepParts, group_of, step_parts
 from antiphon.planner.table import CandidateTable, Outcome
 from antiphon.specs.plan import LAYOUTS, DeviceUse, PhasePlan, Predicted

@@ -13,6 +13,7 @@ of requests mean for a batch (`LengthFacts`):
 Rejected: passing the specs one by one. Ten arguments through ten functions, of which each derives the same numbers.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -206,24 +207,15 @@ class Setting:
         counts = np.maximum(np.arange(experts + 1), 1)
         return np.asarray(expected_distinct(experts, self.model.router.top_k, counts))
 
-    @cached_property
-    def _busiest(self) -> dict[tuple[int, int], float]:
-        return {}
-
     def busiest(self, num_workers: int, slots: int) -> float:
         """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement."""
-        key = (num_workers, slots)
-        if key not in self._busiest:
-            self._busiest[key] = busiest_share(balance(self.shares, num_workers, slots), self.shares)
-        return self._busiest[key]
+        return _placed(self.shares, num_workers, slots)[0]
 
     def slots_used(self, num_workers: int, slots: int) -> int:
         """Experts that the fullest worker really holds under that placement: copies may leave slots empty."""
-        while True:
-            used = int((balance(self.shares, num_workers, slots) > 0).sum(axis=0).max())
-            if used == slots:
-                return slots
+        while (used := _placed(self.shares, num_workers, slots)[1]) != slots:
             slots = used
+        return slots
 
     def slots_used_each(self, num_workers: IntArray, slots: IntArray) -> IntArray:
         """`slots_used` by candidate."""
@@ -241,6 +233,13 @@ class Setting:
         pairs, where = np.unique(np.stack([num_workers, slots]), axis=1, return_inverse=True)
         values = np.array([self.busiest(int(workers), int(held)) for workers, held in pairs.T])
         return values[where.reshape(-1)].reshape(num_workers.shape)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _placed(shares: tuple[float, ...], num_workers: int, slots: int) -> tuple[float, int]:
+    """Under the best placement: the busiest worker's share of all rows, and the most experts a worker holds."""
+    fractions = balance(shares, num_workers, slots)
+    return busiest_share(fractions, shares), int((fractions > 0).sum(axis=0).max())
 
 
 def capped_shares(shares: FloatArray, most: float) -> tuple[float, ...]:
