@@ -15,9 +15,9 @@ from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions,
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
 from antiphon.cost.profile import read_profile
 from antiphon.planner.search import PlanResult, make_plan
-from antiphon.planner.setting import SearchLimits
 from antiphon.planner.smallest_cluster import smallest_cluster
 from antiphon.report.colocated import Target, nearest_colocated
+from antiphon.report.compare import comparison_report
 from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
@@ -27,7 +27,7 @@ from antiphon.report.training_page import training_page
 from antiphon.report.training_terminal import training_report
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
-from antiphon.specs.plan import Plan, plan_to_json
+from antiphon.specs.plan import Plan, plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
 
 EMITTERS = ("vllm", "sglang", "k8s")
@@ -37,6 +37,16 @@ def _print_list(wanted: bool) -> None:
     if wanted:
         show_list()
         raise typer.Exit
+
+
+def _print_comparison(files: tuple[Path, Path] | None) -> None:
+    if files is None:
+        return
+    first, second = (read_plan(file) for file in files)
+    names = (files[0].stem, files[1].stem) if files[0].stem != files[1].stem else (str(files[0]), str(files[1]))
+    for item in comparison_report(first, second, names):
+        show(item)
+    raise typer.Exit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,12 @@ class AnswerOptions:
     emit: Annotated[str | None, typer.Option(metavar="NAME", help="Print settings instead: vllm, sglang or k8s.")] = (
         None
     )
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A B", callback=_print_comparison, is_eager=True, show_default=False, help="Show two plans."
+        ),
+    ] = None
     list_: Annotated[
         bool,
         typer.Option("--list", callback=_print_list, is_eager=True, help="Show devices, clusters, workloads, models."),
@@ -124,14 +140,15 @@ def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
         "objective": inputs.objective,
         "precision": inputs.precision,
         "profile": profile,
-        "limits": SearchLimits(max_micro_batches=inputs.max_micro_batches),
+        "limits": inputs.limits,
     }
     with progress("planning") as report:
         if smallest:
             result = _smallest(inputs, options | {"on_progress": report})
         else:
             result = make_plan(inputs.model, **options, on_progress=report)
-    return replace(result, plan=replace(result.plan, model_config=inputs.config))
+    phases = {name: replace(phase, notes=(*phase.notes, *inputs.notes)) for name, phase in result.plan.phases.items()}
+    return replace(result, plan=replace(result.plan, model_config=inputs.config, phases=phases))
 
 
 def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:

@@ -13,14 +13,16 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.planned import load_planned_model
+from antiphon.planner.pins import Pins, parse_pins
+from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, OBJECTIVES, Layout, Objective, PhaseName
-from antiphon.specs.precision import BYTES_OF, PrecisionSpec, StorageDtype
+from antiphon.specs.precision import BYTES_OF, FOUR_BITS, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
 PHASES: dict[str, tuple[PhaseName, ...]] = {
@@ -30,7 +32,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 }
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PRECISION_PARTS = ("weights", "kv", "wire", "dispatch", "combine", "compute")
+PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
 Values = list[str] | None
 """An option that may be given several times."""
 
@@ -47,9 +49,16 @@ class SearchOptions:
     ] = None
     objective: Annotated[str, typer.Option(metavar="NAME", help="per-gpu, per-cost or per-power.")] = "per-gpu"
     precision: Annotated[
-        Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or weights=fp8,kv=fp8.")
+        Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
+    ] = None
+    model_set: Annotated[
+        Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
     ] = None
     max_micro_batches: Annotated[int, typer.Option(metavar="N", help="Most micro-batches tried.")] = 4
+    pin: Annotated[
+        Values,
+        typer.Option(metavar="NAME=N", show_default=False, help="Fix attention.tp, .dp, experts.tp, .ep, pp, ..."),
+    ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
 
     def trains(self) -> bool:
@@ -82,6 +91,26 @@ class SearchOptions:
 
     def precision_spec(self) -> PrecisionSpec:
         return parse_precision(split_list(self.precision))
+
+    def pins(self) -> Pins:
+        """What was fixed of a layout."""
+        found = parse_pins(split_list(self.pin))
+        if found.batch is not None and len(self.phases()) > 1:
+            raise UserError("--pin batch=... means requests in decode and tokens in prefill: plan one phase at a time")
+        return found
+
+    def search_limits(self) -> SearchLimits:
+        pins = self.pins()
+        return SearchLimits(
+            max_micro_batches=max(self.num_micro_batches(), min(pins.micro_batches or 1, MAX_MICRO_BATCHES)),
+            micro_batches=pins.only("micro_batches"),
+            attention_dp=pins.only("attention_dp"),
+            attention_tp=pins.only("attention_tp"),
+            expert_tp=pins.only("expert_tp"),
+            expert_workers=pins.only("expert_ep"),
+            pp=pins.only("pp"),
+            pins=pins,
+        )
 
     def num_micro_batches(self) -> int:
         if not 1 <= self.max_micro_batches <= MAX_MICRO_BATCHES:
@@ -145,11 +174,13 @@ class OverrideOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """Everything a search is given. `config`: the model's `config.json`; `path`: where it was found."""
+    """Everything a search is given. `config`: the model's `config.json`; `notes`: on how it was read; `path`: where
+    it was found."""
 
     model: ModelSpec
     model_name: str
     config: dict[str, Any]
+    notes: tuple[str, ...]
     path: Path
     cluster: ClusterSpec
     workload: WorkloadSpec
@@ -157,7 +188,7 @@ class PlanInputs:
     layouts: tuple[Layout, ...]
     objective: Objective
     precision: PrecisionSpec
-    max_micro_batches: int
+    limits: SearchLimits
     profile: Path | None
 
 
@@ -165,10 +196,12 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     """Load and check all of it; `UserError` names the option."""
     cluster = overrides.apply_to_cluster(search.cluster_spec())
     path = shipped_model_config(model)
+    planned = load_planned_model(path, search.model_set or ())
     return PlanInputs(
-        model=load_model_spec(path),
+        model=planned.spec,
         model_name=model_name_of(path),
-        config=read_config(path),
+        config=planned.config,
+        notes=planned.notes,
         path=path,
         cluster=cluster,
         workload=overrides.apply_to_workload(load_workload(search.workload)),
@@ -176,7 +209,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         layouts=search.layouts(),
         objective=search.checked_objective(),
         precision=search.precision_spec(),
-        max_micro_batches=search.num_micro_batches(),
+        limits=search.search_limits(),
         profile=search.profile,
     )
 
@@ -215,7 +248,8 @@ def parse_price(text: str) -> tuple[str, float]:
 def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
     """``["fp8"]`` is fp8 for all; ``["weights=fp8", "kv=fp8"]`` changes these and leaves the rest in bfloat16.
 
-    ``wire=`` is dispatch and combine. Later entries win."""
+    ``wire=`` is dispatch and combine. A format of four bits alone is for weights: nobody computes, sends or caches in
+    it without saying so. Later entries win."""
     values: dict[str, str] = {}
     for text in parts:
         part, _, name = text.rpartition("=")
@@ -223,7 +257,8 @@ def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
         if part not in (*PRECISION_PARTS, "all"):
             raise UserError(f"--precision {text!r}: {part!r} is none of {', '.join(PRECISION_PARTS)}")
         storage = FORMAT_ALIASES.get(name, name)
-        wanted = {"all": ("weights", "kv", "dispatch", "combine", "compute"), "wire": ("dispatch", "combine")}
+        everything = ("weights",) if storage in FOUR_BITS else ("weights", "kv", "dispatch", "combine", "compute")
+        wanted = {"all": everything, "wire": ("dispatch", "combine")}
         for field in wanted.get(part, (part,)):
             values[field] = _checked_format(text, field, storage)
     return PrecisionSpec(**cast(dict[str, Any], values))

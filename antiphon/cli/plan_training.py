@@ -15,7 +15,7 @@ from antiphon.base.progress import progress
 from antiphon.cli.option_groups import given_options
 from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
 from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision
-from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.planned import load_planned_model
 from antiphon.planner.training import plan_training
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
@@ -24,7 +24,7 @@ from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.training_plan import TrainingPlan
 
 SERVING_ONLY = (
-    *("workload", "layout", "objective", "max_micro_batches", "profile"),
+    *("workload", "layout", "objective", "max_micro_batches", "pin", "profile"),
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
 )
 PRECISION_FORMATS: dict[str, tuple[str, ...]] = {
@@ -65,12 +65,13 @@ TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingInputs:
-    """Everything the search is given. `config`: the model's `config.json`; `device` None: whichever kind is fastest;
-    `num_devices` None: all of them."""
+    """Everything the search is given. `config`: the model's `config.json`; `notes`: on how it was read; `device` None:
+    whichever kind is fastest; `num_devices` None: all of them."""
 
     model: ModelSpec
     model_name: str
     config: dict[str, Any]
+    notes: tuple[str, ...]
     cluster: ClusterSpec
     device: str | None
     num_devices: int | None
@@ -106,10 +107,13 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     groups = _groups(cluster, options.device)
     _check_num_devices(cluster, groups, options.devices)
     path = shipped_model_config(model)
+    planned = load_planned_model(path, search.model_set or ())
+    _check_attention(planned.spec)
     return TrainingInputs(
-        model=load_model_spec(path),
+        model=planned.spec,
         model_name=model_name_of(path),
-        config=read_config(path),
+        config=planned.config,
+        notes=planned.notes,
         cluster=cluster,
         device=None if options.device is None else groups[0].device.name,
         num_devices=options.devices,
@@ -141,7 +145,7 @@ def find_training_plan(inputs: TrainingInputs) -> TrainingPlan:
             zero=inputs.zero,
             on_progress=report,
         )
-    notes = (*found.notes, *_congestion_note(inputs.cluster, found))
+    notes = (*found.notes, *inputs.notes, *_congestion_note(inputs.cluster, found))
     return replace(found, notes=notes, model_config=inputs.config)
 
 
@@ -161,6 +165,21 @@ def parse_training_precision(values: list[str] | None) -> TrainingPrecision:
     gradients = chosen.pop("gradients", "float32")
     chosen["activation_wire"] = chosen.pop("wire", "bfloat16")
     return TrainingPrecision(**cast(dict[str, Any], {"gradients": gradients, "gradient_wire": gradients, **chosen}))
+
+
+def _check_attention(model: ModelSpec) -> None:
+    """`UserError` for attention whose backward the cost model does not have."""
+    attention = model.attention
+    unusual = {
+        "layers with a state in place of keys and values": model.state is not None,
+        "sparse attention": attention.sparse is not None,
+        "layers that share keys and values": attention.layers_per_cache > 1,
+        "gated or narrowed queries": attention.output_gate or attention.query_rank is not None,
+    }
+    if found := [name for name, there in unusual.items() if there]:
+        raise UserError(
+            f"{model.family} has {found[0]}: --phase {TRAIN} cannot price that, plan --phase decode, prefill or both"
+        )
 
 
 def _required(option: str, value: int | None, example: int) -> int:

@@ -1,6 +1,6 @@
 """From the words behind `antiphon simulate` to what a simulation takes: the plan's own cluster and workload, or others.
 
-A plan names its cluster and workload; files of a user's own must be given again. What would make the comparison with
+A plan holds its model, cluster and workload; each may be replaced. What would make the comparison with
 the plan's prediction meaningless (another precision or cluster) is noticed by computing the prediction anew.
 """
 
@@ -15,7 +15,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
 from antiphon.cost.profile import read_profile
-from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.planned import load_planned_model, planned_model
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand
@@ -23,10 +23,11 @@ from antiphon.sim.pools import Pool, Prefill, pools_of
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.worker_names import parse_kill
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec, load_cluster
+from antiphon.specs.cluster import ClusterSpec, cluster_from_table, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import PhaseName, Plan
-from antiphon.specs.workload import WorkloadSpec, load_workload
+from antiphon.specs.strict_table import Table
+from antiphon.specs.workload import WorkloadSpec, load_workload, workload_from_table
 
 PREFILLS = ("mixed", "elsewhere")
 _OTHERWISE = 0.01  # relative difference from which the plan's times are of something else
@@ -58,7 +59,7 @@ class DemandOptions:
 
     def read(self, plan: Plan) -> WorkloadSpec:
         """The workload with what is given in place of its own."""
-        found = _named("workload", self.workload, plan.workload)
+        found = _workload(self.workload, plan)
         if self.trace is not None:
             traced = load_workload(self.trace)
             if not traced.arrivals_s and self.rate is None and not self.all_at_once:
@@ -115,7 +116,7 @@ class SystemOptions:
         parts = [part.strip() for text in self.precision or () for part in text.split(",") if part.strip()]
         return Setting(
             model=plan_model(plan),
-            cluster=_named_cluster(self.cluster, plan.cluster),
+            cluster=_cluster(self.cluster, plan),
             workload=workload,
             phase="decode" if "decode" in plan.phases else "prefill",
             precision=parse_precision(parts) if parts else plan.precision,
@@ -171,9 +172,9 @@ class EventOptions:
 def plan_model(plan: Plan) -> ModelSpec:
     """From the plan itself; a plan without a config may be of a shipped model."""
     if plan.model_config:
-        return model_spec(plan.model_config)
+        return planned_model(plan.model_config).spec
     try:
-        return load_model_spec(shipped_model_config(plan.model))
+        return load_planned_model(shipped_model_config(plan.model)).spec
     except UserError as error:
         raise UserError(
             f"the plan does not hold its model's config.json: make it again with antiphon plan ({error})"
@@ -202,21 +203,29 @@ def _difference(name: PhaseName, *times: float | None) -> str:
     )
 
 
-def _named(option: str, given: str | None, planned: str) -> WorkloadSpec:
+def _workload(given: str | None, plan: Plan) -> WorkloadSpec:
+    """That of the option, else the plan's own; an older plan only names it."""
+    if given is not None:
+        return load_workload(given)
+    if plan.workload_config:
+        return workload_from_table(Table(plan.workload_config, "plan: workload_config"), Path())
     try:
-        return load_workload(planned if given is None else given)
+        return load_workload(plan.workload)
     except UserError as error:
-        if given is not None:
-            raise
         raise UserError(
-            f"the plan's {option} {planned!r} is not a shipped one: give its file with --{option}"
+            f"the plan's workload {plan.workload!r} is not a shipped one: give its file with --workload"
         ) from error
 
 
-def _named_cluster(given: str | None, planned: str) -> ClusterSpec:
+def _cluster(given: str | None, plan: Plan) -> ClusterSpec:
+    """That of the option, else the plan's own; an older plan only names it."""
+    if given is not None:
+        return load_cluster(given)
+    if plan.cluster_config:
+        return cluster_from_table(Table(plan.cluster_config, "plan: cluster_config"), Path())
     try:
-        return load_cluster(planned if given is None else given)
+        return load_cluster(plan.cluster)
     except UserError as error:
-        if given is not None:
-            raise
-        raise UserError(f"the plan's cluster {planned!r} is not a shipped one: give its file with --cluster") from error
+        raise UserError(
+            f"the plan's cluster {plan.cluster!r} is not a shipped one: give its file with --cluster"
+        ) from error

@@ -17,13 +17,16 @@ import numpy as np
 from antiphon.cost.parts import Number, Parts, select
 from antiphon.cost.roofline import Roofs, gemm, kernel, row_bytes_of
 from antiphon.cost.shapes import (
+    STATE_BYTES,
     Matrix,
+    attended_width,
     attention_matrices,
     cached_width,
     gated_matrices,
     local_heads,
     score_width,
     share_of,
+    state_matrices,
     visible_tokens,
 )
 from antiphon.specs.model import ModelSpec
@@ -46,13 +49,12 @@ def attention_decode(
     `moe_layer`: with gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
     attention = model.attention
     visible = visible_tokens(attention, context)
-    read_bytes = batch * visible * cached_width(attention, tp) * precision.kv_bytes
+    read_bytes = batch * visible * attended_width(attention, tp) * precision.kv_bytes
     scores = _scores(model, roofs, batch, batch * visible, read_bytes, tp, precision, absorbed=True)
-    return (
-        _projections(model, roofs, batch, tp, precision)
-        + scores
-        + _rest(model, roofs, batch, tp, precision, moe_layer, with_shared)
-    )
+    scores = scores + indexing(model, roofs, batch, batch * context, batch * context, precision)
+    return _mixed(
+        model, roofs, batch, batch, tp, precision, _projections(model, roofs, batch, tp, precision) + scores
+    ) + _rest(model, roofs, batch, tp, precision, moe_layer, with_shared)
 
 
 def attention_prefill(
@@ -74,15 +76,15 @@ def attention_prefill(
     visible = visible_tokens(attention, past + (context + 1) / 2)
     num_sequences = tokens / np.maximum(context, 1e-9)
     cached = num_sequences * (past + context)
-    read_bytes = cached * cached_width(attention, tp) * precision.kv_bytes
-    whole = np.asarray(past) == 0
+    read_bytes = cached * attended_width(attention, tp) * precision.kv_bytes
+    whole = np.asarray((np.asarray(past) == 0) & (attention.sparse is None))
     absorbed = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=True)
     expanded = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=False)
-    scores = select(whole, expanded, absorbed)
-    return (
-        _projections(model, roofs, tokens, tp, precision)
-        + scores
-        + _rest(model, roofs, tokens, tp, precision, moe_layer, with_shared)
+    pairs = tokens * (past + (context + 1) / 2)
+    scores = select(whole, expanded, absorbed) + indexing(model, roofs, tokens, pairs, cached, precision)
+    attended = _projections(model, roofs, tokens, tp, precision) + scores
+    return _mixed(model, roofs, tokens, num_sequences, tp, precision, attended) + _rest(
+        model, roofs, tokens, tp, precision, moe_layer, with_shared
     )
 
 
@@ -121,6 +123,40 @@ def _apply(roofs: Roofs, matrix: Matrix, rows: Number, precision: PrecisionSpec)
         row_bytes_of(precision),
         matrix.count,
     )
+
+
+def indexing(
+    model: ModelSpec, roofs: Roofs, rows: Number, pairs: Number, keys: Number, precision: PrecisionSpec
+) -> Parts:
+    """Sparse attention's search: all indexer heads meet one key of every (row, token) pair; nothing without one. It is
+    not cut by tensor parallelism: all devices need the same tokens."""
+    sparse = model.attention.sparse
+    if sparse is None:
+        return Parts()
+    moved = keys * sparse.dim * precision.kv_bytes + rows * sparse.heads * sparse.dim * row_bytes_of(precision)
+    return kernel(roofs.attention, 2 * pairs * sparse.heads * sparse.dim, moved)
+
+
+def _mixed(
+    model: ModelSpec,
+    roofs: Roofs,
+    rows: Number,
+    num_sequences: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    attended: Parts,
+) -> Parts:
+    """The mean over layers with `attended` and those with a state: it is read and written once per sequence, and every
+    row adds to it and is answered from it (2 multiply-adds an element each)."""
+    if model.state is None:
+        return attended
+    total = Parts()
+    for matrix in state_matrices(model, tp):
+        total = total + _apply(roofs, matrix, rows, precision)
+    elements = share_of(model.state.elements, tp)
+    total = total + kernel(roofs.attention, 4 * rows * elements, 2 * num_sequences * elements * STATE_BYTES)
+    share = model.num_state_layers / model.num_layers
+    return share * total + (1 - share) * attended
 
 
 def _projections(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec) -> Parts:

@@ -48,7 +48,7 @@ def expert_feed_forward(
     total = _permutations(model, roof, rows, row_bytes)
     for matrix in (into, out):
         total = total + grouped_gemm(
-            roof, rows, touched, matrix.inner, matrix.outputs, precision.weight_bytes, row_bytes
+            roof, rows, touched, matrix.inner, matrix.outputs, precision.expert_bytes, row_bytes
         )
     return total + kernel(roof, 0.0, rows * 1.5 * into.outputs * row_bytes)
 

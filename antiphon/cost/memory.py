@@ -15,7 +15,16 @@ import numpy as np
 from antiphon.cost.kv_blocks import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
 from antiphon.cost.parts import Number
 from antiphon.cost.roofline import row_bytes_of
-from antiphon.cost.shapes import Matrix, attention_matrices, cached_width, gated_matrices, share_of
+from antiphon.cost.shapes import (
+    STATE_BYTES,
+    Matrix,
+    attention_matrices,
+    borrowed_elements,
+    cached_width,
+    gated_matrices,
+    share_of,
+    state_matrices,
+)
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import DeviceSpec
 from antiphon.specs.model import ModelSpec
@@ -64,7 +73,10 @@ def attention_weight_bytes(
     (both, if there is one stage)."""
     layers = share_of(model.num_layers, pp) / model.num_layers
     hidden, widths = model.hidden_size, model.feed_forward
-    elements = model.num_layers * (_elements(attention_matrices(model, tp)) + _norm_elements(model))
+    num_state = model.num_state_layers
+    elements = (model.num_layers - num_state) * _elements(attention_matrices(model, tp))
+    elements = elements - borrowed_elements(model, tp) + num_state * _elements(state_matrices(model, tp))
+    elements = elements + model.num_layers * _norm_elements(model)
     router = model.router
     gate = (hidden + router.has_score_bias) * router.num_experts
     elements = elements + model.num_moe_layers * gate
@@ -86,12 +98,22 @@ def expert_weight_bytes(
     """Weights on one device of a worker that holds `num_held` routed experts of each MoE layer. `pp` as above."""
     layers = share_of(model.num_moe_layers, pp)
     each = _elements(gated_matrices(model.hidden_size, model.feed_forward.intermediate, tp))
-    return layers * num_held * each * precision.weight_bytes
+    return layers * num_held * each * precision.expert_bytes
 
 
 def kv_bytes_per_token(model: ModelSpec, tp: Number, precision: PrecisionSpec, *, pp: Number = 1) -> Number:
     """KV bytes of one token on one device, over the layers of its stage. Latent rows are on every device."""
-    return share_of(model.num_layers, pp) * cached_width(model.attention, tp) * precision.kv_bytes
+    return share_of(model.num_caching_layers, pp) * cached_width(model.attention, tp) * precision.kv_bytes
+
+
+def tokens_of_state(model: ModelSpec, tp: Number, precision: PrecisionSpec) -> Number:
+    """How many tokens of KV cache take as much memory as the state of one sequence, in the layers that have one; 0
+    where none has."""
+    if model.state is None:
+        return 0.0
+    state_bytes = model.num_state_layers * share_of(model.state.elements, tp) * STATE_BYTES
+    result: Number = state_bytes / np.maximum(kv_bytes_per_token(model, tp, precision), 1e-9)
+    return result
 
 
 def kv_blocks(

@@ -40,14 +40,23 @@ def local_heads(attention: AttentionSpec, tp: Number) -> Number:
 
 
 def cached_width(attention: AttentionSpec, tp: Number) -> Number:
-    """Cached elements of one token, layer and device: keys and values of its KV heads, or the whole latent row."""
+    """Cached elements of one token, layer and device: what attention reads, and the key by which sparse attention finds
+    its tokens."""
+    return attended_width(attention, tp) + (0 if attention.sparse is None else attention.sparse.dim)
+
+
+def attended_width(attention: AttentionSpec, tp: Number) -> Number:
+    """Keys and values of one token in a device's KV heads, or the whole latent row."""
     if attention.latent is not None:
         return float(attention.latent.key_dim)
     return 2 * share_of(attention.num_kv_heads, tp) * attention.head_dim
 
 
 def visible_tokens(attention: AttentionSpec, context: Number) -> Number:
-    """Of `context` tokens those that a row sees. Where windowed layers alternate with full ones: the mean over them."""
+    """Of `context` tokens those that a row attends to. Where windowed layers alternate with full ones: the mean over
+    them."""
+    if attention.sparse is not None:
+        return np.minimum(context, attention.sparse.top_tokens)
     if attention.sliding_window is None:
         return context
     share = attention.windowed_share
@@ -70,10 +79,29 @@ def attention_matrices(model: ModelSpec, tp: Number) -> tuple[Matrix, ...]:
     if attention.latent is not None:
         return _latent_matrices(attention, attention.latent, hidden, heads)
     query_width = heads * attention.head_dim
-    return (
-        Matrix(inner=hidden, outputs=query_width + cached_width(attention, tp)),
-        Matrix(inner=query_width, outputs=hidden),
-    )
+    asked = query_width * (2 if attention.output_gate else 1)
+    kv_width, rank, out = attended_width(attention, tp), attention.query_rank, Matrix(inner=query_width, outputs=hidden)
+    if rank is not None:
+        return Matrix(inner=hidden, outputs=rank + kv_width), Matrix(inner=rank, outputs=asked), out
+    return Matrix(inner=hidden, outputs=asked + kv_width), out
+
+
+def borrowed_elements(model: ModelSpec, tp: Number) -> Number:
+    """Of the projections to keys and values that all layers together lack, because they take another layer's."""
+    num_layers = model.num_layers - model.num_state_layers - model.num_caching_layers
+    return num_layers * model.hidden_size * attended_width(model.attention, tp)
+
+
+STATE_BYTES = 4
+"""Of an element of a recurrent state: engines keep it in 32 bits, it is added to for as long as a sequence lasts."""
+
+
+def state_matrices(model: ModelSpec, tp: Number) -> tuple[Matrix, ...]:
+    """Projections of one layer with a state on the busiest device; none where the model has no such layer."""
+    if model.state is None:
+        return ()
+    into, out = share_of(model.state.in_width, tp), share_of(model.state.out_width, tp)
+    return Matrix(inner=model.hidden_size, outputs=into), Matrix(inner=out, outputs=model.hidden_size)
 
 
 def _latent_matrices(attention: AttentionSpec, latent: LatentSpec, hidden: int, heads: Number) -> tuple[Matrix, ...]:
@@ -83,6 +111,10 @@ def _latent_matrices(attention: AttentionSpec, latent: LatentSpec, hidden: int, 
         first: tuple[Matrix, ...] = (Matrix(inner=hidden, outputs=query_width + latent.key_dim),)
     else:
         first = (Matrix(inner=hidden, outputs=rank + latent.key_dim), Matrix(inner=rank, outputs=query_width))
+    sparse = attention.sparse
+    if sparse is not None:
+        weights = Matrix(inner=hidden, outputs=sparse.dim + sparse.heads)
+        first = (*first, Matrix(inner=rank or hidden, outputs=sparse.heads * sparse.dim), weights)
     return (
         *first,
         Matrix(inner=latent.qk_nope_head_dim, outputs=latent.kv_lora_rank, count=heads),

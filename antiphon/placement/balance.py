@@ -120,7 +120,8 @@ def _greedy(costs: FloatArray, copies: Sequence[int], num_workers: int, slots: i
         allowed = np.flatnonzero((counts < slots) & ~held[expert])
         if allowed.size == 0:
             continue
-        worker = int(min(allowed, key=lambda index: (loads[index], counts[index], index)))
+        least = allowed[loads[allowed] == loads[allowed].min()]
+        worker = int(least[np.argmin(counts[least])])  # of equal ones the first
         held[expert, worker] = True
         loads[worker] += cost
         counts[worker] += 1

@@ -22,6 +22,7 @@ from antiphon.cost.memory import (
     expert_weight_bytes,
     kv_blocks,
     max_sequences,
+    tokens_of_state,
 )
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import Candidates, IntArray, real
@@ -87,7 +88,8 @@ def sequences_that_fit(setting: Setting, candidates: Candidates, tokens_each: fl
     budget = _usable(setting, candidates.attention_kind) - held
     tp, pp = real(candidates.attention_tp), real(candidates.pp)
     blocks = kv_blocks(budget, setting.model, tp, setting.precision, block_size=BLOCK_SIZE, pp=pp)
-    return np.asarray(max_sequences(blocks, tokens_each, block_size=BLOCK_SIZE))
+    held_tokens = tokens_each + tokens_of_state(setting.model, tp, setting.precision)
+    return np.asarray(max_sequences(blocks, held_tokens, block_size=BLOCK_SIZE))
 
 
 def _cache_limit(setting: Setting, candidates: Candidates) -> FloatArray:

@@ -25,7 +25,8 @@ FEW = 1000
 
 def decode_outcome(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
     """`limits`: batch by memory, at least 1; `instances`: how many fit, at least 1."""
-    batch = largest_batch(setting, candidates, limits)
+    pinned = setting.limits.pins.batch is not None
+    batch = limits if pinned else largest_batch(setting, candidates, limits)
     return outcome_at(setting, candidates.with_batch(np.maximum(batch, 1)), instances)
 
 

@@ -74,6 +74,7 @@ def _no_room(setting: Setting, table: CandidateTable) -> NoPlan:
     ]
     needed = total_weight_bytes(setting)
     offered = sum(each * group.num_devices for each, group in usable)
+    pins = str(setting.limits.pins)
     lacking = [value for value in table.least_missing_bytes if math.isfinite(value) and value > 0]
     each, group = max(usable, key=lambda pair: pair[0])
     if needed > offered:
@@ -91,6 +92,13 @@ def _no_room(setting: Setting, table: CandidateTable) -> NoPlan:
             f"layout divides them so: the nearest lacks {min(lacking) / 1e9:.3g} GB on each device: add a node, use a "
             f"smaller weight format, or allow more layouts",
             {"missing_bytes": min(lacking)},
+        )
+    if pins:
+        return NoPlan(
+            f"{setting.phase}: no layout on {setting.cluster.name} has {pins}: a TP degree divides the heads (or the "
+            f"experts' width) and a domain, batch is a multiple of attention.dp × micro_batches and fits in memory, "
+            f"and micro_batches is pp where attention and experts share devices: leave some of these out",
+            {"num_devices": setting.cluster.num_devices},
         )
     dropped = int(table.num_without_memory.sum())
     if dropped:

@@ -13,16 +13,16 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.kv_blocks import blocks_of
-from antiphon.cost.memory import kv_bytes_per_token
+from antiphon.cost.memory import kv_bytes_per_token, tokens_of_state
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
 from antiphon.placement.balance import balance, placement_of
 from antiphon.planner import decode, prefill
 from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates, IntArray, candidates_of, real
+from antiphon.planner.degrees import piece_of
 from antiphon.planner.instance_packing import widest_domain
 from antiphon.planner.setting import Setting
-from antiphon.planner.space import piece_of
 from antiphon.planner.step_times import StepParts, group_of, step_parts
 from antiphon.planner.table import CandidateTable, Outcome
 from antiphon.specs.plan import LAYOUTS, DeviceUse, PhasePlan, Predicted
@@ -142,7 +142,8 @@ def memory_of(setting: Setting, one: Candidates) -> dict[str, float]:
     weights = weight_bytes(setting, one)
     tokens = float(one.micro_batches[0] * one.batch[0])
     if setting.phase == "decode":
-        tokens *= blocks_of(math.ceil(setting.lengths.held_tokens), BLOCK_SIZE) * BLOCK_SIZE
+        state = float(np.max(tokens_of_state(setting.model, real(one.attention_tp), setting.precision)))
+        tokens *= blocks_of(math.ceil(setting.lengths.held_tokens + state), BLOCK_SIZE) * BLOCK_SIZE
     cache = tokens * float(
         np.max(kv_bytes_per_token(setting.model, real(one.attention_tp), setting.precision, pp=real(one.pp)))
     )

@@ -29,7 +29,7 @@ _BISECTIONS = 40
 
 def prefill_outcome(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
     """`limits`: tokens per worker and micro-batch by memory, at least 1; `instances`: how many fit, at least 1."""
-    if setting.workload.slo.ttft_s is None:
+    if setting.workload.slo.ttft_s is None or setting.limits.pins.batch is not None:
         return outcome_at(setting, candidates.with_batch(limits), instances)
     first = _tokens(setting, limits, PROMPTS_PER_PASS[0])
     best = outcome_at(setting, candidates.with_batch(first), instances)

@@ -23,11 +23,11 @@ from antiphon.planner.rate_match import Match, rate_match
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.space import Space, make_space
 from antiphon.planner.table import CandidateTable
-from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.cluster import ClusterSpec, cluster_to_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan, Plan
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.workload import WorkloadSpec
+from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
 __all__ = ["NoPlan", "PlanResult", "SearchLimits", "evaluate_phase", "make_plan", "settings_of"]
 
@@ -82,6 +82,8 @@ def make_plan(
         objective=objective,
         precision=precision or PrecisionSpec(),
         phases=plans,
+        cluster_config=cluster_to_json(cluster),
+        workload_config=workload_to_json(workload),
         num_candidates=sum(table.total_considered for table in tables.values()),
         search_s=time.monotonic() - started_s,
     )

@@ -13,6 +13,7 @@ of requests mean for a batch (`LengthFacts`):
 Rejected: passing the specs one by one. Ten arguments through ten functions, of which each derives the same numbers.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +30,7 @@ from antiphon.cost.roofline import Roofs, roofs
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.balance import balance, busiest_share
 from antiphon.planner.candidates import IntArray
+from antiphon.planner.pins import Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import OBJECTIVES, Objective, PhaseName
@@ -106,7 +108,7 @@ class SearchLimits:
     `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `fused`: whether hybrid TP-EP overlaps
     its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
     `max_batch_per_worker`: sequences of one attention worker and micro-batch at most. `extra_slots`: replicas of hot
-    experts per worker that are tried where popularity is unequal."""
+    experts per worker that are tried where popularity is unequal. `pins`: what is fixed for every layout."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -119,6 +121,7 @@ class SearchLimits:
     sliced: bool = True
     max_batch_per_worker: int | None = None
     extra_slots: tuple[int, ...] = (0, 1)
+    pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:
         if self.max_micro_batches < 1:
@@ -204,24 +207,15 @@ class Setting:
         counts = np.maximum(np.arange(experts + 1), 1)
         return np.asarray(expected_distinct(experts, self.model.router.top_k, counts))
 
-    @cached_property
-    def _busiest(self) -> dict[tuple[int, int], float]:
-        return {}
-
     def busiest(self, num_workers: int, slots: int) -> float:
         """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement."""
-        key = (num_workers, slots)
-        if key not in self._busiest:
-            self._busiest[key] = busiest_share(balance(self.shares, num_workers, slots), self.shares)
-        return self._busiest[key]
+        return _placed(self.shares, num_workers, slots)[0]
 
     def slots_used(self, num_workers: int, slots: int) -> int:
         """Experts that the fullest worker really holds under that placement: copies may leave slots empty."""
-        while True:
-            used = int((balance(self.shares, num_workers, slots) > 0).sum(axis=0).max())
-            if used == slots:
-                return slots
+        while (used := _placed(self.shares, num_workers, slots)[1]) != slots:
             slots = used
+        return slots
 
     def slots_used_each(self, num_workers: IntArray, slots: IntArray) -> IntArray:
         """`slots_used` by candidate."""
@@ -239,6 +233,13 @@ class Setting:
         pairs, where = np.unique(np.stack([num_workers, slots]), axis=1, return_inverse=True)
         values = np.array([self.busiest(int(workers), int(held)) for workers, held in pairs.T])
         return values[where.reshape(-1)].reshape(num_workers.shape)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _placed(shares: tuple[float, ...], num_workers: int, slots: int) -> tuple[float, int]:
+    """Under the best placement: the busiest worker's share of all rows, and the most experts a worker holds."""
+    fractions = balance(shares, num_workers, slots)
+    return busiest_share(fractions, shares), int((fractions > 0).sum(axis=0).max())
 
 
 def capped_shares(shares: FloatArray, most: float) -> tuple[float, ...]:

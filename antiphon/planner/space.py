@@ -26,6 +26,7 @@ from antiphon.planner.candidates import (
     candidates_of,
     joined,
 )
+from antiphon.planner.degrees import degrees_up_to, fewest_for_each_share, piece_of, stage_sizes
 from antiphon.planner.instance_packing import domains_of, instances_that_fit, num_workers_that_fit, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import attention_times, expert_times
@@ -36,6 +37,8 @@ NUM_WORKER_COUNTS = 12
 """Numbers of attention workers tried for each choice of the other degrees; all of them where there are no more."""
 ALL_WORKER_COUNTS_UP_TO = 32
 """Models with more experts are tried with the smallest number of workers for each number of experts held."""
+MOST_ATTENTION_WORKERS = 4096
+"""Of one instance. A larger cluster has more instances."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +63,10 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
     if set(layouts) - {"disaggregated"}:
         parts += _colocated(setting)
     every = joined(parts)
-    every = every.take(np.isin(every.layout, [LAYOUTS.index(layout) for layout in layouts]))
+    wanted = np.isin(every.layout, [LAYOUTS.index(layout) for layout in layouts])
+    every = every.take(wanted & setting.limits.pins.allow(every))
     instances = instances_that_fit(setting.cluster, every)
-    limits = batch_limits(setting, every)
+    limits = setting.limits.pins.batches(every, batch_limits(setting, every))
     kept = (instances > 0) & (limits > 0)
     no_memory = (instances > 0) & (limits == 0)
     missing = missing_bytes(setting, every)
@@ -80,20 +84,6 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
 
 def _by_layout(codes: IntArray) -> IntArray:
     return np.bincount(codes, minlength=len(LAYOUTS)).astype(np.int64)
-
-
-def degrees_up_to(limit: int) -> IntArray:
-    """TP degrees to try: all up to 8 that divide or are powers of two, all where the limit is odd or not such a
-    power."""
-    powers = {2**exponent for exponent in range(limit.bit_length()) if 2**exponent <= limit}
-    divisors = {degree for degree in range(1, limit + 1) if limit % degree == 0}
-    everything = set(range(1, limit + 1)) if limit <= 16 and limit not in powers else set()
-    return np.array(sorted(powers | divisors | everything), dtype=np.int64)
-
-
-def fewest_for_each_share(total: int) -> IntArray:
-    """The smallest n for each value of ceil(total / n): more workers than that hold just as much."""
-    return np.array(sorted({-(-total // held) for held in range(1, total + 1)}), dtype=np.int64)
 
 
 def _only(values: IntArray, wanted: tuple[int, ...]) -> IntArray:
@@ -163,7 +153,7 @@ def _most_attention_workers(setting: Setting, base: Candidates, kind: int, exper
     if kind == expert_kind:
         left = setting.groups[kind].num_devices - base.expert_devices
         workers = np.minimum(workers, left // base.attention_tp)
-    return np.maximum(workers, 1)
+    return np.clip(workers, 1, MOST_ATTENTION_WORKERS)
 
 
 def _with_attention_workers(setting: Setting, base: Candidates, cap: IntArray) -> Candidates:
@@ -232,17 +222,11 @@ def _by_kind(setting: Setting, candidates: Candidates, *, attention: bool) -> Fl
     return np.asarray(expert_times(setting, candidates, kind, with_sync=True).total_s)
 
 
-def piece_of(stage_devices: int, domain: int) -> int:
-    """Devices of a stage in one domain: all of them if they fit, else the most that divide the stage evenly."""
-    return max(piece for piece in range(1, min(stage_devices, domain) + 1) if stage_devices % piece == 0)
-
-
 def _colocated(setting: Setting) -> list[Candidates]:
     found = []
     for kind, group in enumerate(setting.groups):
         width = widest_domain(group)
-        whole_domains = range(2 * width, group.num_devices + 1, width)
-        for stage in (*range(1, min(width, group.num_devices) + 1), *whole_domains):
+        for stage in stage_sizes(group.num_devices, width, setting.model.router.num_experts):
             piece = piece_of(stage, width)
             num_domains = sum(count for size, count in domains_of(group) if size >= piece)
             if stage // piece <= num_domains:

@@ -23,7 +23,7 @@ from antiphon.report.words import (
     score,
 )
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Plan, Predicted, Rejected
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.precision import FOUR_BITS, PrecisionSpec
 from antiphon.specs.workload import SloSpec
 
 Options = list[tuple[str, str | int | None]]
@@ -182,16 +182,18 @@ def preamble(plan: Plan, nearest: Colocated, target: Target, engine: str) -> str
 def _format_losses(precision: PrecisionSpec, engine: str) -> Iterator[str]:
     if precision.dispatch != precision.combine or precision.dispatch not in ("bfloat16", "float16"):
         yield f"rows sent as {precision.dispatch} and back as {precision.combine}: {engine}'s exchange decides"
-    if precision.weights == "int4":
-        yield f"int4 weights: give {engine} a checkpoint that is quantised already"
+    for name in sorted({precision.weights, precision.experts or precision.weights} & set(FOUR_BITS)):
+        yield f"{name} weights: give {engine} a checkpoint that is quantised already"
 
 
 def format_options(precision: PrecisionSpec, fp8_kv: str) -> Options:
     """Options both engines share: formats of keys and values and of weights; `fp8_kv` is how fp8 is spelled there."""
     options: Options = [("--kv-cache-dtype", fp8_kv if precision.kv == "fp8" else "auto")]
+    if precision.weights in FOUR_BITS or precision.experts in FOUR_BITS:
+        return options
     if precision.weights == "fp8":
         options.append(("--quantization", "fp8"))
-    elif precision.weights != "int4":
+    else:
         options.append(("--dtype", precision.weights))
     return options
 

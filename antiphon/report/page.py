@@ -83,7 +83,7 @@ def _phase(contents: PhaseContents, report: Report, figures: dict[str, Figure]) 
         "headline": headline(contents, objective),
         "verdict": verdict(contents, objective),
         "cards": _cards(contents, objective),
-        "facts": facts(contents),
+        "facts": facts(contents.name, contents.phase),
         "losers_title": "Other layouts, the best of each",
         "losers_note": "",
         "losers": [loser_row(loser, contents, objective) for loser in contents.phase.rejected],

@@ -14,7 +14,7 @@ from antiphon.report.words import (
     short_degrees,
 )
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.plan import Objective, PhasePlan, Rejected
+from antiphon.specs.plan import Objective, PhaseName, PhasePlan, Rejected
 
 Row = tuple[str, ...]
 FACTS = (
@@ -81,10 +81,10 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
     return f"Disaggregate here: {gain}" if best <= NEARLY_EQUAL * mine else f"To disaggregate gains little here: {gain}"
 
 
-def facts(contents: PhaseContents) -> list[tuple[str, str]]:
-    """The chosen plan as (name, value)."""
-    phase, predicted = contents.phase, contents.phase.predicted
-    unit = "requests" if contents.name == "decode" else "tokens"
+def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
+    """A phase of a plan as (name, value)."""
+    predicted = phase.predicted
+    unit = "requests" if name == "decode" else "tokens"
     rows = [
         ("layout", LAYOUT_TITLES[phase.layout]),
         ("instances", f"{phase.num_instances:,}"),
@@ -170,7 +170,8 @@ def given(report: Report) -> str:
         f"{plural(group.num_nodes, 'node')} of {group.devices_per_node} {group.device.name}"
         for group in report.cluster.groups
     )
-    formats = f"weights {precision.weights}, KV {precision.kv}, computed in {precision.compute}"
+    experts = "" if precision.experts is None else f", experts {precision.experts}"
+    formats = f"weights {precision.weights}{experts}, KV {precision.kv}, computed in {precision.compute}"
     wire = f"rows sent as {precision.dispatch}, back as {precision.combine}"
     sizes = f"{number(counts.total / 1e9)} B parameters, {number(counts.active / 1e9)} B active"
     return f"{sizes}; {nodes}; {formats}, {wire}"

@@ -77,7 +77,7 @@ def _phase(contents: PhaseContents, objective: Objective, *, explain: bool) -> I
 
 def facts_table(report: Report) -> Table:
     """A column per phase; a phase without some fact has an empty cell."""
-    columns = [dict(facts(contents)) for contents in report.phases]
+    columns = [dict(facts(contents.name, contents.phase)) for contents in report.phases]
     names = [name for name in FACTS if any(column.get(name) for column in columns)]
     names += [name for name in dict.fromkeys(name for column in columns for name in column) if name not in FACTS]
     titles = ["", *(PHASE_TITLES[contents.name].lower() for contents in report.phases)]

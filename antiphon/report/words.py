@@ -68,7 +68,7 @@ def devices_text(devices: Sequence[DeviceUse]) -> str:
     if not devices:
         return "-"
     return ", ".join(
-        f"{use.num_devices} × {use.device}{'' if use.role == 'both' else ' ' + use.role}" for use in devices
+        f"{use.num_devices:,} × {use.device}{'' if use.role == 'both' else ' ' + use.role}" for use in devices
     )
 
 

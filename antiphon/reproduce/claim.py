@@ -10,7 +10,7 @@ Rejected: expected results as tests. A test that fails is mended or removed; a r
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ PAPERS: dict[Paper, str] = {
     "LINA": "Lina (USENIX ATC 2023)",
 }
 ROUNDING = 1e-9  # of floating point, relative
+CALIBRATING = "chose the calibration"
+"""In the note of rows by which a cluster's calibration was chosen: that they hold predicts nothing."""
 NOT_ANALYSED = "not analysed: the row held when the reasons were written"
 
 
@@ -75,6 +77,18 @@ class Row:
     reason: str
     note: str
 
+    @property
+    def is_prediction(self) -> bool:
+        """Whether the value comes from a model or a simulation that was not chosen by it."""
+        return self.kind in ("modelled", "simulated") and CALIBRATING not in self.note
+
+    @property
+    def says_little(self) -> bool:
+        """Whether a ratio holds that 1, hence no effect at all, would be within the tolerance of, too."""
+        if isinstance(self.theirs, str) or self.unit or self.relation != "within" or self.theirs == 1:
+            return False
+        return self.holds and holds(self.theirs, 1.0, self.tolerance)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; a value that is no number (a plan that does not exist) is None."""
         fields: dict[str, Any] = dict(vars(self))
@@ -82,6 +96,21 @@ class Row:
             if isinstance(fields[name], float) and not math.isfinite(fields[name]):
                 fields[name] = None
         return fields
+
+
+def predictions(rows: Sequence[Row]) -> str:
+    """How many rows hold that were predicted, in a sentence; empty without such rows."""
+    predicted = [row for row in rows if row.is_prediction]
+    if not predicted:
+        return ""
+    holding = [row for row in predicted if row.holds]
+    little = [row.id for row in holding if row.says_little]
+    also = f"; no effect at all would hold, too, for {', '.join(little)}" if little else ""
+    share = len(holding) / len(predicted)
+    return (
+        "of the modelled and simulated rows that did not choose a calibration "
+        f"{len(holding)} of {len(predicted)} hold, {share:.0%}{also}"
+    )
 
 
 def evaluate(claim: Claim) -> Row:

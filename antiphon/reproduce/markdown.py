@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from antiphon.reproduce import shipped
-from antiphon.reproduce.claim import PAPERS, Row, Value
+from antiphon.reproduce.claim import PAPERS, Row, Value, predictions
 from antiphon.specs.cluster import EfficiencySpec
 
 MARK = {True: "yes", False: "**no**"}
@@ -31,7 +31,9 @@ found.
 def page(rows: Sequence[Row]) -> str:
     """The whole page, ending with a line break."""
     holding = sum(row.holds for row in rows)
-    parts = [INTRODUCTION, f"**{holding} of {len(rows)} rows hold.**\n", _summary(rows)]
+    predicted = predictions(rows)
+    parts = [INTRODUCTION, f"**{holding} of {len(rows)} rows hold.**\n"]
+    parts += [f"What counts: {predicted}.\n" if predicted else "", _summary(rows)]
     for paper, title in PAPERS.items():
         of_paper = [row for row in rows if row.paper == paper]
         if of_paper:

@@ -8,6 +8,7 @@
 Blocks that no request of this run can ever touch are not made: with 100 workers they would fill this machine's memory.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.kv_blocks import blocks_of, reserved_blocks
-from antiphon.cost.memory import device_memory, kv_blocks, kv_bytes_per_token
+from antiphon.cost.memory import device_memory, kv_blocks, kv_bytes_per_token, tokens_of_state
 from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
@@ -103,7 +104,8 @@ def _pool(
             "give the model that it was made for"
         )
     one = candidate_of(setting, phase)
-    total_blocks = _kv_blocks(setting, one)
+    each = setting.lengths.prompt if name == "prefill" else 1.0  # a pass counts tokens, not sequences
+    total_blocks = _kv_blocks(setting, one, math.ceil(phase.batch / phase.parallel.attention_dp / each))
     config = _config(name, phase, setting, demand, total_blocks)
     if kv_arrives:  # what arrives is not computed, and enters whole
         config = replace(config, max_batch_tokens=config.num_blocks * BLOCK_SIZE + config.max_running)
@@ -145,8 +147,8 @@ def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand,
     )
 
 
-def _kv_blocks(setting: Setting, one: Candidates) -> int:
-    """Of one attention worker, on its fullest device."""
+def _kv_blocks(setting: Setting, one: Candidates, num_sequences: int) -> int:
+    """Of one attention worker, on its fullest device, beside the recurrent states of `num_sequences`."""
     weights = weight_bytes(setting, one)
     held = float(weights.attention[0])
     if not one.is_disaggregated[0]:
@@ -154,7 +156,9 @@ def _kv_blocks(setting: Setting, one: Candidates) -> int:
     group = setting.groups[int(one.attention_kind[0])]
     memory = device_memory(group.device, setting.cluster.efficiency, held)
     tp, pp = int(one.attention_tp[0]), int(one.pp[0])
-    budget_bytes = memory.kv_budget_bytes
+    per_token = float(kv_bytes_per_token(setting.model, tp, setting.precision, pp=pp))
+    states_bytes = num_sequences * float(tokens_of_state(setting.model, tp, setting.precision)) * per_token
+    budget_bytes = memory.kv_budget_bytes - states_bytes
     total = int(kv_blocks(budget_bytes, setting.model, tp, setting.precision, block_size=BLOCK_SIZE, pp=pp))
     if total < 1:
         missing = -float(budget_bytes) / 2**30

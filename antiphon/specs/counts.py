@@ -80,7 +80,9 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     embedding = model.vocab_size * hidden
     head = 0 if model.tie_embeddings else embedding
     head += model.vocab_size if model.lm_head_bias else 0
-    per_layer = model.num_layers * (attention + 2 * norm) + num_moe * (gate + shared) + num_dense * dense
+    per_layer = (
+        _all_attention(model, attention) + model.num_layers * 2 * norm + num_moe * (gate + shared) + num_dense * dense
+    )
     common = per_layer + norm + embedding + head
     return ParameterCounts(
         attention=attention,
@@ -101,15 +103,48 @@ def attention_parameters(model: ModelSpec) -> int:
     """Projections with their biases, and the norms of queries, keys and latent vectors, of one layer."""
     attention = model.attention
     if attention.latent is not None:
-        return _latent_attention_parameters(attention, attention.latent, model.hidden_size)
+        latent = _latent_attention_parameters(attention, attention.latent, model.hidden_size)
+        return latent + indexer_elements(attention, model.hidden_size)
     hidden = model.hidden_size
     query_width = attention.num_heads * attention.head_dim
     kv_width = attention.num_kv_heads * attention.head_dim
-    count = hidden * (query_width + 2 * kv_width) + query_width * hidden
+    count = _query_elements(attention, hidden) + hidden * 2 * kv_width + query_width * hidden
+    count += attention.query_rank or 0
     count += query_width + 2 * kv_width if attention.qkv_bias else 0
     count += hidden if attention.out_bias else 0
     count += attention.num_heads if attention.sinks else 0
     return count + {"none": 0, "head": 2 * attention.head_dim, "full": query_width + kv_width}[attention.qk_norm]
+
+
+def _all_attention(model: ModelSpec, each: int) -> int:
+    """Of all layers: a layer that takes keys and values from another has no projections for them, one with a state has
+    its own."""
+    attention, state = model.attention, model.state
+    num_layers = model.num_layers - model.num_state_layers
+    borrowed = (num_layers - model.num_caching_layers) * model.hidden_size
+    count = num_layers * each - borrowed * 2 * attention.num_kv_heads * attention.head_dim
+    return count if state is None else count + model.num_state_layers * (state_elements(model) + state.rest)
+
+
+def state_elements(model: ModelSpec) -> int:
+    """Of the matrices of a layer with a state."""
+    return 0 if model.state is None else model.hidden_size * (model.state.in_width + model.state.out_width)
+
+
+def indexer_elements(attention: AttentionSpec, hidden: int) -> int:
+    """Of the matrices by which sparse attention finds its tokens: queries, one key, and a weight per head."""
+    sparse = attention.sparse
+    if sparse is None:
+        return 0
+    rank = attention.latent.q_lora_rank if attention.latent is not None else None
+    return (rank or hidden) * sparse.heads * sparse.dim + hidden * (sparse.dim + sparse.heads)
+
+
+def _query_elements(attention: AttentionSpec, hidden: int) -> int:
+    """Of the matrices from a row to the queries of all heads, and to their gates."""
+    width = attention.num_heads * attention.head_dim * (2 if attention.output_gate else 1)
+    rank = attention.query_rank
+    return hidden * width if rank is None else rank * (hidden + width)
 
 
 def _latent_attention_parameters(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> int:
@@ -136,11 +171,12 @@ def count_flops(model: ModelSpec) -> FlopCounts:
     latent = attention.latent
     if latent is None:
         query_width = attention.num_heads * attention.head_dim
-        projections = 2 * hidden * (2 * query_width + 2 * attention.num_kv_heads * attention.head_dim)
+        kv_and_out = 2 * attention.num_kv_heads * attention.head_dim + query_width
+        projections = 2 * (_query_elements(attention, hidden) + hidden * kv_and_out)
         absorbed = expanded = 4 * query_width
         expand = 0
     else:
-        projections = 2 * _latent_matrices(attention, latent, hidden)
+        projections = 2 * (_latent_matrices(attention, latent, hidden) + indexer_elements(attention, hidden))
         absorbed = 2 * attention.num_heads * (latent.key_dim + latent.kv_lora_rank)
         expanded = 2 * attention.num_heads * (attention.head_dim + latent.v_head_dim)
         expand = 2 * _expansion(attention, latent)
@@ -172,10 +208,12 @@ def flops_per_token(model: ModelSpec, context: float, *, absorbed: bool = True, 
     """Forward FLOPs of one token over the whole model, with `context` tokens (its own included) to attend to."""
     counts = count_flops(model)
     score = counts.score_flops_absorbed if absorbed else counts.score_flops_expanded
-    num_moe = model.num_moe_layers
+    num_moe, num_state = model.num_moe_layers, model.num_state_layers
+    visible = context if model.attention.sparse is None else min(context, model.attention.sparse.top_tokens)
     routed = counts.router + model.router.top_k * counts.expert + counts.shared_expert
     return (
-        model.num_layers * (counts.attention_projections + context * score)
+        (model.num_layers - num_state) * (counts.attention_projections + visible * score)
+        + num_state * 2 * state_elements(model)
         + num_moe * routed
         + (model.num_layers - num_moe) * counts.dense
         + (counts.head if with_head else 0)

@@ -47,6 +47,30 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseSpec:
+    """DeepSeek-V3.2's sparse attention: an indexer of `heads` heads over one cached key of `dim` elements a token picks
+    the `top_tokens` tokens of the context that attention then looks at."""
+
+    heads: int
+    dim: int
+    top_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """Layers with a state of fixed size in place of keys and values (Mamba, linear attention); for planning alone.
+
+    `layers[l]`: whether layer l is one. `in_width`: outputs of all projections from a row; `out_width`: inputs of the
+    projection back; `rest`: its other parameters (convolution, decay, norms). `elements`: of one sequence's state."""
+
+    layers: tuple[bool, ...]
+    in_width: int
+    out_width: int
+    elements: int
+    rest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention, or latent attention when `latent` is given.
 
@@ -54,6 +78,10 @@ class AttentionSpec:
     `qk_norm` "head" normalises each head (Qwen3), "full" the whole projection (OLMoE). `sliding_window` binds the
     layers that `windowed_layers` marks, or all if it is empty. `sinks`: a learned logit per head joins the softmax and
     has no value, so that a head may attend to nothing (gpt-oss).
+
+    Only for planning: `sparse`; `query_rank`: queries go through so narrow a row first (Step-3); `output_gate`: as many
+    gates as query elements are projected beside them (Qwen3-Next); `layers_per_cache`: so many neighbouring layers
+    share keys and values (Hunyuan-Large).
     """
 
     num_heads: int
@@ -69,6 +97,10 @@ class AttentionSpec:
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
     sinks: bool = False
+    sparse: SparseSpec | None = None
+    query_rank: int | None = None
+    output_gate: bool = False
+    layers_per_cache: int = 1
 
     def window_of(self, layer: int) -> int | None:
         """Tokens a row of this layer sees, its own included; None: all before it."""
@@ -154,6 +186,17 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    state: StateSpec | None = None
+
+    @property
+    def num_state_layers(self) -> int:
+        """Layers without keys and values."""
+        return 0 if self.state is None else sum(self.state.layers)
+
+    @property
+    def num_caching_layers(self) -> int:
+        """Layers that make keys and values of their own."""
+        return -(-(self.num_layers - self.num_state_layers) // self.attention.layers_per_cache)
 
     @property
     def num_moe_layers(self) -> int:
@@ -166,4 +209,5 @@ class ModelSpec:
             width = attention.latent.key_dim
         else:
             width = 2 * attention.num_kv_heads * attention.head_dim
-        return self.num_layers * width * bytes_per_element
+        width += 0 if attention.sparse is None else attention.sparse.dim
+        return self.num_caching_layers * width * bytes_per_element

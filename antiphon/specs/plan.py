@@ -112,9 +112,8 @@ class PhasePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer of `antiphon plan`. `model`, `cluster`, `workload`: their names; the files may say more.
-
-    `model_config`: the `config.json` keys the plan was made for, so that an engine can refuse another model."""
+    """The answer of `antiphon plan`, whole: `model`, `cluster` and `workload` are names; `model_config` (the keys of
+    `config.json`), `cluster_config` and `workload_config` are what they stood for when it was made."""
 
     version: int = 1
     model: str
@@ -124,6 +123,8 @@ class Plan:
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     phases: dict[PhaseName, PhasePlan]
     model_config: dict[str, object] = field(default_factory=dict)
+    cluster_config: dict[str, object] = field(default_factory=dict)
+    workload_config: dict[str, object] = field(default_factory=dict)
     num_candidates: CountFromZero = 0
     search_s: NotNegative = 0.0
 
@@ -142,9 +143,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster,
         "workload": plan.workload,
         "objective": plan.objective,
-        "precision": asdict(plan.precision),
+        "precision": _without_none(asdict(plan.precision)),
         "phases": {name: _phase_to_json(phase) for name, phase in plan.phases.items()},
         "model_config": dict(plan.model_config),
+        "cluster_config": dict(plan.cluster_config),
+        "workload_config": dict(plan.workload_config),
         "num_candidates": plan.num_candidates,
         "search_s": plan.search_s,
     }

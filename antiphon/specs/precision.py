@@ -6,28 +6,41 @@ from typing import Literal
 from antiphon.base.errors import UserError
 from antiphon.specs.device import ComputeDtype
 
-StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int4"]
-BYTES_OF: dict[StorageDtype, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int4": 0.5}
+StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int4", "mxfp4", "nvfp4"]
+FOUR_BITS: tuple[StorageDtype, ...] = ("int4", "mxfp4", "nvfp4")
+BYTES_OF: dict[StorageDtype, float] = {
+    **{"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1},
+    "int4": 0.5 + 2 / 128,  # GPTQ's and AWQ's usual group: a 16-bit scale for 128 weights
+    "mxfp4": 0.5 + 1 / 32,  # OCP Microscaling Formats 1.0, section 5.2: an 8-bit scale for 32
+    "nvfp4": 0.5 + 1 / 16,  # an 8-bit scale for 16
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
-    """`dispatch` is the format of rows on their way to the experts, `combine` of what comes back."""
+    """`dispatch` is the format of rows on their way to the experts, `combine` of what comes back. `experts`: of the
+    routed experts' weights, where it is not that of all others (None)."""
 
     weights: StorageDtype = "bfloat16"
     kv: StorageDtype = "bfloat16"
     dispatch: StorageDtype = "bfloat16"
     combine: StorageDtype = "bfloat16"
     compute: ComputeDtype = "bfloat16"
+    experts: StorageDtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("weights", "kv", "dispatch", "combine"):
-            if getattr(self, name) not in BYTES_OF:
+        for name in ("weights", "kv", "dispatch", "combine", "experts"):
+            if getattr(self, name) not in (*BYTES_OF, *((None,) if name == "experts" else ())):
                 raise UserError(f"precision: {name} is {getattr(self, name)!r}: use one of {', '.join(BYTES_OF)}")
 
     @property
     def weight_bytes(self) -> float:
         return BYTES_OF[self.weights]
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of one element of a routed expert."""
+        return BYTES_OF[self.experts or self.weights]
 
     @property
     def kv_bytes(self) -> float:

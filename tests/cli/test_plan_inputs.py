@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +61,12 @@ def test_prices_that_are_none(text: str) -> None:
         (["weights=fp8", "compute=fp8"], PrecisionSpec(weights="fp8", compute="fp8")),
         (["wire=fp8", "combine=bf16"], PrecisionSpec(dispatch="fp8")),
         (["kv=fp8"], PrecisionSpec(kv="fp8")),
-        (["int4", "kv=bf16"], PrecisionSpec(weights="int4", dispatch="int4", combine="int4")),
+        (["int4"], PrecisionSpec(weights="int4")),
+        (
+            ["fp8", "experts=nvfp4"],
+            replace(parse_precision(["fp8"]), experts="nvfp4"),
+        ),
+        (["mxfp4", "kv=int4"], PrecisionSpec(weights="mxfp4", kv="int4")),
         (["fp16"], PrecisionSpec(weights="float16", kv="float16", dispatch="float16", combine="float16")),
     ],
 )
@@ -71,8 +77,14 @@ def test_formats(parts: list[str], expected: PrecisionSpec) -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("fp4", "--precision 'fp4': format 'fp4' is unknown: use one of float32, bfloat16, float16, fp8, int4"),
-        ("cache=fp8", "--precision 'cache=fp8': 'cache' is none of weights, kv, wire, dispatch, combine, compute"),
+        (
+            "fp4",
+            "'fp4': format 'fp4' is unknown: use one of float32, bfloat16, float16, fp8, int4, mxfp4, nvfp4",
+        ),
+        (
+            "cache=fp8",
+            "--precision 'cache=fp8': 'cache' is none of weights, experts, kv, wire, dispatch, combine, compute",
+        ),
         ("compute=int4", "--precision 'compute=int4': compute must be one of float32, bfloat16, fp8"),
     ],
 )

@@ -1,8 +1,10 @@
 """The rows themselves: what must be among them, what must hold, and that nothing fails in silence."""
 
+from dataclasses import replace
+
 import pytest
 
-from antiphon.reproduce.claim import NOT_ANALYSED, PAPERS, Row
+from antiphon.reproduce.claim import NOT_ANALYSED, PAPERS, Row, predictions
 from antiphon.reproduce.claims import all_claims
 from antiphon.specs.cluster import load_cluster
 
@@ -101,3 +103,20 @@ def test_every_calibration_is_stated_and_sensible(rows: dict[str, Row]) -> None:
             assert 0.3 <= getattr(efficiency, fraction) <= 0.95, f"{name}: {fraction}"
         for seconds in ("kernel_s", "collective_s", "layer_overhead_s"):
             assert 1e-6 <= getattr(efficiency, seconds) <= 50e-6, f"{name}: {seconds}"
+
+
+def test_predictions_are_counted_without_what_chose_the_calibration(rows: dict[str, Row]) -> None:
+    predicted = [row for row in rows.values() if row.is_prediction]
+    assert len(predicted) > 100
+    assert not [row.id for row in predicted if row.kind == "counted" or "chose the calibration" in row.note]
+    holding = sum(row.holds for row in predicted)
+    assert f" {holding} of {len(predicted)} hold, " in predictions(list(rows.values()))
+    assert predictions([rows["msi-m2n-bytes"]]) == ""
+
+
+def test_a_gain_that_no_effect_would_have_is_said_to_say_little(rows: dict[str, Row]) -> None:
+    row = replace(rows["mix-fig10-throughput-least"], theirs=1.07, ours=0.99, tolerance=0.1, holds=True)
+    assert row.says_little
+    assert "no effect at all would hold, too, for mix-fig10-throughput-least" in predictions([row])
+    assert not replace(row, tolerance=0.02).says_little
+    assert not replace(row, theirs=1.0).says_little

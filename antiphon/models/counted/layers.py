@@ -1,0 +1,131 @@
+"""Which layers of a model have experts, a state in place of keys and values, or a window: one flag a layer.
+
+Families say it by a list of kinds, by every n-th layer with an offset, or by numbers of layers. Each rule here is one
+such way; the first whose keys are there counts.
+"""
+
+from collections.abc import Callable, Sequence
+
+from antiphon.base.errors import CheckpointError
+from antiphon.models.counted.keys import Keys
+from antiphon.models.families.config_values import MAX_LAYERS
+from antiphon.models.files import brief
+
+Flags = tuple[bool, ...]
+STATE_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "kda", "linear")
+WINDOW_KINDS = ("sliding_attention", "chunked_attention", "sliding_window", "local_attention")
+
+
+def moe_layers(keys: Keys, num_layers: int) -> Flags:
+    """Which layers route to experts; all but the dense first ones, where nothing else is said."""
+    for rule in (_by_kind, _by_name, _by_period):
+        found = rule(keys, num_layers)
+        if found is not None:
+            return found
+    first = keys.get("dense first layers", 0)
+    dense = set(_numbers(keys, "mlp_only_layers") or ())
+    return tuple(layer >= first and layer not in dense for layer in range(num_layers))
+
+
+def _by_kind(keys: Keys, num_layers: int) -> Flags | None:
+    kinds = keys.raw("mlp_layer_types")
+    if kinds is None:
+        flags = keys.raw("moe_layer_freq")
+        kinds = ["sparse" if flag else "dense" for flag in flags] if isinstance(flags, list) else None
+    return None if kinds is None else _flags("mlp_layer_types", kinds, num_layers, lambda kind: kind != "dense")
+
+
+def _by_name(keys: Keys, num_layers: int) -> Flags | None:
+    """Numbers of the layers that route: Llama-4's list, Step-3's text with commas."""
+    for name in ("moe_layers", "moe_layers_enum"):
+        listed = _numbers(keys, name)
+        if listed is not None:
+            return tuple(layer in set(listed) for layer in range(num_layers))
+    return None
+
+
+def _by_period(keys: Keys, num_layers: int) -> Flags | None:
+    """Every n-th layer, from an offset on: Qwen's, Llama-4's, Jamba's, DeepSeek's and ERNIE's names for it."""
+    first = keys.get("dense first layers", 0)
+    last = keys.whole("moe_layer_end_index", num_layers - 1, least=-1, most=MAX_LAYERS)
+    dense = set(_numbers(keys, "mlp_only_layers") or ())
+    for name, offset_name, offset in (
+        ("decoder_sparse_step", "", -1),
+        ("interleave_moe_layer_step", "", -1),
+        ("expert_layer_period", "expert_layer_offset", 0),
+        ("moe_layer_interval", "", -1),
+        ("moe_layer_freq", "", 0),
+        ("moe_every_n_layers", "", -1),
+    ):
+        if keys.raw(name) is None:
+            continue
+        every = keys.whole(name, most=MAX_LAYERS)
+        start = keys.whole(offset_name, offset, least=0, most=MAX_LAYERS) if offset_name else offset
+        within = range(first, (num_layers if last < 0 else last + 1))
+        return tuple(
+            layer in within and layer not in dense and (layer - start) % every == 0 for layer in range(num_layers)
+        )
+    return None
+
+
+def state_layers(keys: Keys, num_layers: int) -> Flags:
+    """Which layers have a state in place of keys and values."""
+    kinds = layer_types(keys)
+    if kinds is not None:
+        return _flags("layer_types", kinds, num_layers, lambda kind: kind in STATE_KINDS)
+    listed = keys.raw("attn_type_list")  # MiniMax-M1 and MiniMax-Text-01: 0 is linear
+    if listed is not None:
+        return _flags("attn_type_list", listed, num_layers, lambda kind: kind == 0)
+    linear = keys.raw("linear_attn_config")  # Kimi-Linear: layers counted from 1
+    if isinstance(linear, dict) and isinstance(linear.get("kda_layers"), list):
+        return tuple(layer + 1 in linear["kda_layers"] for layer in range(num_layers))
+    if keys.raw("attn_layer_period") is not None:
+        every = keys.whole("attn_layer_period", most=MAX_LAYERS)
+        offset = keys.whole("attn_layer_offset", 0, least=0, most=MAX_LAYERS)
+        return tuple(layer % every != offset for layer in range(num_layers))
+    if keys.raw("full_attention_interval") is not None:
+        every = keys.whole("full_attention_interval", most=MAX_LAYERS)
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    return (False,) * num_layers
+
+
+def windowed_layers(keys: Keys, num_layers: int) -> Flags:
+    """Which layers see a window only; all where layers are not told apart."""
+    kinds = layer_types(keys)
+    if kinds is not None:
+        return _flags("layer_types", kinds, num_layers, lambda kind: kind in WINDOW_KINDS)
+    if keys.raw("no_rope_layers") is not None:  # Llama-4: the layers without rotation see everything
+        return _flags("no_rope_layers", keys.raw("no_rope_layers"), num_layers, bool)
+    if keys.raw("sliding_window_pattern") is not None:
+        every = keys.whole("sliding_window_pattern", most=MAX_LAYERS)
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    return ()
+
+
+def layer_types(keys: Keys) -> Sequence[object] | None:
+    for name in ("layer_types", "layers_block_type"):
+        kinds = keys.raw(name)
+        if isinstance(kinds, (list, tuple)):
+            return kinds
+    return None
+
+
+def _numbers(keys: Keys, name: str) -> list[int] | None:
+    value = keys.raw(name)
+    if isinstance(value, str):
+        value = [int(part) if part.strip().isdecimal() else part for part in value.split(",")]
+    if value is None or value == []:
+        return None if name != "mlp_only_layers" else []
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise CheckpointError(f"config.json: {name} = {brief(value)}: numbers of layers are needed: correct it")
+    return value
+
+
+def _flags(name: str, kinds: object, num_layers: int, holds: Callable[[object], bool]) -> Flags:
+    """One flag a layer; lists that also name layers for predicting several tokens are longer, and cut."""
+    if not isinstance(kinds, (list, tuple)) or len(kinds) < num_layers:
+        raise CheckpointError(
+            f"config.json: {name} = {brief(kinds)}: a list with one entry for each of {num_layers} layers is needed: "
+            f"correct it, or num_hidden_layers"
+        )
+    return tuple(holds(kind) for kind in kinds[:num_layers])

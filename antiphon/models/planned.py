@@ -1,0 +1,104 @@
+"""The model of a plan: what runs is read by its family, everything else by the generic reader of sizes.
+
+`--model-set key=value` gives or replaces keys of `config.json`, before anybody reads it; a dotted key goes into a
+section. The config that a plan keeps has them. A model with pictures or sound around it is planned as its text part.
+Rejected: planning only what runs. A planner needs counts, not weights.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.models.config import FAMILIES, load_model_spec, model_spec, read_config
+from antiphon.models.counted.model import counted_model
+from antiphon.models.families.refused import TEXT_KEYS
+from antiphon.models.files import brief
+from antiphon.models.spec_checks import check_spec
+from antiphon.specs.model import ModelSpec
+
+QUANTIZED = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A model to plan with. `config`: what it was read from; `notes`: what a reader of the plan has to know of it."""
+
+    spec: ModelSpec
+    config: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def load_planned_model(path: str | Path, changes: Sequence[str] = ()) -> PlannedModel:
+    """From a checkpoint folder or its `config.json`; `changes` are texts of the form ``key=value``."""
+    config = read_config(path)
+    if not changes and _family(config) in FAMILIES and not any(config.get(key) for key in QUANTIZED):
+        return PlannedModel(spec=load_model_spec(path), config=config)
+    return planned_model(changed(config, changes))
+
+
+def planned_model(config: Mapping[str, Any]) -> PlannedModel:
+    """`CheckpointError` where a size is unknown or impossible."""
+    config, notes = _text_part(config)
+    notes += _stored(config)
+    plain = {key: value for key, value in config.items() if key not in QUANTIZED}
+    if _family(config) in FAMILIES:
+        return PlannedModel(spec=model_spec(plain), config=dict(config), notes=notes)
+    spec, unread = counted_model(plain)
+    check_spec(spec)
+    name = brief(config.get("model_type"))
+    notes += (f"model_type = {name} does not run here: its sizes were counted from config.json, to be planned",)
+    if unread:
+        notes += (f"of config.json not counted, because nobody knows here what it is: {', '.join(unread)}",)
+    return PlannedModel(spec=spec, config=dict(config), notes=notes)
+
+
+def changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """`config` with each ``key=value``; values are written as in JSON, and what is not JSON is a text."""
+    result = json.loads(json.dumps(dict(config)))
+    for text in changes:
+        key, equals, written = text.partition("=")
+        if not (key.strip() and equals and written.strip()):
+            raise UserError(f"--model-set {text!r}: write a key and a value, for example num_experts=128")
+        *sections, last = key.strip().split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise UserError(f"--model-set {text!r}: {section} is {brief(place)}, not a section with keys")
+        try:
+            place[last] = json.loads(written)
+        except ValueError:
+            place[last] = written.strip()
+    return dict(result)
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    """The `model_type`; empty where there is none, or it is no text."""
+    name = config.get("model_type")
+    return name if isinstance(name, str) else ""
+
+
+def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    for key in TEXT_KEYS:
+        inner = config.get(key)
+        if isinstance(inner, Mapping) and _family(config) not in FAMILIES:
+            shared = ("tie_word_embeddings", "torch_dtype", *QUANTIZED)
+            outer = {name: config[name] for name in shared if name in config}
+            text, notes = _text_part(outer | dict(inner))
+            return text, (f"only the text part of {brief(config.get('model_type'))} is planned", *notes)
+    return config, ()
+
+
+def _stored(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the checkpoint's weights are stored in, where they are quantised: precision is the plan's own choice."""
+    found = next((config[key] for key in QUANTIZED if config.get(key)), None)
+    if found is None:
+        return ()
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: quantization_config = {brief(found)}: an object is needed: correct it")
+    method = found.get("quant_method") or found.get("quant_algo") or "unknown"
+    bits = f" with {found['bits']} bits" if type(found.get("bits")) is int else ""
+    return (f"the checkpoint is quantised ({method}{bits}); the plan is for the formats that --precision names",)
