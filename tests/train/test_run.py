@@ -97,21 +97,6 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_named(tmp_path: Path)
         Trainer(config_of(tmp_path, "steps=9")).run()
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_a_checkpoint_before_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    trainer = Trainer(config)
-
-    def poison(result: StepResult) -> None:
-        if result.step == 4:
-            with torch.no_grad():
-                trainer.model.embedding.fill_(float("nan"))
-
-    trainer.on_step = poison
-    with pytest.raises(UserError, match=r"step 5: loss nan, .* the last checkpoint is from before it"):
-        trainer.run()
-    assert checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1].name == "step-00000003"
-
-
 def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> None:
     """SIGKILL as soon as the first checkpoint is there, or being written; then on to the bits of an undisturbed run."""
     whole = finished(tmp_path / "whole", "steps=12", "output.checkpoint_every=1")
