@@ -27,6 +27,7 @@ from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.layer import Routing
+from antiphon.train.memory_check import check_memory, one_process
 from antiphon.train.metrics import Metrics
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import build_optimizer, clip_gradients, gradient_norm, rate_at
@@ -117,6 +118,7 @@ class Trainer:
         prepare_data(config, self.spec)
         train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
         self.samples = self._samples(train, shuffled=True)
+        check_memory(self.spec, config, one_process(config))
         self.model = build_model(self.spec, config, config.sequence_length)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
