@@ -12,6 +12,7 @@ from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 from antiphon.models.config import load_model_spec, model_spec
+from antiphon.report.run_page import write_run_page
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
@@ -50,8 +51,9 @@ def train(
                 _show_step(result, read, json)
 
         facts = Trainer(read, on_step, timeline).run()
-    emit_json(json, facts)
-    show(f"\n{facts['checkpoint']}", json=json)
+    page = write_run_page(Path(read.output.folder))
+    emit_json(json, facts | {"page": page})
+    show(f"\n{facts['checkpoint']}\n{page}", json=json)
     if facts["held_out_loss"] is not None:
         show(f"held-out loss {facts['held_out_loss']:.4f} nats a token", json=json)
     show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)

@@ -31,6 +31,7 @@ from antiphon.train.memory_check import check_memory, one_process
 from antiphon.train.metrics import Metrics
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import build_optimizer, clip_gradients, gradient_norm, rate_at
+from antiphon.train.run_facts import write_run_facts
 from antiphon.train.samples import Samples
 from antiphon.train.spans import Spans, share_spans
 from antiphon.train.timeline import join_parts
@@ -103,6 +104,7 @@ class Trainer:
         self.on_step = on_step
         self.timeline = timeline
         self.spans = Spans()
+        self.held_out_loss: float | None = None
         self.spec = load_model_spec(Path(config.model.path))
         if config.sequence_length > self.spec.max_position:
             raise UserError(
@@ -118,7 +120,7 @@ class Trainer:
         prepare_data(config, self.spec)
         train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
         self.samples = self._samples(train, shuffled=True)
-        check_memory(self.spec, config, one_process(config))
+        write_run_facts(config, self.spec, check_memory(self.spec, config, one_process(config)))
         self.model = build_model(self.spec, config, config.sequence_length)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
@@ -126,6 +128,8 @@ class Trainer:
         share_spans(self.model, self.spans)
         self._resume()
         metrics = Metrics(Path(config.output.folder), self.state.step)
+        if self.state.step >= config.steps:
+            self.held_out_loss = self._evaluate(held_out)
         started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
         watch = Watch(self.spec, self.spans, metrics, first_step=first_step, timeline=self.timeline)
         try:
@@ -147,7 +151,7 @@ class Trainer:
             "steps": self.state.step,
             "tokens": self.state.num_tokens,
             "loss": loss,
-            "held_out_loss": self._evaluate(held_out),
+            "held_out_loss": self.held_out_loss,
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
@@ -270,10 +274,10 @@ class Trainer:
 
     def _after_step(self, metrics: Metrics, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step
-        if output.evaluate_every and step % output.evaluate_every == 0:
-            loss = self._evaluate(held_out)
-            if loss is not None:
-                metrics.write(step - 1, {"held_out_loss": loss})
+        if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
+            self.held_out_loss = self._evaluate(held_out)
+            if self.held_out_loss is not None:
+                metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
             not_finite.check_parameters(self.model, step)
             checkpoint.save(self.config, self.model_config, self.model, self.optimizer, self.state)
