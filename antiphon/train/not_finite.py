@@ -2,7 +2,7 @@
 
 A loss or gradient norm that is not finite says nothing of its origin, and watching every result would slow every step.
 So the step's passes run once more, with the same weights (the optimizer has not moved), and each result of each
-operator is looked at.
+operator is looked at. They run to their end, so that ranks that exchange rows do not wait for each other.
 
 Minus infinity is what masks are made of: where an operator was given it, it is no fault. NaN and plus infinity always
 are.
@@ -24,30 +24,33 @@ from antiphon.base.errors import UserError
 from antiphon.train.spans import OUTSIDE, Label, Spans
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
+_ON_THE_WAY = ("c10d", "_c10d_functional")  # results that are there only after a wait
 _NUM_NAMED = 3
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """`number`: how many results were looked at before it was found. Ranks run the same operators, so the finding with
+    the least number is the cause, and the others follow from it."""
+
+    number: int
+    words: str
 
 
 @dataclass(frozen=True)
 class Origin:
-    """`operator`: of PyTorch. `number`: how many results were looked at before: ranks compare by it."""
+    """`operator`: of PyTorch. `spoiled_inputs`: what it was given was not finite already."""
 
     micro_batch: int
     label: Label
     operator: str
     value: str
     spoiled_inputs: bool
-    number: int
 
     def __str__(self) -> str:
         whence = "from what was not finite already" if self.spoiled_inputs else "from finite numbers"
         place = "outside of all layers" if self.label.operator == OUTSIDE else str(self.label)
         return f"{place}, {self.operator} (micro-batch {self.micro_batch}) made the first {self.value}, {whence}"
-
-
-class _Found(Exception):
-    def __init__(self, origin: Origin) -> None:
-        super().__init__()
-        self.origin = origin
 
 
 def check_parameters(model: nn.Module, step: int) -> None:
@@ -60,24 +63,30 @@ def check_parameters(model: nn.Module, step: int) -> None:
         )
 
 
-def explain(model: nn.Module, passes: Sequence[Callable[[], object]], spans: Spans) -> str:
+def explain(model: nn.Module, passes: Sequence[Callable[[], object]], spans: Spans) -> Finding:
     """Why loss or gradients are not finite. `passes` run forward and backward of each micro-batch of the step; they
-    record into `spans`. Gradients are made anew."""
+    record into `spans`. All ranks call it together. Gradients are made anew."""
     spoiled = _not_finite_of([*model.named_parameters(), *model.named_buffers()])
     words = [f"{_names(spoiled)} before it"] if spoiled else []
     model.zero_grad()
-    origin = _first(passes, spans)
+    origin, number = _first(passes, spans)
     if origin is not None:
         words.append(str(origin))
-        return "; ".join(words)
+    else:
+        words += _of_gradients(model)
+    return Finding(0 if spoiled else number, "; ".join(words) or "nothing that is not finite was made here")
+
+
+def _of_gradients(model: nn.Module) -> list[str]:
+    """What is wrong with gradients although no operator made anything that is not finite."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     spoiled = _not_finite_of(gradients.items())
     if spoiled:
-        words.append(f"the gradient of {_names(spoiled)}, but no operator made it")
-    elif gradients:
-        name, largest = max(((name, float(each.abs().max())) for name, each in gradients.items()), key=lambda it: it[1])
-        words.append(f"all gradients are finite here; the largest is {largest:.2g}, of {name}, too large for a norm")
-    return "; ".join(words)
+        return [f"the gradient of {_names(spoiled)}, but no operator made it"]
+    if not gradients:
+        return []
+    name, largest = max(((name, float(each.abs().max())) for name, each in gradients.items()), key=lambda it: it[1])
+    return [f"all gradients are finite here; the largest is {largest:.2g}, of {name}: perhaps too large for a norm"]
 
 
 def complaint(step: int, loss: float, norm: float, why: str, newest: Path | None, rate: float) -> UserError:
@@ -89,45 +98,47 @@ def complaint(step: int, loss: float, norm: float, why: str, newest: Path | None
     )
 
 
-def _first(passes: Sequence[Callable[[], object]], spans: Spans) -> Origin | None:
+def _first(passes: Sequence[Callable[[], object]], spans: Spans) -> tuple[Origin | None, int]:
+    """(where it was made, how many results were looked at)."""
     was_on, spans.on = spans.on, True
+    spans.take()
     mode = _Looks(spans)
     try:
         with mode:
             for mode.micro_batch, run in enumerate(passes):
                 run()
-    except _Found as found:
-        return found.origin
     finally:
         spans.take()
         spans.on = was_on
-    return None
+    return mode.found, mode.number
 
 
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `_Found` at the first result that is not finite."""
+    """Looks at results until one is not finite: `found`."""
 
     def __init__(self, spans: Spans) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.micro_batch = 0
+        self.found: Origin | None = None
+        self.number = 0
         self._spans = spans
-        self._number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = func._schema.name.rpartition("::")[2]
+        on_the_way = func.namespace in _ON_THE_WAY and name != "wait_tensor"
+        if self.found is not None or func.is_view or name in _UNWRITTEN or on_the_way:  # not written by it, or not yet
+            return func(*args, **kwargs)
         given = list(_floats((args, kwargs)))
         masked = -math.inf in _numbers((args, kwargs)) or any(_has(each, -math.inf) for each in given)
         result = func(*args, **kwargs)
-        name = func._schema.name.rpartition("::")[2]
-        if func.is_view or name in _UNWRITTEN or func.namespace == "c10d":  # not written by it, or not yet
-            return result
         for each in _floats(result):
-            self._number += 1
+            self.number += 1
             value = _fault(each, masked)
             if value is not None:
                 spoiled = any(_fault(each, allowed=True) is not None for each in given if not _shares(each, result))
-                label = self._spans.current
-                raise _Found(Origin(self.micro_batch, label, f"{func}", value, spoiled, self._number))
+                self.found = Origin(self.micro_batch, self._spans.current, f"{func}", value, spoiled)
+                break
         return result
 
 

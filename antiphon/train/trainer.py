@@ -194,7 +194,7 @@ class Trainer:
             norm = gradient_norm(self.model)
         if not torch.isfinite(norm) or not torch.isfinite(loss):
             passes = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
-            why = not_finite.explain(self.model, passes, self.spans)
+            why = not_finite.explain(self.model, passes, self.spans).words
             newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
             raise not_finite.complaint(step, float(loss), float(norm), why, newest[0] if newest else None, rate)
         with span("optimizer"):

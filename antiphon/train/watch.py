@@ -4,6 +4,7 @@ Spans are recorded in steps that are logged, so that their cost (a millisecond o
 and in the steps of a timeline.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Watch:
         for alarm in self._alarm.observe(step, counts_LE):
             if self._metrics is None:
                 continue
-            _log.log(20 if alarm.ended else 30, "%s", alarm.text)
+            _log.log(logging.INFO if alarm.ended else logging.WARNING, "%s", alarm.text)
             self._metrics.write(step, {"alarm": alarm.text})
 
     def close(self) -> None:

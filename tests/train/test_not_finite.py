@@ -5,10 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops import feed_forward
-from antiphon.train import checkpoint
+from antiphon.kernels.ops.attention import causal_attention
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.specs.model import RouterSpec
+from antiphon.train import checkpoint, not_finite
+from antiphon.train.spans import Spans
 from antiphon.train.trainer import StepResult, Trainer
 from antiphon.train.weights import GATE_UP, Weights
 from tests.train.harness import config_of
@@ -84,7 +89,7 @@ def test_a_norm_that_overflows(tmp_path: Path) -> None:
     trainer.on_step = lambda result: trainer.model.final_norm.register_hook(lambda grad: grad.fill_(3e38)) and None
     words = complaint(trainer)
     assert "step 1: loss 5." in words
-    assert "all gradients are finite here; the largest is 3e+38, of final_norm, too large for a norm" in words
+    assert "all gradients are finite here; the largest is 3e+38, of final_norm: perhaps too large for a norm" in words
 
 
 def test_no_checkpoint_of_spoiled_parameters(tmp_path: Path) -> None:
@@ -93,6 +98,25 @@ def test_no_checkpoint_of_spoiled_parameters(tmp_path: Path) -> None:
     words = complaint(trainer)
     assert words.startswith("step 6: layers.0.out (1 of 1,024 numbers) was not finite: no checkpoint is written")
     assert checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1].name == "step-00000003"
+
+
+def test_minus_infinity_of_masks_is_no_fault() -> None:
+    """Groups of experts that are left out, sinks, and the second choice of sparsemixer."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 8, requires_grad=True)
+    grouped = RouterSpec(num_experts=8, top_k=2, num_groups=4, top_k_groups=2, scoring="sigmoid")
+    mixed = RouterSpec(num_experts=8, top_k=2, scoring="sparsemixer", jitter=0.01)
+    q, k = torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)
+
+    def run() -> None:
+        total = causal_attention(q, k, k, None, 0.3, torch.zeros(4)).sum()
+        for router in (grouped, mixed):
+            total = total + choose_experts(logits, torch.zeros(8), router)[1].square().sum()
+        total.backward()
+
+    finding = not_finite.explain(nn.ParameterList([nn.Parameter(torch.ones(1))]), [run], Spans())
+    assert finding.words == "nothing that is not finite was made here"
+    assert finding.number > 50
 
 
 def test_masks_are_no_fault(tmp_path: Path) -> None:
