@@ -117,10 +117,11 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
         config = self.config
+        need = check_memory(self.spec, config, one_process(config))
         prepare_data(config, self.spec)
         train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
         self.samples = self._samples(train, shuffled=True)
-        write_run_facts(config, self.spec, check_memory(self.spec, config, one_process(config)))
+        write_run_facts(config, self.spec, need)
         self.model = build_model(self.spec, config, config.sequence_length)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
