@@ -13,6 +13,7 @@ from antiphon.report.words import time_unit
 
 MOST_POINTS = 1000
 MOST_COLUMNS = 300
+LEAST_SHARE = 0.002
 LINE_HEIGHT = 26
 BACKWARD = " backward"
 TRAIN_COLOUR, HELD_OUT_COLOUR = BATCH_COLOURS[0], MARK
@@ -70,14 +71,16 @@ def load_figure(record: RunRecord) -> Figure:
 
 
 def time_figure(record: RunRecord) -> Figure:
-    """A bar an operator, forward and backward; what no operator took is the last."""
-    seconds = record.mean("operator_s")
-    names = sorted({name.removesuffix(BACKWARD) for name in seconds}, key=lambda name: -_both(seconds, name))
+    """A bar an operator, forward and backward; what no operator took is the last, with what took next to nothing."""
     step_s = _mean_step_s(record)
+    whole = record.mean("operator_s")
+    names = sorted({name.removesuffix(BACKWARD) for name in whole}, key=lambda name: -_both(whole, name))
+    names = [name for name in names if _both(whole, name) > LEAST_SHARE * step_s]
+    seconds = {name + way: whole.get(name + way, 0.0) for name in names for way in ("", BACKWARD)}
     rest_s = max(0.0, step_s - sum(seconds.values()))
     scale_s, unit = time_unit(step_s)
-    forward = [seconds.get(name, 0.0) for name in names] + [rest_s]
-    backward = [seconds.get(name + BACKWARD, 0.0) for name in names] + [0.0]
+    forward = [*(seconds[name] for name in names), rest_s]
+    backward = [*(seconds[name + BACKWARD] for name in names), 0.0]
     lines = [
         f"{name} ({share:.0%})"
         for name, share in zip(
