@@ -10,8 +10,9 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 from antiphon.models.config import load_model_spec, model_spec
+from antiphon.report.run_page import write_run_page
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
@@ -28,9 +29,13 @@ def train(
     ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all keys as JSON, and stop.")] = False,
     tokenize: Annotated[bool, typer.Option("--tokenize", help="Write the token ids, and stop.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace of some of the first steps.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Train the model that FILE describes. It goes on from the newest checkpoint in output.folder."""
+    check_output_file("--timeline", timeline)
     read = read_config(config, changes or [])
     if print_config:
         print(jsonlib.dumps(read.as_table(), indent=2))
@@ -45,9 +50,10 @@ def train(
             if (result.step + 1) % read.output.log_every == 0 or result.step + 1 == read.steps:
                 _show_step(result, read, json)
 
-        facts = Trainer(read, on_step).run()
-    emit_json(json, facts)
-    show(f"\n{facts['checkpoint']}", json=json)
+        facts = Trainer(read, on_step, timeline).run()
+    page = write_run_page(Path(read.output.folder))
+    emit_json(json, facts | {"page": page})
+    show(f"\n{facts['checkpoint']}\n{page}", json=json)
     if facts["held_out_loss"] is not None:
         show(f"held-out loss {facts['held_out_loss']:.4f} nats a token", json=json)
     show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)

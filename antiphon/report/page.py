@@ -11,7 +11,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from antiphon import __version__
@@ -57,20 +57,21 @@ def html_page(report: Report) -> str:
 
 
 def render_page(figures: dict[str, Figure], *, plan: dict[str, Any], **contents: Any) -> str:
-    """The template with `contents`; `figures` are those that `chart` placed while the contents were made."""
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
-        files("antiphon.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    )
-    return template.render(
-        **contents,
-        version=__version__,
-        plotly_js=get_plotlyjs(),
-        plan_json=_inside_script(plan),
-        figures_json=_inside_script(figures),
+    """The page of a plan with `contents`; `figures` are those that `chart` placed while the contents were made."""
+    return render("page.html.jinja", figures, plan_json=inside_script(plan), **contents)
+
+
+def render(template: str, figures: dict[str, Figure], **contents: Any) -> str:
+    """A template of this package, with what every page has: our version, plotly.js and the figures."""
+    folder = files("antiphon.report")
+    loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(template).render(
+        **contents, version=__version__, plotly_js=get_plotlyjs(), figures_json=inside_script(figures)
     )
 
 
-def _inside_script(value: object) -> str:
+def inside_script(value: object) -> str:
     """JSON that no HTML parser can take for the end of its element."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from antiphon.base.trace import write_events
 from antiphon.sim.live_pool import LivePool
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve import ServingRun
 from antiphon.sim.serve_log import StepBar
-from antiphon.sim.trace import write_events
 
 _EXPERTS_TRACK = 1_000_000
 

@@ -5,26 +5,17 @@ layer and micro-batch, times in microseconds from the first bar. Written piece b
 second copy in memory. Rejected: Perfetto's binary format, which needs its own library.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from antiphon.base.trace import write_events
 from antiphon.sim.gantt import Bar, span_s, tracks
 
 
 def write_trace(path: Path, bars: Sequence[Bar]) -> None:
     """Write `bars` to `path`, replacing it."""
     write_events(path, _events(bars))
-
-
-def write_events(path: Path, events: Iterable[dict[str, Any]]) -> None:
-    """Write events of Chrome's format to `path`, replacing it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for number, event in enumerate(events):
-            file.write(("," if number else "") + "\n" + json.dumps(event))
-        file.write("\n]}\n")
 
 
 def _events(bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:

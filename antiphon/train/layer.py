@@ -20,6 +20,7 @@ from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences, attend
+from antiphon.train.spans import Spans
 from antiphon.train.weights import DOWN, GATE_UP, Weights, layer_parameters, register
 
 
@@ -41,25 +42,37 @@ class MoeLayer(nn.Module):
         self.spec = spec
         self.layer = layer
         self.dispatcher = dispatcher
+        self.spans = Spans()
         register(self, layer_parameters(spec, layer), f"layers.{layer}", seed, std)
 
     def forward(self, x_BSH: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:
         """The residual stream behind the layer, and what the gate did (None in a dense layer)."""
-        weights, spec = Weights(self, x_BSH.dtype), self.spec
-        y_BSH = norm(spec, weights, "input_norm", x_BSH)
-        x_BSH = x_BSH + _scaled(attend(spec, self.layer, weights, y_BSH, sequences), spec.residual_multiplier)
-        y_TH = norm(spec, weights, "post_norm", x_BSH).flatten(0, 1)
+        weights, spec, layer, span = Weights(self, x_BSH.dtype), self.spec, self.layer, self.spans.of
+        with span("norm", layer):
+            y_BSH = norm(spec, weights, "input_norm", x_BSH)
+        with span("attention", layer):
+            x_BSH = x_BSH + _scaled(attend(spec, layer, weights, y_BSH, sequences), spec.residual_multiplier)
+        with span("norm", layer):
+            y_TH = norm(spec, weights, "post_norm", x_BSH).flatten(0, 1)
         if self.dispatcher is None:
-            dense_TH = _gated(spec, weights, "dense", y_TH)
-            return x_BSH + _scaled(dense_TH, spec.residual_multiplier).view_as(x_BSH), None
-        ids_TK, weights_TK, routing = self._gate(weights, y_TH)
-        dispatched = self.dispatcher.start_dispatch(y_TH, ids_TK, weights_TK)
-        shared_TH = _shared(spec, weights, y_TH)
-        rows_RH, counts = dispatched.wait()
-        out_TH = dispatched.start_combine(_experts(spec, weights, rows_RH, counts)).wait()
-        if shared_TH is not None:
-            out_TH = out_TH + _scaled(shared_TH, spec.residual_multiplier)
-        return x_BSH + out_TH.view_as(x_BSH), routing
+            with span("dense feed-forward", layer):
+                dense_TH = _scaled(_gated(spec, weights, "dense", y_TH), spec.residual_multiplier)
+                return x_BSH + dense_TH.view_as(x_BSH), None
+        with span("gate", layer):
+            ids_TK, weights_TK, routing = self._gate(weights, y_TH)
+        with span("dispatch", layer):
+            dispatched = self.dispatcher.start_dispatch(y_TH, ids_TK, weights_TK)
+        with span("shared expert", layer):
+            shared_TH = _shared(spec, weights, y_TH)
+        with span("dispatch", layer):
+            rows_RH, counts = dispatched.wait()
+        with span("experts", layer):
+            rows_RH = _experts(spec, weights, rows_RH, counts)
+        with span("combine", layer):
+            out_TH = dispatched.start_combine(rows_RH).wait()
+            if shared_TH is not None:
+                out_TH = out_TH + _scaled(shared_TH, spec.residual_multiplier)
+            return x_BSH + out_TH.view_as(x_BSH), routing
 
     def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Routing]:
         """Experts and weights of each row, chosen in float32 at least."""

@@ -1,8 +1,11 @@
 """What a run says of itself, step by step: one JSON object a line, and TensorBoard where it is installed."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from antiphon.base.logging import get_logger
 
@@ -20,8 +23,9 @@ class Metrics:
         self._file = file.open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", first_step)
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Numbers, and lists of numbers (by layer), of one step."""
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Values of one step: numbers, texts, numbers by name, numbers by layer, numbers by layer and expert. The last
+        are a histogram a layer in TensorBoard: a curve an expert would be thousands."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if self._board is None:
@@ -29,9 +33,20 @@ class Metrics:
         for name, value in values.items():
             if isinstance(value, list):
                 for index, entry in enumerate(value):
-                    self._board.add_scalar(f"{name}/layer_{index:02d}", entry, step)
+                    self._show(f"{name}/layer_{index:02d}", entry, step)
+            elif isinstance(value, dict):
+                for key, entry in value.items():
+                    self._show(f"{name}/{key.replace(' ', '_')}", entry, step)
             else:
-                self._board.add_scalar(name, value, step)
+                self._show(name, value, step)
+
+    def _show(self, name: str, value: Any, step: int) -> None:
+        if isinstance(value, list):
+            self._board.add_histogram(name, np.asarray(value), step)
+        elif isinstance(value, str):
+            self._board.add_text(name, value, step)
+        else:
+            self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._file.close()

@@ -18,6 +18,7 @@ from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences
 from antiphon.train.layer import MoeLayer, Routing, norm
+from antiphon.train.spans import Spans
 from antiphon.train.weights import Weights, outer_parameters, register
 
 
@@ -59,6 +60,7 @@ class MoeModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.dtype = dtype
+        self.spans = Spans()
         register(self, outer_parameters(spec), "outer", seed, std)
         self.layers = nn.ModuleList(
             MoeLayer(spec, layer, dispatcher_of(layer) if routes else None, seed=seed, std=std)
@@ -74,22 +76,26 @@ class MoeModel(nn.Module):
         x_TH = x_BSH.flatten(0, 1)
         weights = Weights(self, self.dtype)
         head = weights["embedding" if self.spec.tie_embeddings else "head"]
-        loss = linear_cross_entropy(
-            norm(self.spec, weights, "final_norm", x_TH),
-            head,
-            weights.optional("head_bias"),
-            batch.targets_BS.flatten(),
-            num_targets,
-            self.spec.logits_divisor,
-        )
+        with self.spans.of("norm"):
+            y_TH = norm(self.spec, weights, "final_norm", x_TH)
+        with self.spans.of("cross-entropy"):
+            loss = linear_cross_entropy(
+                y_TH,
+                head,
+                weights.optional("head_bias"),
+                batch.targets_BS.flatten(),
+                num_targets,
+                self.spec.logits_divisor,
+            )
         return Losses(loss, routings)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, list[Routing]]:
         """The residual stream behind the last layer [B, S, H], before the final norm."""
         sequences = Sequences.of(self.spec, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
-        x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS]
-        if self.spec.embedding_multiplier != 1.0:
-            x_BSH = x_BSH * self.spec.embedding_multiplier
+        with self.spans.of("embedding"):
+            x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS]
+            if self.spec.embedding_multiplier != 1.0:
+                x_BSH = x_BSH * self.spec.embedding_multiplier
         routings = []
         for layer in self.layers:
             x_BSH, routing = layer(x_BSH, sequences)

@@ -1,22 +1,28 @@
 """Token ids on disk: written once from the documents, read as a memory map.
 
 A cache folder holds `train.bin` and `held_out.bin` (ids one after the other, each document behind its end mark),
-`train.starts.npy` and `held_out.starts.npy` (where documents begin), and `meta.json`, written last: what the ids were
-made from. A folder without it, or made from something else, is written anew.
+`train.starts` and `held_out.starts` (where documents begin, 8 bytes each), and `meta.json`, written last: what the ids
+were made from. A folder made from something else is written anew.
+
+Until then `progress.json` tells, chunk by chunk, how far the documents are read and how long the files are: started
+again, tokenizing cuts the files to that length and goes on. The files are the same, byte for byte, as if it had never
+been stopped.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
+from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import DataConfig
 from antiphon.train.documents import find_files, read_documents
@@ -24,7 +30,9 @@ from antiphon.train.documents import find_files, read_documents
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 _BATCH_TEXTS = 64
-_VERSION = 1
+_BATCH_CHARACTERS = 4 << 20
+_CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -64,76 +72,165 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
         raise UserError("config.json: eos_token_id is missing: it marks the end of a document")
     cache.mkdir(parents=True, exist_ok=True)
     (cache / "meta.json").unlink(missing_ok=True)
-    writers = {split: _Writer(cache, split, spec.vocab_size) for split in SPLITS}
-    with progress("tokenizing") as report:
-        _write_all(config, files, tokenizer, spec.eos_token_ids[0], seed, writers, report)
-    sizes = {split: writer.close() for split, writer in writers.items()}
-    if not sizes["train"]["ids"]:
-        raise UserError(f"{len(files)} files hold no text to train on: check data.files")
-    meta = {"version": _VERSION, "made_from": made_from, "splits": sizes}
-    (cache / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    progress_file = cache / "progress.json"
+    reached = _Reached.read(progress_file, made_from)
+    dtype = np.dtype(np.uint16 if spec.vocab_size <= 1 << 16 else np.uint32)
+    with (
+        progress("tokenizing", format_amount=format_bytes) as report,
+        _Writer(cache, "train", dtype, reached.train) as train,
+        _Writer(cache, "held_out", dtype, reached.held_out) as held_out,
+    ):
+        writers: dict[Split, _Writer] = {"train": train, "held_out": held_out}
+
+        def keep(reached: _Reached) -> None:
+            for writer in writers.values():
+                writer.to_disk()
+            whole = replace(reached, made_from=made_from, train=train.size, held_out=held_out.size)
+            _write_whole(progress_file, asdict(whole))
+
+        documents = _documents(config, files, reached, report)
+        _write_all(documents, tokenizer, spec.eos_token_ids[0], seed, config.held_out, writers, reached, keep)
+    if not train.size.num_ids:
+        raise UserError(
+            f"{len(files)} files hold no text to train on: check data.files"
+            if not held_out.size.num_ids
+            else f"all documents are held out: lower data.held_out (now {config.held_out}) or give more documents"
+        )
+    splits = {split: {**asdict(writer.size), "dtype": dtype.name} for split, writer in writers.items()}
+    _write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, "splits": splits})
+    progress_file.unlink(missing_ok=True)
 
 
 def open_tokens(cache: Path, split: Split) -> TokenFile:
     """A memory map of what `tokenize` wrote."""
     meta = _read_meta(cache)["splits"][split]
     ids: np.ndarray[Any, Any] = np.zeros(0, dtype=meta["dtype"])
-    if meta["ids"]:
+    if meta["num_ids"]:
         ids = np.memmap(cache / f"{split}.bin", dtype=meta["dtype"], mode="r")
-    if ids.shape[0] != meta["ids"]:
-        raise UserError(f"{cache}: {split}.bin holds {ids.shape[0]} ids, not {meta['ids']}: remove the folder")
-    return TokenFile(ids, np.load(cache / f"{split}.starts.npy"), meta["text_bytes"])
+    if ids.shape[0] != meta["num_ids"]:
+        raise UserError(f"{cache}: {split}.bin holds {ids.shape[0]} ids, not {meta['num_ids']}: remove the folder")
+    return TokenFile(ids, np.fromfile(cache / f"{split}.starts", dtype=np.int64), meta["text_bytes"])
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of one split so far. `text_bytes`: of the text that the ids stand for."""
+
+    num_ids: int = 0
+    num_documents: int = 0
+    text_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """How far tokenizing is: document `num_documents` comes next, from `place` of file `file` on."""
+
+    made_from: str = ""
+    file: int = 0
+    place: int = 0
+    num_documents: int = 0
+    train: _Size = _Size()
+    held_out: _Size = _Size()
+
+    @staticmethod
+    def read(file: Path, made_from: str) -> "_Reached":
+        """What an earlier try left; the beginning if it left nothing, or was of something else."""
+        try:
+            entries = json.loads(file.read_text())
+            train, held_out = (_Size(**entries.pop(split)) for split in SPLITS)
+            reached = _Reached(**entries, train=train, held_out=held_out)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return _Reached()
+        return reached if reached.made_from == made_from else _Reached()
 
 
 class _Writer:
-    """One split being written."""
+    """One split being written, from `size` on: what is behind it in the files is cut off."""
 
-    def __init__(self, cache: Path, split: Split, vocab_size: int) -> None:
-        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        self._starts_file = cache / f"{split}.starts.npy"
-        self._file = (cache / f"{split}.bin").open("wb")
-        self._starts: list[int] = []
-        self._num_ids = 0
-        self._text_bytes = 0
+    def __init__(self, cache: Path, split: Split, dtype: np.dtype[Any], size: _Size) -> None:
+        self.size = size
+        self._dtype = dtype
+        self._ids = _open_at(cache / f"{split}.bin", size.num_ids * dtype.itemsize)
+        self._starts = _open_at(cache / f"{split}.starts", size.num_documents * 8)
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ids.close()
+        self._starts.close()
 
     def add(self, ids: list[int], num_bytes: int) -> None:
-        self._starts.append(self._num_ids)
-        self._file.write(np.asarray(ids, dtype=self._dtype).tobytes())
-        self._num_ids += len(ids)
-        self._text_bytes += num_bytes
+        self._starts.write(np.int64(self.size.num_ids).tobytes())
+        self._ids.write(np.asarray(ids, dtype=self._dtype).tobytes())
+        old = self.size
+        self.size = _Size(old.num_ids + len(ids), old.num_documents + 1, old.text_bytes + num_bytes)
 
-    def close(self) -> dict[str, Any]:
-        self._file.close()
-        np.save(self._starts_file, np.asarray(self._starts, dtype=np.int64))
-        return {"ids": self._num_ids, "text_bytes": self._text_bytes, "dtype": np.dtype(self._dtype).name}
+    def to_disk(self) -> None:
+        for file in (self._ids, self._starts):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _open_at(file: Path, num_bytes: int) -> BinaryIO:
+    """`file`, cut to `num_bytes`, to be appended to. `UserError` if it is shorter: then somebody changed it."""
+    if num_bytes and (not file.exists() or file.stat().st_size < num_bytes):
+        raise UserError(f"{file}: shorter than {num_bytes} bytes, which were written: remove {file.parent}")
+    opened = file.open("ab")
+    opened.truncate(num_bytes)
+    return opened
+
+
+def _documents(
+    config: DataConfig, files: list[Path], reached: _Reached, report: Callable[[float, float | None], None]
+) -> Iterator[tuple[str, int, int]]:
+    """(text, file, where to go on in it) of each document from `reached` on; reports bytes of the files."""
+    sizes = [file.stat().st_size for file in files]
+    total, done = sum(sizes), sum(sizes[: reached.file])
+    for index in range(reached.file, len(files)):
+        begin = reached.place if index == reached.file else 0
+        for document in read_documents(files[index], config.text_key, begin):
+            yield document.text, index, document.next_place
+            report(done + document.share * sizes[index], total)
+        done += sizes[index]
+        report(done, total)
 
 
 def _write_all(
-    config: DataConfig,
-    files: list[Path],
+    documents: Iterator[tuple[str, int, int]],
     tokenizer: Tokenizer,
     end_id: int,
     seed: int,
+    held_out: float,
     writers: dict[Split, _Writer],
-    report: Callable[[float, float | None], None],
+    reached: _Reached,
+    keep: Callable[[_Reached], None],
 ) -> None:
-    number, texts = 0, list[str]()
-
-    def flush() -> None:
-        nonlocal number
+    """All of `documents`; `keep` is told about every chunk."""
+    number, kept_bytes = reached.num_documents, 0
+    while batch := _batch(documents):
+        texts = [text for text, _, _ in batch]
         for text, encoding in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
-            split: Split = "held_out" if _is_held_out(number, seed, config.held_out) else "train"
-            writers[split].add([*encoding.ids, end_id], len(text.encode()))
-            number += 1
-        texts.clear()
+            split: Split = "held_out" if _is_held_out(number, seed, held_out) else "train"
+            num_bytes = len(text.encode())
+            writers[split].add([*encoding.ids, end_id], num_bytes)
+            number, kept_bytes = number + 1, kept_bytes + num_bytes
+        if kept_bytes >= _CHUNK_BYTES:
+            _, file, place = batch[-1]
+            keep(_Reached(file=file, place=place, num_documents=number))
+            kept_bytes = 0
 
-    for done, file in enumerate(files, start=1):
-        for text in read_documents(file, config.text_key):
-            texts.append(text)
-            if len(texts) == _BATCH_TEXTS:
-                flush()
-        report(done, len(files))
-    flush()
+
+def _batch(documents: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """The next documents, as many as are encoded at once."""
+    batch: list[tuple[str, int, int]] = []
+    length = 0
+    for document in documents:
+        batch.append(document)
+        length += len(document[0])
+        if len(batch) == _BATCH_TEXTS or length >= _BATCH_CHARACTERS:
+            break
+    return batch
 
 
 def _is_held_out(number: int, seed: int, part: float) -> bool:
@@ -162,3 +259,10 @@ def _read_meta(cache: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return meta if isinstance(meta, dict) and meta.get("version") == _VERSION else {}
+
+
+def _write_whole(file: Path, entries: dict[str, Any]) -> None:
+    """Replace `file`; a kill leaves the old one or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(entries, indent=1) + "\n")
+    partial.replace(file)

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,21 @@ from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.model import ModelSpec
-from antiphon.train import checkpoint
+from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.layer import Routing
+from antiphon.train.memory_check import check_memory, one_process
 from antiphon.train.metrics import Metrics
-from antiphon.train.model import MoeModel
+from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import build_optimizer, clip_gradients, gradient_norm, rate_at
+from antiphon.train.run_facts import write_run_facts
 from antiphon.train.samples import Samples
+from antiphon.train.spans import Spans, share_spans
+from antiphon.train.timeline import join_parts
 from antiphon.train.tokens import TokenFile, open_tokens, tokenize
+from antiphon.train.watch import Watch
 from antiphon.train.weights import Weights
 
 _log = get_logger("train")
@@ -86,11 +92,19 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int) -> Moe
 
 
 class Trainer:
-    """One run. `on_step` is called after every step."""
+    """One run. `on_step` is called after every step. `timeline`: a file for a trace of some of the first steps."""
 
-    def __init__(self, config: TrainConfig, on_step: Callable[[StepResult], None] = lambda result: None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        on_step: Callable[[StepResult], None] = lambda result: None,
+        timeline: Path | None = None,
+    ) -> None:
         self.config = config
         self.on_step = on_step
+        self.timeline = timeline
+        self.spans = Spans()
+        self.held_out_loss: float | None = None
         self.spec = load_model_spec(Path(config.model.path))
         if config.sequence_length > self.spec.max_position:
             raise UserError(
@@ -103,30 +117,42 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
         config = self.config
+        need = check_memory(self.spec, config, one_process(config))
         prepare_data(config, self.spec)
         train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
         self.samples = self._samples(train, shuffled=True)
+        write_run_facts(config, self.spec, need)
         self.model = build_model(self.spec, config, config.sequence_length)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        share_spans(self.model, self.spans)
         self._resume()
         metrics = Metrics(Path(config.output.folder), self.state.step)
+        if self.state.step >= config.steps:
+            self.held_out_loss = self._evaluate(held_out)
         started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
+        watch = Watch(self.spec, self.spans, metrics, first_step=first_step, timeline=self.timeline)
         try:
             while self.state.step < config.steps:
+                watch.before_step(self.state.step, logged=self._is_logged(self.state.step))
                 result = self._step()
                 loss = result.loss
+                watch.after_step(result.step, result.counts_LE.tolist())
                 self.on_step(result)
-                self._record(metrics, result)
+                if self._is_logged(result.step):
+                    self._record(metrics, result, watch)
                 self._after_step(metrics, held_out)
         finally:
             metrics.close()
+            watch.close()
+        if self.timeline is not None:
+            join_parts(self.timeline, 1)
         return {
             "steps": self.state.step,
             "tokens": self.state.num_tokens,
             "loss": loss,
-            "held_out_loss": self._evaluate(held_out),
+            "held_out_loss": self.held_out_loss,
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
@@ -154,27 +180,28 @@ class Trainer:
             group["lr"] = rate
         numbers = range(self.state.num_samples, self.state.num_samples + config.batch)
         size = config.batch // config.micro_batches
-        cpu = torch.device("cpu")
-        batches = [self.samples.batch(numbers[first : first + size], cpu) for first in range(0, config.batch, size)]
+        cpu, span = torch.device("cpu"), self.spans.of
+        with span("data"):
+            batches = [self.samples.batch(numbers[first : first + size], cpu) for first in range(0, config.batch, size)]
         num_targets = torch.stack([(batch.targets_BS != IGNORED).sum() for batch in batches]).sum()
         loss, balance = torch.zeros(()), torch.zeros(())
         counts: list[Tensor] = []
         for batch in batches:
-            losses = self.model(batch, num_targets)
-            extra, uneven = self._router_losses(losses.routings)
-            (losses.cross_entropy + extra / len(batches)).backward()
-            loss, balance = loss + losses.cross_entropy.detach(), balance + uneven.detach() / len(batches)
-            counts.append(torch.stack([routing.counts_E for routing in losses.routings]))
+            cross_entropy, uneven, counts_LE = self._pass(batch, num_targets, len(batches))
+            loss, balance = loss + cross_entropy, balance + uneven / len(batches)
+            counts.append(counts_LE)
         counts_LE = torch.stack(counts).sum(0)
-        norm = gradient_norm(self.model)
+        with span("gradient norm"):
+            norm = gradient_norm(self.model)
         if not torch.isfinite(norm) or not torch.isfinite(loss):
-            raise UserError(
-                f"step {step}: loss {float(loss):g}, gradient norm {float(norm):g}: training cannot go on; the last "
-                "checkpoint is from before it; lower optimizer.learning_rate"
-            )
-        clip_gradients(self.model, norm, config.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            passes = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
+            why = not_finite.explain(self.model, passes, self.spans).words
+            newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
+            raise not_finite.complaint(step, float(loss), float(norm), why, newest[0] if newest else None, rate)
+        with span("optimizer"):
+            clip_gradients(self.model, norm, config.optimizer.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self._move_score_biases(counts_LE)
         self.state = RunState(
             step=step + 1,
@@ -190,6 +217,16 @@ class Trainer:
             counts_LE=counts_LE,
             duration_s=time.perf_counter() - started_s,
         )
+
+    def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward of a micro-batch: (cross-entropy, balance loss, rows by layer and expert)."""
+        losses = self.model(batch, num_targets)
+        extra, uneven = self._router_losses(losses.routings)
+        total = losses.cross_entropy + extra / num_passes
+        with self.spans.backward(total):
+            total.backward()
+        counts_LE = torch.stack([routing.counts_E for routing in losses.routings])
+        return losses.cross_entropy.detach(), uneven.detach(), counts_LE
 
     def _router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
         """(what is added to the loss, the balance loss by itself: 1 when experts are used evenly)."""
@@ -212,9 +249,10 @@ class Trainer:
             wanting = (counts_E.double().mean() - counts_E).sign().view_as(bias)
             bias.add_(self.config.loss.bias_rate * wanting.to(bias.dtype))
 
-    def _record(self, metrics: Metrics, result: StepResult) -> None:
-        if self.state.step % self.config.output.log_every and self.state.step != self.config.steps:
-            return
+    def _is_logged(self, step: int) -> bool:
+        return (step + 1) % self.config.output.log_every == 0 or step + 1 == self.config.steps
+
+    def _record(self, metrics: Metrics, result: StepResult, watch: Watch) -> None:
         tokens = self.config.tokens_per_step
         metrics.write(
             result.step,
@@ -229,16 +267,20 @@ class Trainer:
                 / result.duration_s,
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,
+                "expert_rows": result.counts_LE.tolist(),
+                "step_s": result.duration_s,
+                "operator_s": dict(watch.operator_s),
             },
         )
 
     def _after_step(self, metrics: Metrics, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step
-        if output.evaluate_every and step % output.evaluate_every == 0:
-            loss = self._evaluate(held_out)
-            if loss is not None:
-                metrics.write(step - 1, {"held_out_loss": loss})
+        if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
+            self.held_out_loss = self._evaluate(held_out)
+            if self.held_out_loss is not None:
+                metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
+            not_finite.check_parameters(self.model, step)
             checkpoint.save(self.config, self.model_config, self.model, self.optimizer, self.state)
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ def test_data_that_is_none(tmp_path: Path) -> None:
 def test_files_that_are_not_text(tmp_path: Path) -> None:
     config_of(tmp_path)
     (tmp_path / "text/zz.txt").write_bytes(b"abc\0def")
-    assert "zz.txt: holds zero bytes" in refused_as_is(tmp_path)
+    assert "zz.txt: holds a zero byte at byte 3" in refused_as_is(tmp_path)
     (tmp_path / "text/zz.txt").write_bytes(b"abc\xff\xfe")
     assert "zz.txt: not UTF-8 text (invalid start byte at byte 3)" in refused_as_is(tmp_path)
     (tmp_path / "text/zz.txt").unlink()

@@ -66,14 +66,18 @@ def test_the_ids_are_those_of_the_documents_and_made_once(tmp_path: Path) -> Non
     assert (cache_of(config) / "train.bin").stat().st_mtime_ns != before
 
 
+def texts_of(file: Path, text_key: str) -> list[str]:
+    return [document.text for document in read_documents(file, text_key)]
+
+
 def test_documents_of_every_format(tmp_path: Path) -> None:
     texts = ["one", "two\nlines", "drei"]
     (tmp_path / "a.txt").write_text(texts[1])
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": text}) + "\n\n" for text in [*texts, ""]))
     table = pyarrow.table({"id": [1, 2, 3, 4], "body": [*texts, None]})
     parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
-    assert list(read_documents(tmp_path / "a.txt", "body")) == texts[1:2]
-    assert list(read_documents(tmp_path / "b.jsonl", "body")) == texts
-    assert list(read_documents(tmp_path / "c.parquet", "body")) == texts
+    assert texts_of(tmp_path / "a.txt", "body") == texts[1:2]
+    assert texts_of(tmp_path / "b.jsonl", "body") == texts
+    assert texts_of(tmp_path / "c.parquet", "body") == texts
     with pytest.raises(UserError, match=r"c.parquet: no column 'text' \(there is: id, body\): set data.text_key"):
-        list(read_documents(tmp_path / "c.parquet", "text"))
+        texts_of(tmp_path / "c.parquet", "text")

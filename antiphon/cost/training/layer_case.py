@@ -12,13 +12,11 @@ from antiphon.specs.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCase:
-    """What an operator list is made from. `tokens`: of one micro-batch of the whole group."""
+class LayerSizes:
+    """What a layer's tensors are sized by. `tokens`: of one micro-batch of the whole group."""
 
     model: ModelSpec
     setup: TrainingSetup
-    roofs: Roofs
-    network: Network
     sequence_length: int
 
     @property
@@ -51,6 +49,14 @@ class LayerCase:
             / router.num_experts
             * self.setup.imbalance
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase(LayerSizes):
+    """What an operator list is made from."""
+
+    roofs: Roofs
+    network: Network
 
 
 def layer_case(training: Training, setup: TrainingSetup) -> LayerCase:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.training.activations import Activation, LayerShape, layer_activations, total_width
-from antiphon.cost.training.layer_case import LayerCase
+from antiphon.cost.training.layer_case import LayerCase, LayerSizes
 from antiphon.cost.training.layer_time import Recomputed
 from antiphon.cost.training.operators import LayerOperators
 from antiphon.specs.counts import count_flops
@@ -98,7 +98,7 @@ def options(case: LayerCase, operators: LayerOperators) -> tuple[Option, ...]:
     return tuple(option for option in found if option.name != "attn_a2a" or case.setup.attention == "sequence")
 
 
-def activations_of(case: LayerCase) -> tuple[Activation, ...]:
+def activations_of(case: LayerSizes) -> tuple[Activation, ...]:
     """The layer's tensors under this setup, as one rank holds them. Tensor-parallel experts hold n times as many rows,
     of 1/n of the width: so only the rows at full width weigh more. Attention's output has a second copy only where it
     is exchanged."""
@@ -119,7 +119,7 @@ def activations_of(case: LayerCase) -> tuple[Activation, ...]:
     )
 
 
-def needed_bytes(case: LayerCase) -> Number:
+def needed_bytes(case: LayerSizes) -> Number:
     """What one layer holds for its backward pass if nothing is made again. A shared expert or dense feed-forward keeps
     its input with the layer's and adds its two products and the activation (3 widths)."""
     unit = case.rows * case.model.hidden_size * case.setup.precision.row_bytes
@@ -127,7 +127,7 @@ def needed_bytes(case: LayerCase) -> Number:
     return (total_width(activations_of(case), "needed") + shared) * unit
 
 
-def dense_bytes(case: LayerCase) -> Number:
+def dense_bytes(case: LayerSizes) -> Number:
     """What a layer without experts holds: attention's tensors, the norms, and the feed-forward's three widths."""
     unit = case.rows * case.model.hidden_size * case.setup.precision.row_bytes
     attention = tuple(item for item in activations_of(case) if not item.name.startswith(("ffn", "fc")))

@@ -1,0 +1,166 @@
+"""The page that closes a training run: one HTML file in the frame of the planner's pages, made from the run's files.
+
+Rejected: a picture a figure, which TensorBoard shows already. Here the plan's prediction stands beside the run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from antiphon.base.units import format_bytes
+from antiphon.report.figure_style import Figure
+from antiphon.report.page import chart, inside_script, render
+from antiphon.report.run_figures import (
+    balance_figure,
+    bytes_figure,
+    curve_figure,
+    dropped_figure,
+    load_figure,
+    loss_figure,
+    time_figure,
+)
+from antiphon.report.run_record import RunRecord, read_run
+from antiphon.report.words import milliseconds, number, plural
+from antiphon.specs.training_plan import TrainingPlan, training_plan_from_json
+
+PAGE = "report.html"
+MOST_ALARMS = 20
+_UNKNOWN = "-"
+
+
+def write_run_page(folder: Path) -> Path:
+    """Write `folder/report.html` from what the run left there. To be called by one rank, after the last step."""
+    page = folder / PAGE
+    page.write_text(run_page(read_run(folder)), encoding="utf-8")
+    return page
+
+
+def run_page(record: RunRecord) -> str:
+    """The whole file's text."""
+    figures: dict[str, Figure] = {}
+    facts = record.facts
+    config = facts["config"]
+    tokens = config["batch"] * config["sequence_length"]
+    return render(
+        "run.html.jinja",
+        figures,
+        title=f"Training of {facts['model']}",
+        subtitle=f"{plural(config['steps'], 'step')} of {plural(config['batch'], 'sequence')} of "
+        f"{config['sequence_length']:,} tokens ({tokens:,} a step) on {plural(facts['num_ranks'], 'rank')}",
+        headline=_headline(record),
+        cards=_cards(record),
+        facts=_facts(record),
+        compared=_compared(record),
+        alarms=[f"step {step}: {text}" for step, text in record.alarms[-MOST_ALARMS:]],
+        num_alarms=len(record.alarms),
+        sections=list(_sections(record, figures)),
+        run_json=inside_script(facts),
+    )
+
+
+def _headline(record: RunRecord) -> str:
+    if not record.steps:
+        return "No step was logged"
+    first, last = record.steps[0], record.steps[-1]
+    held_out = f", held out {record.held_out[-1][1]:.3f}" if record.held_out else ""
+    alarms = f"; {plural(len(record.alarms), 'alarm')}" if record.alarms else ""
+    return f"Loss {first['loss']:.3f} → {last['loss']:.3f} nats a token at step {last['step'] + 1:,}{held_out}{alarms}"
+
+
+def _cards(record: RunRecord) -> list[tuple[str, str]]:
+    last = record.steps[-1] if record.steps else {}
+    peak = last.get("peak_rss_bytes")
+    fullest = last.get("fullest_expert_ratio")
+    return [
+        ("a step, median", milliseconds(record.median("step_s"))),
+        ("tokens/s, median", number(record.median("tokens_per_s"))),
+        ("GFLOP/s of the model", number((record.median("flops_per_s") or 0) / 1e9 or None)),
+        ("peak memory of a rank", _UNKNOWN if peak is None else format_bytes(peak)),
+        ("fullest expert, × mean", _UNKNOWN if fullest is None else f"{max(fullest):.2f}"),
+    ]
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    facts, config = record.facts, record.facts["config"]
+    optimizer, loss = config["optimizer"], config["loss"]
+    size = config["micro_batch"] or config["batch"]
+    return [
+        ("parameters", f"{facts['num_parameters']:,}, of them {facts['num_active_parameters']:,} for a token"),
+        ("experts", f"{facts['top_k']} of {facts['num_experts']} in {plural(len(facts['moe_layers']), 'layer')}"),
+        ("arithmetic", config["dtype"]),
+        ("a pass", f"{plural(size, 'sequence')}; {plural(config['batch'] // size, 'pass', 'passes')} a step"),
+        (
+            "optimizer",
+            f"AdamW, peak rate {optimizer['learning_rate']:g}, {optimizer['schedule']}, "
+            f"{optimizer['warmup_steps']} steps of warm-up, decay {optimizer['weight_decay']:g}, "
+            f"clip {optimizer['clip']:g}",
+        ),
+        ("added losses", f"balance {loss['balance']:g}, z {loss['z']:g}"),
+        ("begun with", f"{config['model']['begin']} weights, seed {config['seed']}"),
+        ("ranks", f"{plural(facts['num_ranks'], 'rank')} of {plural(facts['num_threads'], 'thread')}"),
+    ]
+
+
+def _compared(record: RunRecord) -> list[tuple[str, str, str, str]]:
+    """(what, predicted, measured, their ratio): memory by the check before the first step; the rest by the plan, if the
+    run obeyed one."""
+    rows = []
+    if record.facts["plan"] is not None:
+        plan = training_plan_from_json(record.facts["plan"])
+        rows += _against_plan(record, plan)
+    peak = max(record.curve("peak_rss_bytes")[1], default=None)
+    used = None if peak is None else peak - record.facts["rss_before_bytes"]
+    rows.append(_row("memory of a rank, less the runtime's", record.facts["memory_need"]["total"], used, format_bytes))
+    return rows
+
+
+def _against_plan(record: RunRecord, plan: TrainingPlan) -> list[tuple[str, str, str, str]]:
+    """MFU by the plan's own peak: it grows with tokens/s."""
+    predicted, tokens_per_s = plan.predicted, record.median("tokens_per_s")
+    mfu = None if tokens_per_s is None else predicted.mfu * tokens_per_s / predicted.tokens_per_s
+    return [
+        _row("a step", predicted.iteration_s, record.median("step_s"), milliseconds),
+        _row("tokens/s", predicted.tokens_per_s, tokens_per_s, number),
+        _row("MFU", predicted.mfu, mfu, lambda value: f"{value:.1%}"),
+    ]
+
+
+def _row(
+    name: str, predicted: float, measured: float | None, written: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    if measured is None:
+        return name, written(predicted), _UNKNOWN, _UNKNOWN
+    return name, written(predicted), written(measured), f"{measured / predicted:.2f}" if predicted else _UNKNOWN
+
+
+def _sections(record: RunRecord, figures: dict[str, Figure]) -> list[dict[str, Any]]:
+    """A section without figures is left out."""
+    has = {name for row in record.steps for name in row}
+    drawn: dict[str, list[dict[str, Any]]] = {"Learning": [], "Experts": [], "Time and bytes": []}
+
+    def add(section: str, name: str, title: str, caption: str, figure: Figure) -> None:
+        drawn[section].append(chart(f"run-{name}", title, caption, figure, figures))
+
+    if "loss" in has:
+        add("Learning", "loss", "Loss", "Of logged steps; a long run shows means.", loss_figure(record))
+        rate = curve_figure(record, "learning_rate", "Learning rate")
+        add("Learning", "rate", "Learning rate", "What the optimizer was given.", rate)
+        norm = curve_figure(record, "gradient_norm", "Gradient norm", logarithmic=True)
+        add("Learning", "norm", "Gradient norm", "Before it was limited.", norm)
+    if "fullest_expert_ratio" in has:
+        words = "Rows of the fullest expert over the mean: 1 is even."
+        add("Experts", "balance", "Balance by layer and step", words, balance_figure(record))
+    if "expert_rows" in has:
+        words = "Rows of each expert over the mean of its layer, at the last logged step."
+        add("Experts", "load", "Load of each expert", words, load_figure(record))
+    if "dropped_rows" in has:
+        add("Experts", "dropped", "Dropped rows", "No expert had room for them.", dropped_figure(record))
+    if "operator_s" in has:
+        words = "Mean over logged steps, on one rank. The rest is between operators: residual sums and bookkeeping."
+        add("Time and bytes", "time", "Where the time went", words, time_figure(record))
+    if "collective_bytes" in has:
+        words = "Mean over logged steps, on one rank."
+        add("Time and bytes", "bytes", "Bytes by collective", words, bytes_figure(record))
+    return [
+        {"id": title.split()[0].lower(), "title": title, "charts": charts} for title, charts in drawn.items() if charts
+    ]

@@ -1,0 +1,122 @@
+"""Whether a run fits in memory, before its first step: the planner's sizes, in the formats that the trainer keeps.
+
+1. parameters, gradients and AdamW's two moments in float32 (float64 if that is the arithmetic); a bfloat16 run keeps a
+   copy of the parameters for its products until backward has used them
+2. activations that backward needs, of the micro-batches in flight, and what the cross-entropy keeps
+3. what cannot fit is refused. A process holds more than backward needs, `KEPT_OVER_NEEDED` times by the peak of the
+   demo model (autograd saves 1.5 times; the rest are results in between and what the allocator keeps): what fits by
+   need and not by that is warned about
+
+Rejected: trying a step and looking. The kernel kills what asks for too much, without a word.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from antiphon.base.errors import ResourceError
+from antiphon.base.logging import get_logger
+from antiphon.base.memory import available_bytes
+from antiphon.base.units import format_bytes
+from antiphon.cost.training.layer_case import LayerSizes
+from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_parameters, state_bytes
+from antiphon.cost.training.rematerialize import dense_bytes, needed_bytes
+from antiphon.cost.training.setup import TrainingPrecision, TrainingSetup
+from antiphon.specs.device import ComputeDtype
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import TrainConfig
+
+KEPT_OVER_NEEDED = 2.5
+_log = get_logger("train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.head
+
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name} {format_bytes(getattr(self, each.name))}" for each in fields(self))
+
+
+def one_process(config: TrainConfig) -> TrainingSetup:
+    """The setup of a run that is not divided."""
+    size = config.batch // config.micro_batches
+    return TrainingSetup(zero=0, gate_after_down=True, micro_batch=size, precision=precision_of(config))
+
+
+def precision_of(config: TrainConfig) -> TrainingPrecision:
+    """The trainer's formats: parameters and gradients in float32, two moments beside them. A float64 run takes twice
+    of all that."""
+    compute: ComputeDtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
+    return TrainingPrecision(weights="float32", compute=compute, gradients="float32", optimizer_bytes=8.0)
+
+
+def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> MemoryNeed:
+    """Of the fullest rank under `setup`."""
+    layers = fullest_stage(spec, setup.pipeline, setup.virtual_stages)
+    held = rank_parameters(spec, setup, layers)
+    parameters, gradients, optimizer = state_bytes(held, setup)
+    sizes = LayerSizes(model=spec, setup=setup, sequence_length=config.sequence_length)
+    in_flight = layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches)
+    activations = in_flight * (layers.num_moe * needed_bytes(sizes) + layers.num_dense * dense_bytes(sizes))
+    rows = sizes.rows * spec.hidden_size * setup.precision.row_bytes
+    head = 4.0 * spec.vocab_size * spec.hidden_size + 2 * rows  # the cross-entropy's gradients of head and rows
+    copies = 2.0 * held.total if config.dtype == "bfloat16" else 0.0
+    wide = 2.0 if config.dtype == "float64" else 1.0
+    return MemoryNeed(
+        parameters=wide * float(parameters) + float(copies),
+        gradients=wide * float(gradients),
+        optimizer=wide * float(optimizer),
+        activations=wide * float(activations),
+        head=wide * float(head),
+    )
+
+
+def check_memory(
+    spec: ModelSpec, config: TrainConfig, setup: TrainingSetup, *, ranks_here: int = 1, free_bytes: int | None = None
+) -> MemoryNeed:
+    """What a rank needs; `ResourceError` if `ranks_here` of them do not fit on this machine, a warning if they may
+    not. `free_bytes` None: what the machine has. To be called before the model is built."""
+    free = available_bytes() if free_bytes is None else free_bytes
+    need = memory_need(spec, config, setup)
+    each = "" if ranks_here == 1 else f"{ranks_here} ranks of "
+    if ranks_here * need.total > free:
+        raise ResourceError(
+            f"training needs {each}{format_bytes(need.total)} ({need}), {format_bytes(free)} are free: "
+            f"{_advice(spec, config, setup, ranks_here, free)}"
+        )
+    kept = need.total + (KEPT_OVER_NEEDED - 1) * need.activations
+    if ranks_here * kept > free:
+        _log.warning(
+            "training may need %s%s (%s, of activations up to %.1f times that), %s are free: %s",
+            each,
+            format_bytes(kept),
+            need,
+            KEPT_OVER_NEEDED,
+            format_bytes(free),
+            _advice(spec, config, setup, ranks_here, free),
+        )
+    return need
+
+
+def _advice(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup, ranks_here: int, free: int) -> str:
+    """The largest micro-batch that fits with room; where even one sequence does not, what else helps."""
+    for size in range(int(setup.micro_batch) - 1, 0, -1):
+        if config.batch % size:
+            continue
+        smaller = replace(config, micro_batch=size)
+        need = memory_need(spec, smaller, replace(setup, micro_batch=size))
+        if ranks_here * (need.total + (KEPT_OVER_NEEDED - 1) * need.activations) <= free:
+            return f"set micro_batch={size}"
+    one = memory_need(spec, replace(config, micro_batch=1), replace(setup, micro_batch=1))
+    if ranks_here * (one.total - one.activations) > free:
+        return "take a smaller model, or divide it over more machines"
+    return "shorten sequence_length, or divide the model over more machines"

@@ -1,0 +1,179 @@
+"""Where a step's time goes: spans by layer and operator, forward and backward.
+
+    with spans.of("experts", layer):       # forward
+        ...
+    with spans.backward(loss):             # each node of the graph belongs to the span it was made in
+        loss.backward()
+
+Autograd numbers its nodes in the order in which forward makes them and comes to them in the reverse order, so the
+number tells the span, and a hook before the first node of each span takes the time. Off, a span costs one branch. Times
+are `time.monotonic_ns`: one clock for all ranks of a machine.
+Rejected: `torch.profiler`. It sees every kernel, which slows a small model by a third, and its events need to be joined
+to layers afterwards.
+"""
+
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+_NOTHING = nullcontext()
+_NUMBERLESS = 1 << 63  # nodes that add up a parameter's gradient: they run when they can
+OUTSIDE = "outside"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """An operator of a layer; `layer` -1: of none."""
+
+    operator: str
+    layer: int = -1
+    backward: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator} backward" if self.backward else self.operator
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer}, " if self.layer >= 0 else ""
+        return f"{where}{self.operator}, {'backward' if self.backward else 'forward'}"
+
+
+@dataclass(slots=True)
+class Span:
+    """`inner_ns`: of that time, what spans within it took."""
+
+    label: Label
+    step: int
+    start_ns: int
+    end_ns: int = 0
+    inner_ns: int = 0
+
+
+class Spans:
+    """Records while `on`. Forward and backward of a pass run in one thread."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.step = 0
+        self._open: list[Span] = []
+        self._closed: list[Span] = []
+        self._numbers: list[int] = []  # from this number on, nodes are made in ...
+        self._labels: list[Label] = []  # ... this span
+
+    @property
+    def current(self) -> Label:
+        """What is being done now."""
+        return self._open[-1].label if self._open else Label(OUTSIDE)
+
+    def of(self, operator: str, layer: int = -1) -> AbstractContextManager[None]:
+        """What runs within is `operator`, and so is its backward."""
+        return self._forward(Label(operator, layer)) if self.on else _NOTHING
+
+    def backward(self, root: Tensor) -> AbstractContextManager[None]:
+        """While `root.backward()` runs within, its nodes are recorded."""
+        return self._backward(root) if self.on and root.grad_fn is not None else _NOTHING
+
+    def take(self) -> list[Span]:
+        """All spans since the last `take`, in the order of their ends."""
+        assert not self._open, f"{self.current} is still open"
+        taken, self._closed = self._closed, []
+        self._numbers.clear()
+        self._labels.clear()
+        return taken
+
+    @contextmanager
+    def _forward(self, label: Label) -> Iterator[None]:
+        self._begin(label)
+        self._note()
+        try:
+            yield
+        finally:
+            self._end()
+            self._note()
+
+    @contextmanager
+    def _backward(self, root: Tensor) -> Iterator[None]:
+        depth = len(self._open)
+        handles = [node.register_prehook(self._change(label, depth)) for node, label in self._starts(root)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while len(self._open) > depth:
+                self._end()
+
+    def _change(self, label: Label, depth: int) -> Callable[..., None]:
+        """A hook that ends what ran above `depth` and begins `label`."""
+
+        def change(*_: object) -> None:
+            while len(self._open) > depth:
+                self._end()
+            self._begin(label)
+
+        return change
+
+    def _begin(self, label: Label) -> None:
+        self._open.append(Span(label, self.step, time.monotonic_ns()))
+
+    def _end(self) -> None:
+        span = self._open.pop()
+        span.end_ns = time.monotonic_ns()
+        if self._open:
+            self._open[-1].inner_ns += span.end_ns - span.start_ns
+        self._closed.append(span)
+
+    def _note(self) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._labels.append(self.current)
+
+    def _starts(self, root: Tensor) -> list[tuple[Node, Label]]:
+        """The first node of each span of the graph of `root`, as backward comes to them."""
+        starts: list[tuple[Node, Label]] = []
+        for number, node in sorted(_graph(root).items(), reverse=True):
+            label = self._label_of(number)
+            if not starts or starts[-1][1] != label:
+                starts.append((node, label))
+        return starts
+
+    def _label_of(self, number: int) -> Label:
+        index = bisect_right(self._numbers, number) - 1
+        made_in = self._labels[index] if index >= 0 else Label(OUTSIDE)
+        return Label(made_in.operator, made_in.layer, backward=True)
+
+
+def _graph(root: Tensor) -> dict[int, Node]:
+    """All nodes that have a number."""
+    found: dict[int, Node] = {}
+    waiting = [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        if number < _NUMBERLESS and number not in found:
+            found[number] = node
+            waiting += [next_node for next_node, _ in node.next_functions]
+    return found
+
+
+def share_spans(model: nn.Module, spans: Spans) -> None:
+    """All parts of `model` that record spans record into `spans` from here on."""
+    for module in model.modules():
+        if isinstance(getattr(module, "spans", None), Spans):
+            module.spans = spans  # type: ignore[assignment]  # not a module or tensor
+
+
+def seconds_by_operator(spans: list[Span]) -> Mapping[str, float]:
+    """Time by operator, forward and backward apart, without what spans inside took; the most first."""
+    total_ns: dict[str, int] = defaultdict(int)
+    for span in spans:
+        total_ns[span.label.name] += span.end_ns - span.start_ns - span.inner_ns
+    return {name: total_ns[name] * 1e-9 for name in sorted(total_ns, key=lambda name: -total_ns[name])}

@@ -1,0 +1,104 @@
+"""The check of memory before the first step."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.base.errors import ResourceError
+from antiphon.base.memory import available_bytes
+from antiphon.models.config import load_model_spec
+from antiphon.train.config import TrainConfig
+from antiphon.train.memory_check import KEPT_OVER_NEEDED, check_memory, memory_need, one_process
+from antiphon.train.model import Batch
+from antiphon.train.optimizer import build_optimizer
+from antiphon.train.trainer import Trainer, build_model
+from tests.train.harness import config_of
+
+
+def need_of(config: TrainConfig) -> float:
+    return memory_need(load_model_spec(Path(config.model.path)), config, one_process(config)).total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_states_are_what_the_trainer_holds(tmp_path: Path, dtype: str) -> None:
+    config = config_of(tmp_path, f"dtype={dtype}")
+    spec = load_model_spec(Path(config.model.path))
+    need = memory_need(spec, config, one_process(config))
+    model = build_model(spec, config, config.sequence_length)
+    optimizer = build_optimizer(model, config.optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    assert need.parameters == pytest.approx(held, rel=0.02)
+    assert need.gradients == pytest.approx(held, rel=0.02)
+    assert need.optimizer == pytest.approx(moments, rel=0.02)
+
+
+def test_activations_lie_between_what_is_needed_and_what_is_kept(tmp_path: Path) -> None:
+    """Against the bytes that autograd saves in a forward pass of a model of usual proportions."""
+    shape = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8}
+    config = config_of(tmp_path, "sequence_length=64", "batch=8", **shape)
+    spec = load_model_spec(Path(config.model.path))
+    model = build_model(spec, config, 64)
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.zeros((8, 64), dtype=torch.long)
+    batch = Batch(ids, ids, torch.arange(64).expand(8, 64), None)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(batch, torch.tensor(512)).cross_entropy
+    need = memory_need(spec, config, one_process(config))
+    held = sum(storage.nbytes() for storage in saved.values()) - need.head
+    assert loss.isfinite()
+    assert 0.8 * need.activations < held < KEPT_OVER_NEEDED * need.activations
+
+
+def test_what_does_not_fit_is_refused_and_what_would_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(tmp_path, "batch=16")
+    spec = load_model_spec(Path(config.model.path))
+    total = need_of(config)
+    with pytest.raises(
+        ResourceError, match=r"training needs .* \(parameters .*, activations .*: set micro_batch=[248]"
+    ):
+        check_memory(spec, config, one_process(config), free_bytes=int(total) - 1)
+    with pytest.raises(ResourceError, match="are free: take a smaller model"):
+        check_memory(spec, config, one_process(config), free_bytes=1000)
+    long = replace(config, sequence_length=1 << 20, micro_batch=1)
+    with pytest.raises(ResourceError, match="are free: shorten sequence_length, or divide the model"):
+        check_memory(spec, long, one_process(long), free_bytes=1 << 30)
+    with pytest.raises(ResourceError, match="needs 2 ranks of"):
+        check_memory(spec, config, one_process(config), ranks_here=2, free_bytes=int(1.9 * total))
+    with caplog.at_level(logging.WARNING, "antiphon.train"):
+        check_memory(spec, config, one_process(config), free_bytes=int(total) + 1)
+        assert "training may need" in caplog.records[0].message
+        caplog.clear()
+        check_memory(spec, config, one_process(config), free_bytes=int(3 * total))
+        assert not caplog.records
+
+
+def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    huge = {"hidden_size": 65536, "moe_intermediate_size": 65536, "num_hidden_layers": 64, "num_experts": 256}
+    trainer = Trainer(config_of(tmp_path, **huge))
+    with pytest.raises(ResourceError, match=r"training needs .* TiB .*: take a smaller model, or divide it"):
+        trainer.run()
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) > 0, "no limit"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 1 << 20
+    (tmp_path / "memory.max").write_text("2000\n")
+    (tmp_path / "memory.current").write_text("1500\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 300\n")
+    assert available_bytes(tmp_path) == 800
