@@ -91,6 +91,7 @@ class _Writer:
     def __init__(self, cache: Path, split: Split, vocab_size: int) -> None:
         self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._starts_file = cache / f"{split}.starts.npy"
+        (cache / f"{split}.bin").unlink(missing_ok=True)  # a run that has mapped the old ids keeps them
         self._file = (cache / f"{split}.bin").open("wb")
         self._starts: list[int] = []
         self._num_ids = 0

@@ -39,7 +39,7 @@ class _RmsNorm(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, grad_weight_H, None
         mean = (product @ weight_H.to(product.dtype)).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = torch.mul(grad, weight_H, out=product).sub_(normed.mul_(mean)).mul_(factor)
+        grad_x = torch.mul(grad, weight_H, out=product).addcmul_(normed, mean, value=-1).mul_(factor)
         return grad_x.to(x.dtype), grad_weight_H, None
 
 
