@@ -13,7 +13,7 @@ from torch import Tensor
 
 IGNORED = -100
 _CHUNK_ELEMENTS = 1 << 20  # logits at once: 4 MiB in float32, which caches hold
-_LEAST_ROWS = 128  # at once, however wide the vocabulary: fewer leave the products waiting for the head's weights
+_LEAST_ROWS = 256  # at once, however wide the vocabulary: fewer leave the products waiting for the head's weights
 
 
 def linear_cross_entropy(
