@@ -1,6 +1,6 @@
 """Write the yardstick: a Qwen3-MoE checkpoint with random bf16 weights in Hugging Face format.
 
-Usage: `python benchmarks/make_model.py {small,tiny} DIR [--seed N]`.
+Usage: `python benchmarks/make_model.py {small,medium,tiny} DIR [--seed N]`.
 
 Method
 1. Every tensor is drawn from its own generator, seeded by (seed, tensor name), so the bits depend neither on
@@ -66,6 +66,10 @@ PRESETS = {
     "small": YardstickShape(
         num_layers=16, hidden_size=1024, num_experts=32, num_experts_per_token=4, expert_size=512,
         num_heads=16, num_kv_heads=4, head_dim=64, vocab_size=32768,
+    ),
+    "medium": YardstickShape(
+        num_layers=8, hidden_size=512, num_experts=16, num_experts_per_token=2, expert_size=512,
+        num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=8192,
     ),
     "tiny": YardstickShape(
         num_layers=2, hidden_size=64, num_experts=8, num_experts_per_token=2, expert_size=32,

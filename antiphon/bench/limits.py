@@ -157,6 +157,15 @@ def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
     return MachineLimits(per_threads=(limits,))
 
 
+def measure_gemm_flops_per_s(dtype: torch.dtype, num_passes: int = 5) -> float:
+    """The best of some large products in `dtype` with torch's present number of threads; smaller ones where a large
+    one would need longer than `GEMM_PATIENCE_S`."""
+    probe = _Factors.random(_PROBE_SIZE, dtype)
+    flops_per_s = probe.flops / _best_time_s(probe.product, 2)
+    factors = _Factors.random(_affordable(GEMM_SIZE, flops_per_s), dtype)
+    return max(flops_per_s, factors.flops / _best_time_s(factors.product, num_passes))
+
+
 @dataclass(frozen=True)
 class _Factors:
     """Two square matrices of one dtype."""
@@ -181,9 +190,14 @@ def _fastest_factors(size: int) -> _Factors:
     probes = [_Factors.random(min(_PROBE_SIZE, size), dtype) for dtype in (torch.bfloat16, torch.float32)]
     fastest = min(probes, key=lambda probe: _best_time_s(probe.product, 1))
     flops_per_s = fastest.flops / _best_time_s(fastest.product, 2)
+    return _Factors.random(_affordable(size, flops_per_s), fastest.left.dtype)
+
+
+def _affordable(size: int, flops_per_s: float) -> int:
+    """`size`, halved until a product needs `GEMM_PATIENCE_S` at most."""
     while size > _PROBE_SIZE and 2 * size**3 > GEMM_PATIENCE_S * flops_per_s:
         size //= 2
-    return _Factors.random(size, fastest.left.dtype)
+    return size
 
 
 def _measure(words: torch.Tensor, factors: _Factors, num_threads: int, num_passes: int) -> ThreadLimits:

@@ -19,6 +19,7 @@ from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
 from antiphon.cli.bench_m2n import m2n
+from antiphon.cli.bench_train import train
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
 from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 from antiphon.kernels.select import resolve_device
@@ -28,6 +29,7 @@ from antiphon.specs.model import ModelSpec
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
 app.command(context_settings=CONTEXT_SETTINGS)(m2n)
+app.command(context_settings=CONTEXT_SETTINGS)(train)
 MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
 _COLUMNS = (
     "engine",

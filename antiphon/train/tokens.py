@@ -176,6 +176,8 @@ def _open_at(file: Path, num_bytes: int) -> BinaryIO:
     """`file`, cut to `num_bytes`, to be appended to. `UserError` if it is shorter: then somebody changed it."""
     if num_bytes and (not file.exists() or file.stat().st_size < num_bytes):
         raise UserError(f"{file}: shorter than {num_bytes} bytes, which were written: remove {file.parent}")
+    if not num_bytes:
+        file.unlink(missing_ok=True)  # a run that has mapped the old ids keeps them
     opened = file.open("ab")
     opened.truncate(num_bytes)
     return opened

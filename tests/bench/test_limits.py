@@ -152,3 +152,10 @@ def test_arithmetic_is_measured_in_the_faster_dtype_at_a_bearable_size(
     factors = limits._fastest_factors(limits.GEMM_SIZE)
     assert (factors.left.dtype, factors.left.shape) == (dtype, (size, size))
     assert size == 512 or factors.flops / rates[dtype] <= limits.GEMM_PATIENCE_S
+
+
+def test_the_product_of_a_dtype_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "GEMM_SIZE", 64)
+    monkeypatch.setattr(limits, "_PROBE_SIZE", 32)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert limits.measure_gemm_flops_per_s(dtype, num_passes=1) > 0

@@ -8,7 +8,10 @@ from torch import Tensor
 from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.kernels.ops.attention import attention_mask, causal_attention
 from antiphon.kernels.ops.cross_entropy import IGNORED, linear_cross_entropy
-from antiphon.kernels.ops.feed_forward import grouped_product
+from antiphon.kernels.ops.feed_forward import activate, grouped_product
+from antiphon.kernels.ops.norm import rms_norm
+from antiphon.kernels.ops.rotary import rotate
+from antiphon.specs.model import FeedForwardSpec
 
 torch.manual_seed(0)
 
@@ -25,10 +28,10 @@ def test_grouped_product(counts: tuple[int, ...]) -> None:
     torch.testing.assert_close(grouped_product(x, weight, counts), torch.einsum("ri,roi->ro", x, weight[experts]))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 7])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 7])
 def test_dispatch_experts_and_combine_are_the_sum_over_chosen_experts(num_rows: int) -> None:
     num_experts, top_k = 5, 2
-    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_rows)])
+    ids = torch.rand(num_rows, num_experts).argsort(1)[:, :top_k]
     x, weights, matrices = leaf(num_rows, 4), leaf(num_rows, top_k), leaf(num_experts, 4, 4)
 
     def ours(x: Tensor, weights: Tensor, matrices: Tensor) -> Tensor:
@@ -55,6 +58,7 @@ def test_equal_experts_are_one_dense_layer() -> None:
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 20])
 def test_cross_entropy(divisor: float, chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("antiphon.kernels.ops.cross_entropy._CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("antiphon.kernels.ops.cross_entropy._LEAST_ROWS", 1)
     x, weight, bias = leaf(7, 5), leaf(11, 5), leaf(11)
     targets = torch.tensor([1, 0, IGNORED, 10, 3, IGNORED, 3])
     count = torch.tensor(9)
@@ -92,3 +96,33 @@ def test_a_sink_takes_its_share() -> None:
     torch.testing.assert_close(causal_attention(q, k, v, None, 0.4, far), causal_attention(q, k, v, None, 0.4))
     near = torch.full((4,), 1e9, dtype=torch.float64)
     assert float(causal_attention(q, k, v, None, 0.4, near).detach().abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6), (0, 6)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    x, weight = leaf(*shape), leaf(6)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), F.rms_norm(x, (6,), weight, 1e-3))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [4, 7])
+def test_rotation_keeps_lengths_and_its_gradient_turns_back(interleaved: bool, width: int) -> None:
+    x, angles = leaf(5, 3, width), torch.randn(5, 2, dtype=torch.float64)
+
+    def turn(x: Tensor) -> Tensor:
+        return rotate(x, angles.cos(), angles.sin(), interleaved)
+
+    assert torch.autograd.gradcheck(turn, (x,))
+    torch.testing.assert_close(turn(x).norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(turn(x)[..., 4:], x[..., 4:])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
+def test_activations(activation: str) -> None:
+    widths = FeedForwardSpec(intermediate=4, activation=activation, alpha=1.7, limit=7.0)
+    rows = leaf(5, 8)
+    assert torch.autograd.gradcheck(lambda rows: activate(rows, widths), (rows,))
+    gate, up = rows.chunk(2, dim=-1)
+    if activation == "silu":
+        torch.testing.assert_close(activate(rows, widths), F.silu(gate) * up)

@@ -70,6 +70,20 @@ def texts_of(file: Path, text_key: str) -> list[str]:
     return [document.text for document in read_documents(file, text_key)]
 
 
+def test_ids_that_are_written_anew_stay_whole_for_a_run_that_has_them_open(tmp_path: Path) -> None:
+    """A run whose mapped file is cut off under it would end without a word."""
+    config = config_of(tmp_path)
+    spec = load_model_spec(Path(config.model.path))
+    prepare_data(config, spec)
+    opened = open_tokens(cache_of(config), "train")
+    before = opened.ids.tolist()
+    for file in sorted((tmp_path / "text").iterdir())[1:]:
+        file.unlink()
+    prepare_data(config, spec)
+    assert opened.ids.tolist() == before
+    assert open_tokens(cache_of(config), "train").ids.shape[0] < len(before)
+
+
 def test_documents_of_every_format(tmp_path: Path) -> None:
     texts = ["one", "two\nlines", "drei"]
     (tmp_path / "a.txt").write_text(texts[1])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-_CHUNK_ELEMENTS = 1 << 22  # logits at once: 16 MiB in float32
+_CHUNK_ELEMENTS = 1 << 20  # logits at once: 4 MiB in float32, which caches hold
+_LEAST_ROWS = 256  # at once, however wide the vocabulary: fewer leave the products waiting for the head's weights
 
 
 def linear_cross_entropy(
@@ -39,34 +40,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         divisor: float,
     ) -> Tensor:
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        scale = (1.0 / num_targets.to(wide)).item()
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         grad_x_TH = torch.empty_like(x_TH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-        step = max(1, _CHUNK_ELEMENTS // weight_VH.shape[0])
+        counted_T1 = (targets_T != IGNORED).to(wide).unsqueeze(1)
+        scale_T1 = counted_T1 / (num_targets.to(wide) * divisor)
+        step = max(_LEAST_ROWS, _CHUNK_ELEMENTS // weight_VH.shape[0])
         for first in range(0, x_TH.shape[0], step):
             rows = slice(first, first + step)
-            x, targets = x_TH[rows], targets_T[rows]
+            x, scale = x_TH[rows], scale_T1[rows]
             logits = torch.mm(x, weight_VH.t()).to(wide)
             if bias_V is not None:
                 logits += bias_V
             if divisor != 1.0:
                 logits /= divisor
-            counted = targets != IGNORED
-            safe = targets.clamp(min=0).unsqueeze(1)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            total += ((log_sum - logits.gather(1, safe)).squeeze(1) * counted).sum()
-            grad = logits.sub_(log_sum).exp_()
-            grad.scatter_add_(1, safe, torch.full_like(log_sum, -1.0))
-            grad.mul_((counted.to(wide) * (scale / divisor)).unsqueeze(1))
+            targets = targets_T[rows].clamp(min=0).unsqueeze(1)
+            logs = torch.log_softmax(logits, 1)
+            total -= (logs.gather(1, targets) * counted_T1[rows]).sum()
+            grad = torch.exp(logs, out=logits)
+            grad.scatter_add_(1, targets, torch.full_like(scale, -1.0))
             narrow = grad.to(x.dtype)
-            grad_x_TH[rows] = torch.mm(narrow, weight_VH)
-            grad_weight_VH += torch.mm(narrow.t(), x)
+            torch.mm(narrow, weight_VH, out=grad_x_TH[rows]).mul_(scale)  # the factor is cheaper on the narrow side
+            _add_product(grad_weight_VH, narrow.t(), (x * scale).to(x.dtype))
             if grad_bias_V is not None:
-                grad_bias_V += grad.sum(0)
+                grad_bias_V.addmv_(grad.t(), scale.squeeze(1))
         ctx.save_for_backward(grad_x_TH, grad_weight_VH, grad_bias_V)
-        return total * scale
+        return total / num_targets.to(wide)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
@@ -74,3 +74,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = grad_x_TH.dtype
         bias = None if grad_bias_V is None else grad_bias_V * grad
         return grad_x_TH * grad.to(narrow), (grad_weight_VH * grad).to(narrow), bias, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where `total` may be wider."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

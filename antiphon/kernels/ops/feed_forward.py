@@ -28,11 +28,34 @@ class Activation(Protocol):
 
 def activate(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
+    if widths.activation == "silu":
+        hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
+        return hidden
     gate, up = gate_up_RJ.chunk(2, dim=-1)
     if widths.activation == "swiglu_oai":
         gate, up = gate.clamp(max=widths.limit), up.clamp(-widths.limit, widths.limit)
         return (up + 1) * (gate * torch.sigmoid(widths.alpha * gate))
-    return (F.silu(gate) if widths.activation == "silu" else F.gelu(gate)) * up
+    return F.gelu(gate) * up
+
+
+class _SiluTimesUp(torch.autograd.Function):
+    """Only the rows themselves are kept, and both gradients are written where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_RJ: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_RJ)
+        gate, up = gate_up_RJ.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up_RJ,) = ctx.saved_tensors
+        gate, up = gate_up_RJ.chunk(2, dim=-1)
+        grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
+        grad_gate, grad_up = grad_gate_up_RJ.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up_RJ
 
 
 def grouped_product(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
@@ -61,7 +84,10 @@ class _GroupedProduct(torch.autograd.Function):
         x_RI, weight_EOI = ctx.saved_tensors
         grad_RO = grad_RO.contiguous()
         grad_x_RI = torch.empty_like(x_RI) if ctx.needs_input_grad[0] else None
-        grad_weight_EOI = torch.zeros_like(weight_EOI) if ctx.needs_input_grad[1] else None
+        grad_weight_EOI = torch.empty_like(weight_EOI) if ctx.needs_input_grad[1] else None
+        for expert, count in enumerate(ctx.counts_E):
+            if not count and grad_weight_EOI is not None:
+                grad_weight_EOI[expert].zero_()
         for expert, rows in _groups(ctx.counts_E):
             if grad_x_RI is not None:
                 torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])

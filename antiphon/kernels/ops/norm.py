@@ -1,7 +1,12 @@
 """Norms as pure functions of tensors, differentiable. Statistics in float32 at least.
 
+The root-mean-square norm has its own gradient: under autograd each of its steps would read and write all rows, and keep
+them. What it keeps is the input and one number a row.
+
 Letters: H the width that is normalised.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +15,32 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis (arXiv 1910.07467), in x's dtype."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * weight_H).to(x.dtype)
+    y: Tensor = _RmsNorm.apply(x, weight_H, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, factor)
+        return (wide * factor).mul_(weight_H).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """With n = x * factor: the weight's is the sum of grad * n, the input's factor * (g - n * mean(g * n)) for
+        g = grad * weight."""
+        x, weight_H, factor = ctx.saved_tensors
+        grad = grad.to(factor.dtype)
+        normed = x * factor
+        product = grad * normed
+        grad_weight_H = product.flatten(0, -2).sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight_H, None
+        mean = (product @ weight_H.to(product.dtype)).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = torch.mul(grad, weight_H, out=product).addcmul_(normed, mean, value=-1).mul_(factor)
+        return grad_x.to(x.dtype), grad_weight_H, None
 
 
 def layer_norm(x: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> Tensor:

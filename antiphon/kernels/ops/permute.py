@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,9 +38,8 @@ def to_experts(x_TH: Tensor, rows: RowMap, top_k: int) -> Tensor:
 
 def combine(y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     """[T, H]: the weighted sum of each token's experts, in the order of its choices."""
-    y_TKH = _Gather.apply(y_RH, rows.place_R, rows.order_R)  # type: ignore[no-untyped-call]
-    y_TKH = y_TKH.view(*weights_TK.shape, -1)
-    out_TH: Tensor = (y_TKH * weights_TK.unsqueeze(-1).to(y_TKH.dtype)).sum(1)
+    weights_TK = weights_TK.to(y_RH.dtype)
+    out_TH: Tensor = _Combine.apply(y_RH, weights_TK, rows.order_R, rows.place_R)  # type: ignore[no-untyped-call]
     return out_TH
 
 
@@ -55,17 +55,30 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None]:
         (place_R,) = ctx.saved_tensors
-        return grad_RH.index_select(0, place_R).view(-1, ctx.top_k, grad_RH.shape[1]).sum(1), None, None, None
+        return _sum_rows(grad_RH, place_R.view(-1, ctx.top_k), None), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    """Row i of the result is row places[i]; the gradient gathers by the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RH: Tensor, places_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return x_RH.index_select(0, places_R)
+class _Combine(torch.autograd.Function):
+    """Kept are the experts' rows as they lie, not a second copy in order of token."""
 
     @staticmethod
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
-        return grad_RH.index_select(0, ctx.saved_tensors[0]), None, None
+    def forward(ctx: Any, y_RH: Tensor, weights_TK: Tensor, order_R: Tensor, place_R: Tensor) -> Tensor:
+        ctx.save_for_backward(y_RH, weights_TK, order_R, place_R)
+        return _sum_rows(y_RH, place_R.view(weights_TK.shape), weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        y_RH, weights_TK, order_R, place_R = ctx.saved_tensors
+        grad_RH = grad_TH.index_select(0, order_R // weights_TK.shape[1])
+        grad_weights_TK = None
+        if ctx.needs_input_grad[1]:
+            grad_weights_TK = (grad_RH * y_RH).sum(1).index_select(0, place_R).view_as(weights_TK)
+        grad_RH.mul_(weights_TK.flatten().index_select(0, order_R).unsqueeze(1))
+        return grad_RH, grad_weights_TK, None, None
+
+
+def _sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """[T, H]: the sum over k of row `places_TK[t, k]`, times its weight, without holding the T * K rows."""
+    if not places_TK.numel():
+        return x_RH.new_zeros(places_TK.shape[0], x_RH.shape[1])
+    return F.embedding_bag(places_TK, x_RH, per_sample_weights=weights_TK, mode="sum")

@@ -3,6 +3,8 @@
 Letters: N heads, D head width, R half the rotated width; the leading axes are any.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,21 +14,47 @@ from antiphon.kernels.api import RotaryTable
 def rotate(x_ND: Tensor, cos_R: Tensor, sin_R: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first 2R dims of each head, in float32 at least; the rest passes unchanged.
 
-    x [..., N, D]; cos and sin [..., R] for the same leading axes."""
-    half = cos_R.shape[-1]
-    if half == 0:
+    x [..., N, D]; cos and sin [..., R] for the same leading axes; no gradient reaches these two."""
+    if cos_R.shape[-1] == 0:
         return x_ND
-    wide = torch.promote_types(x_ND.dtype, torch.float32)
     cos, sin = cos_R.unsqueeze(-2), sin_R.unsqueeze(-2)
-    turned = x_ND[..., : 2 * half].to(wide)
+    turned_ND: Tensor = _Rotate.apply(x_ND, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    return turned_ND
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x_ND, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad_ND, cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turn(x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = 2 * cos.shape[-1]
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    out_ND = torch.empty(x_ND.shape, dtype=wide, device=x_ND.device)
+    a, b = _pairs(x_ND[..., :width].to(wide), interleaved)
+    out_a, out_b = _pairs(out_ND[..., :width], interleaved)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    out_ND[..., width:] = x_ND[..., width:]
+    return out_ND.to(x_ND.dtype)
+
+
+def _pairs(x_ND: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second of each pair."""
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    turned = turned.to(x_ND.dtype)
-    return turned if 2 * half == x_ND.shape[-1] else torch.cat((turned, x_ND[..., 2 * half :]), dim=-1)
+        return x_ND[..., 0::2], x_ND[..., 1::2]
+    half = x_ND.shape[-1] // 2
+    return x_ND[..., :half], x_ND[..., half:]
 
 
 def look_up(rotary: RotaryTable, positions_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,86 @@
+"""Training as anybody would write it, to hold our trainer against: transformers' model, PyTorch's AdamW, a loop.
+
+Parameters are in float32; bfloat16 is autocast, as the documentation of PyTorch advises. Of the ways transformers has
+to run experts, the fastest here is found by trial.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from antiphon.specs.model import ModelSpec
+from antiphon.train.model import Batch
+
+EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+MOST_COPIED_BYTES = 1 << 30  # batched_mm copies the matrices of every (row, expert) pair
+
+
+class PlainLoop:
+    """The loop over the checkpoint in `folder`. Gradients are limited to the norm `clip`."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, betas: tuple[float, ...], eps: float, clip: float) -> None:
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self._model.train()
+        self._dtype = dtype
+        self._clip = clip
+        self.optimizer = torch.optim.AdamW(
+            self._model.parameters(), betas=(betas[0], betas[1]), eps=eps, weight_decay=0.0, fused=True
+        )
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self._model.parameters())
+
+    def use_experts(self, implementation: str) -> None:
+        self._model.set_experts_implementation(implementation)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy of a batch whose sequences are one document each."""
+        assert batch.documents_BS is None, "a plain loop knows no documents"
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            logits = self._model(batch.ids_BS, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets_BS.flatten())
+
+    def step(self, batch: Batch, rate: float) -> float:
+        """One update; returns the loss before it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def choose_experts(self, spec: ModelSpec, batch: Batch, say: Callable[[str], None]) -> str:
+        """Try every implementation on `batch`, keep the fastest; weights stay as they are."""
+        times_s: dict[str, float] = {}
+        for name in EXPERTS_IMPLEMENTATIONS:
+            if name == "batched_mm" and copied_bytes(spec, batch.ids_BS.numel()) > MOST_COPIED_BYTES:
+                say("transformers' batched_mm is left out: it copies an expert's matrices for every row")
+                continue
+            self.use_experts(name)
+            times_s[name] = min(self._trial_s(batch) for _ in range(2))
+            say(f"transformers' experts as {name}: {times_s[name]:.2f} s forward and backward")
+        fastest = min(times_s, key=lambda name: times_s[name])
+        self.use_experts(fastest)
+        return fastest
+
+    def _trial_s(self, batch: Batch) -> float:
+        started_s = time.perf_counter()
+        self.loss(batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started_s
+
+
+def copied_bytes(spec: ModelSpec, num_rows: int) -> int:
+    """What `batched_mm` copies for a layer, in float32."""
+    return num_rows * spec.router.top_k * 3 * spec.hidden_size * spec.feed_forward.intermediate * 4

@@ -1,0 +1,79 @@
+"""`antiphon bench train`: the trainer's step beside a plain loop over transformers, in one run."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.base.units import format_bytes
+from antiphon.bench.train import TOLERANCES, TrainingCase, bench_train, check_case
+from antiphon.cli import options
+from antiphon.cli.doctor import read_cpuinfo
+from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.serve.config import MAX_THREADS
+from antiphon.train.config import Dtype
+
+MOST_SEQUENCES, MOST_POSITIONS, MOST_ROUNDS = 65_536, 1_000_000, 1000  # more is a slip of the finger
+_COLUMNS = ("variant", "dtype", "tok/s", "step s", "kept for backward", "to loop", "of GEMM peak", "steps", "foreign")
+
+
+def train(
+    model: options.ModelFolder,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences of a step.")] = 8,
+    sequence_length: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 256,
+    dtype: Annotated[str, typer.Option(metavar="D,D", help="float32, bfloat16: of the arithmetic.")] = "float32",
+    threads: Annotated[int | None, typer.Option(metavar="N", show_default="all cores")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="At most this many steps each.")] = 12,
+    json: JsonOption = None,
+) -> None:
+    """Time a training step of MODEL beside a plain loop over transformers, in turns."""
+    options.check_count("--batch", batch, MOST_SEQUENCES)
+    options.check_count("--sequence-length", sequence_length, MOST_POSITIONS)
+    options.check_count("--threads", threads, MAX_THREADS)
+    options.check_count("--rounds", rounds, MOST_ROUNDS)
+    cases = [
+        TrainingCase(folder=model, batch=batch, sequence_length=sequence_length, dtype=name, max_rounds=rounds)
+        for name in parse_dtypes(dtype)
+    ]
+    for case in cases:
+        check_case(case)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress("timing training steps") as report:
+        rows = bench_train(cases, lambda text: print(text, file=sys.stderr), report)
+    show(result_table(rows), json=json)
+    about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
+    emit_json(json, {"bench": "train", **about, "rows": rows})
+
+
+def parse_dtypes(text: str) -> list[Dtype]:
+    """``"float32,bfloat16"`` -> both."""
+    found: list[Dtype] = []
+    for name in text.split(","):
+        if name not in TOLERANCES:
+            raise UserError(f"--dtype {text!r}: {name!r} is not measured, use {' or '.join(TOLERANCES)}")
+        found.append(name)
+    return found
+
+
+def result_table(rows: list[dict[str, Any]]) -> Any:
+    """What people read; the JSON has more."""
+    cells = [
+        (
+            row["variant"],
+            row["dtype"],
+            row["tokens_per_s"],
+            row["step_s_median"],
+            format_bytes(row["activation_bytes"]),
+            f"{row['ratio_to_loop']:.2f}",
+            f"{row['fraction_of_gemm_peak']:.0%}",
+            row["steps"],
+            f"{row['foreign_cpu_share']:.0%}",
+        )
+        for row in rows
+    ]
+    return table(_COLUMNS, cells)
