@@ -1,0 +1,61 @@
+"""Train and describe the demo model's tokenizer: byte-level BPE that keeps Python's layout cheap.
+
+Pre-tokens, in order of preference: runs of newlines; runs of two or more blanks (an indentation is a token);
+words with at most one blank in front; up to three digits; runs of punctuation with at most one blank in
+front. Newlines never merge with the indentation behind them, although that would save a token a line: prompts
+end behind a newline, and the boundary must then be one the model knows.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from corpus import END_OF_TEXT, TURN_END, TURN_START
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
+_PRE_TOKEN = r"[\r\n]+| {2,}|\t+| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Learn `vocab_size` tokens (special tokens first) from `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PRE_TOKEN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "bos_token": None,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [TURN_START, TURN_END],
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE + "\n")
