@@ -17,7 +17,7 @@ itself.
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,16 @@ def workload_from_table(table: Table, folder: Path) -> WorkloadSpec:
         if not table.has("requests_per_s"):
             ready["requests_per_s"] = trace.requests_per_s
     return table.read(WorkloadSpec, name=table.text("name"), **ready)
+
+
+def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
+    """Plain JSON values; what is not stated is left out."""
+    written = asdict(workload)
+    for lengths in (written["input_tokens"], written["output_tokens"]):
+        lengths["trace"] = list(lengths["trace"])
+    written["slo"] = {key: value for key, value in written["slo"].items() if value is not None}
+    written["expert_loads"], written["arrivals_s"] = list(workload.expert_loads), list(workload.arrivals_s)
+    return {key: value for key, value in written.items() if value not in (None, "", [])}
 
 
 def _lengths(table: Table, key: str, trace: Trace | None) -> LengthSpec:

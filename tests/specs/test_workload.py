@@ -2,9 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +17,7 @@ from antiphon.specs.workload import (
     WorkloadSpec,
     load_workload,
     workload_from_table,
+    workload_to_json,
 )
 
 LENGTHS = "[input_tokens]\nmedian = 100\n[output_tokens]\nmedian = 10\n"
@@ -176,16 +175,6 @@ def test_bad_lines_of_a_csv(tmp_path: Path) -> None:
         trace(tmp_path, "input_tokens,output_tokens\n1,1\n-2,1\n", "requests.csv")
     with pytest.raises(UserError, match="line 2: output_tokens is None: a whole number"):
         trace(tmp_path, "input_tokens,output_tokens\n1\n", "requests.csv")
-
-
-def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
-    """Plain JSON values; what is not stated is left out."""
-    written = asdict(workload)
-    for lengths in (written["input_tokens"], written["output_tokens"]):
-        lengths["trace"] = list(lengths["trace"])
-    written["slo"] = {key: value for key, value in written["slo"].items() if value is not None}
-    written["expert_loads"], written["arrivals_s"] = list(workload.expert_loads), list(workload.arrivals_s)
-    return {key: value for key, value in written.items() if value not in (None, "", [])}
 
 
 @pytest.mark.parametrize("name", names("workload"))
