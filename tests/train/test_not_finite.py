@@ -60,7 +60,7 @@ def test_an_activation_that_overflows(tmp_path: Path) -> None:
 
     trainer.on_step = enlarge
     words = complaint(trainer)
-    assert "layer 1, experts, forward, aten.mul.Tensor (micro-batch 0) made the first " in words
+    assert "layer 1, experts, forward, aten.mul_.Tensor (micro-batch 0) made the first " in words
     assert "from finite numbers" in words
     assert "there is no checkpoint yet" in words
 
@@ -123,4 +123,4 @@ def test_masks_are_no_fault(tmp_path: Path) -> None:
     """Attention masks packed documents with minus infinity: the fault found lies behind it."""
     trainer = Trainer(config_of(tmp_path, "data.document_masks=true"))
     spoil_after(trainer, 0, "final_norm", float("inf"))
-    assert "norm, forward, aten.mul.Tensor (micro-batch 0) made the first" in complaint(trainer)
+    assert "norm, forward, aten.mul_.Tensor (micro-batch 0) made the first" in complaint(trainer)
