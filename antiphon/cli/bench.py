@@ -18,6 +18,7 @@ from antiphon.bench.peers.transformers_peer import transformers_peer
 from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
+from antiphon.cli.bench_dispatch import dispatch
 from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.bench_train import train
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
@@ -30,6 +31,7 @@ from antiphon.specs.model import ModelSpec
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
 app.command(context_settings=CONTEXT_SETTINGS)(m2n)
 app.command(context_settings=CONTEXT_SETTINGS)(train)
+app.command(context_settings=CONTEXT_SETTINGS)(dispatch)
 MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
 _COLUMNS = (
     "engine",

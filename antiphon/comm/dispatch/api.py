@@ -6,7 +6,11 @@
     y_RH = experts(rows_RH, counts_E)
     out_TH = dispatched.start_combine(y_RH).wait()
 
-Everything is differentiable; the backward of a dispatch is a combine and the reverse.
+Everything is differentiable; the backward of a dispatch is a combine and the reverse. A choice of -1 is absent.
+
+`local` has all experts here. The others bring rows here, hand them to another dispatcher and bring sums back, so they
+can be put around each other: `all_to_all` or `gather_scatter` over ranks with different experts, `gather_scatter`
+around it over ranks that each hold a slice of the same experts.
 
 Letters: T rows of this rank, K experts a row, R rows received here, E experts held here, H width.
 """
@@ -30,10 +34,7 @@ class Dispatched(Protocol):
 
 
 class Dispatcher(Protocol):
-    """One MoE layer's way to its experts. `num_local`: experts held here, the first is number `first_expert`."""
-
-    num_local: int
-    first_expert: int
+    """One MoE layer's way to its experts."""
 
     def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
-        """Send each row to its experts. `ids_TK` are global; `weights_TK` are kept for the combine."""
+        """Send each row to its experts. `weights_TK`: what their results count in the sum."""

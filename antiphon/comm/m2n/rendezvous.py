@@ -73,5 +73,5 @@ class Rendezvous:
                 said = now
                 _log.info("%s: waiting for %s", self.address, ", ".join(missing))
             if missing:
-                time.sleep(_LOOK_S)  # the store's own wait cannot say who is missing before it times out
+                time.sleep(_LOOK_S)
         return found

@@ -1,0 +1,234 @@
+"""The dispatch benchmark: ways of a MoE layer's rows to their experts and back, between gloo ranks on this machine.
+
+1. every rank draws rows and uniform choices of experts; an expert multiplies by a number of its own
+2. results and both gradients of each way must be those of one process
+3. the ways take turns; a time is that of the slowest rank, from a barrier to the end of backward
+4. bytes are counted where they are sent, and stand beside the formulas of `cost.training`
+
+Experts cost next to nothing here, so this is the price of communication and of putting rows in order. Where all-gather
+begins to win as top-k grows is what Figure 7 of MegaScale-MoE shows for its machines.
+
+Letters: T rows of a rank, K experts a row, E experts, R rows received, H width.
+"""
+
+import multiprocessing
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
+from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.gather_scatter import GatherScatter
+from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.mesh import Group, Sizes, connect, split_evenly
+from antiphon.cost.training.volumes import distinct_ranks, expert_parallel_volume
+
+Dtype = Literal["float32", "bfloat16"]
+TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2}  # relative to the largest number
+BASELINE = "all-to-all"
+VARIANTS = (BASELINE, "all-to-all, once a rank", "all-gather")
+CASE_TIMEOUT_S = 300.0
+Report = Callable[[float, float | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchCase:
+    """`tokens` of each rank, each with `top_k` of `num_experts` experts; `rounds` are timed after one that is not."""
+
+    ranks: int
+    tokens: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    dtype: Dtype
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            raise UserError(f"--top-k is {self.top_k}, --experts is {self.num_experts}: choose at most all experts")
+        if self.ranks > self.num_experts:
+            raise UserError(f"--ranks is {self.ranks}, --experts is {self.num_experts}: give each rank an expert")
+
+
+def bench_dispatch(cases: Sequence[DispatchCase], report: Report) -> list[dict[str, Any]]:
+    """Rows of all ways for each case. `ResourceError` if a rank fails or a case takes longer than five minutes."""
+    rows: list[dict[str, Any]] = []
+    for number, case in enumerate(cases):
+        report(number, len(cases))
+        with TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder:
+            rows += _run_ranks(case, Path(folder))
+    report(len(cases), len(cases))
+    return rows
+
+
+def _run_ranks(case: DispatchCase, folder: Path) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    processes, connections = [], {}
+    for rank in range(case.ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(case, rank, str(folder / "store"), theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        connections[ours] = rank
+    try:
+        return _results(connections)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _results(connections: dict[Connection, int]) -> list[dict[str, Any]]:
+    """What rank 0 measured, once all ranks have ended well."""
+    deadline, rows = time.monotonic() + CASE_TIMEOUT_S, []
+    while connections:
+        ready = wait(list(connections), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = ", ".join(str(rank) for rank in sorted(connections.values()))
+            raise ResourceError(f"ranks {missing} did not end within {CASE_TIMEOUT_S:.0f} s: give smaller sizes")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = connections.pop(connection)
+            try:
+                found, failure = connection.recv()
+            except EOFError:
+                raise ResourceError(f"rank {rank} died: perhaps there is not enough memory for these sizes") from None
+            if failure:
+                raise ResourceError(f"rank {rank} failed:\n{failure}")
+            rows += found
+    return rows
+
+
+def _rank(case: DispatchCase, rank: int, store: str, connection: Connection) -> None:
+    """A process of its own: measures, and sends (rows, "") or ([], what went wrong)."""
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, case.ranks),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=case.ranks,
+            timeout=timedelta(seconds=CASE_TIMEOUT_S),
+        )
+        rows = _measure(case, rank)
+        connection.send((rows if rank == 0 else [], ""))
+        dist.destroy_process_group()
+    except Exception:  # of any kind: the parent must learn of it
+        connection.send(([], traceback.format_exc()))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    x_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    grad_TH: Tensor
+
+    @staticmethod
+    def draw(case: DispatchCase, rank: int) -> "_Inputs":
+        generator, dtype = torch.Generator().manual_seed(rank), getattr(torch, case.dtype)
+        scores = torch.rand(case.tokens, case.num_experts, generator=generator)
+        weights_TK, ids_TK = scores.topk(case.top_k, dim=1)
+        x_TH, grad_TH = (torch.randn(case.tokens, case.hidden, generator=generator).to(dtype) for _ in range(2))
+        return _Inputs(x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_(), grad_TH)
+
+
+def dispatchers_over(group: Group, num_experts: int) -> dict[str, tuple[Dispatcher, tuple[int, int]]]:
+    """Each way over `group`, and the experts [first, last) that are here."""
+    experts = split_evenly(num_experts, group.size)
+    first, last = own = experts[group.index]
+    local = LocalDispatcher(last - first)
+    ways: tuple[Dispatcher, ...] = (
+        AllToAllDispatcher(group, local, experts, deduplicate=False),
+        AllToAllDispatcher(group, local, experts, deduplicate=True),
+        GatherScatter(group, local, own),
+    )
+    return {name: (way, own) for name, way in zip(VARIANTS, ways, strict=True)}
+
+
+def there_and_back(dispatcher: Dispatcher, experts: tuple[int, int], inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(sums, gradient of the rows, gradient of the weights); expert e multiplies by 1 + e / 8."""
+    dispatched = dispatcher.start_dispatch(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+    rows_RH, counts = dispatched.wait()
+    factors = 1 + torch.arange(*experts, dtype=rows_RH.dtype) / 8
+    results_RH = rows_RH * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
+    out_TH = dispatched.start_combine(results_RH).wait()
+    grad_x, grad_weights = torch.autograd.grad(out_TH, (inputs.x_TH, inputs.weights_TK), inputs.grad_TH)
+    return out_TH.detach(), grad_x, grad_weights
+
+
+def _measure(case: DispatchCase, rank: int) -> list[dict[str, Any]]:
+    mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), rank, CASE_TIMEOUT_S)
+    group, inputs = mesh.group("expert"), _Inputs.draw(case, rank)
+    ways = dispatchers_over(group, case.num_experts)
+    expected = there_and_back(LocalDispatcher(case.num_experts), (0, case.num_experts), inputs)
+    for name, way in ways.items():
+        check_equal(name, case.dtype, there_and_back(*way, inputs), expected)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    waited, sent = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    for round_number in range(case.rounds + 1):
+        for name, way in ways.items():
+            mesh.ledger.take()
+            dist.barrier()
+            began_s = time.perf_counter()
+            there_and_back(*way, inputs)
+            slowest = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
+            counted = mesh.ledger.take()
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if round_number:
+                times[name].append(float(slowest))
+                waited[name] += sum(counted.waited_s.values()) / case.rounds
+                sent[name] = sum(number for key, number in counted.sent_bytes.items() if _carries_rows(key))
+    mean_sent = torch.tensor([float(sent[name]) for name in ways], dtype=torch.float64)
+    dist.all_reduce(mean_sent)
+    return list(_rows(case, times, waited, (mean_sent / case.ranks).tolist()))
+
+
+def _carries_rows(name: str) -> bool:
+    """Rows of the hidden width; choices, weights and counts are left out."""
+    return name.split(".", maxsplit=1)[0] in ("dispatch", "combine")
+
+
+def check_equal(name: str, dtype: Dtype, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """`AssertionError` where results or gradients are not those of one process: then nothing is timed."""
+    for what, ours, wanted in zip(("sum", "gradient of rows", "gradient of weights"), found, expected, strict=True):
+        difference = float((ours.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+        assert difference <= TOLERANCES[dtype], f"{name}, {dtype}: the {what} differs by {difference:.1e}"
+
+
+def expected_bytes(case: DispatchCase) -> dict[str, float]:
+    """What a rank sends, there and back, forward and backward, at uniform routing (MegaScale-MoE, eq. 3 and 4)."""
+    whole = case.ranks * case.tokens * case.hidden * getattr(torch, case.dtype).itemsize
+    once = distinct_ranks(case.num_experts, case.top_k, case.ranks)
+    copies = dict(zip(VARIANTS, (case.top_k, once, case.ranks), strict=True))
+    return {name: 2 * whole * float(expert_parallel_volume(case.ranks, each)) for name, each in copies.items()}
+
+
+def _rows(
+    case: DispatchCase, times: dict[str, list[float]], waited: dict[str, float], sent: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    formula, baseline_s = expected_bytes(case), statistics.median(times[BASELINE])
+    for name, sent_bytes in zip(times, sent, strict=True):
+        median_s = statistics.median(times[name])
+        yield {
+            "variant": name,
+            **asdict(case),
+            "round_trip_s_median": median_s,
+            "time_to_all_to_all": median_s / baseline_s,
+            "comm_bytes": sent_bytes,
+            "formula_bytes": formula[name],
+            "waited_s": waited[name],
+        }

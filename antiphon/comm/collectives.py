@@ -1,0 +1,226 @@
+"""Collectives that gradients pass, each split into start and wait, each counted in the group's ledger.
+
+    pending = start(AllToAll(group, "dispatch", send, receive), x_TH)
+    ...                       # work that does not need the result
+    rows_RH = pending.wait()
+
+The backward of `wait` starts the reverse collective and the backward of the start waits for it. So whatever ran between
+start and wait in forward runs between them in backward too. All sizes may differ between ranks.
+
+Rejected: `torch.distributed.nn` and functional collectives, which wait at once in backward.
+
+Letters: T rows here, R rows received, H width (any shape of rows).
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from antiphon.comm.mesh import Group
+
+# PyTorch 2.13 has them under new names and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collective(Protocol):
+    """One operation on the first dimension of a tensor."""
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def name(self) -> str:
+        """Purpose and kind, as the ledger knows it."""
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Begin it; the buffer that fills, and what to wait for. `x` is contiguous."""
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        """The result, from the filled buffer."""
+
+    def reverse(self) -> "Collective":
+        """What gradients of the result pass to become gradients of the input."""
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """`send[i]` rows go to rank i, in order; `receive[i]` come from it."""
+
+    group: Group
+    purpose: str
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose}.all_to_all"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
+        assert x.shape[0] == sum(self.send), f"{sum(self.send)} rows are to be sent, {x.shape[0]} given"
+        buffer = x.new_empty((sum(self.receive), *x.shape[1:]))
+        away = x.shape[0] - self.send[self.group.index]
+        self.group.ledger.sent(self.name, away * _row_bytes(x))
+        work = dist.all_to_all_single(
+            buffer, x, list(self.receive), list(self.send), group=self.group.process_group, async_op=True
+        )
+        return buffer, work
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+    def reverse(self) -> Collective:
+        return AllToAll(self.group, self.purpose, self.receive, self.send)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Rows of all ranks, one after the other; `sizes[i]` of rank i. Unequal ones travel padded to the largest."""
+
+    group: Group
+    purpose: str
+    sizes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose}.all_gather"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
+        largest = max(self.sizes)
+        x = _padded(x, largest)
+        buffer = x.new_empty((largest * self.group.size, *x.shape[1:]))
+        self.group.ledger.sent(self.name, (self.group.size - 1) * x.shape[0] * _row_bytes(x))
+        return buffer, _all_gather(buffer, x, group=self.group.process_group, async_op=True)
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        largest = max(self.sizes)
+        if min(self.sizes) == largest:
+            return buffer
+        return torch.cat([buffer[i * largest : i * largest + size] for i, size in enumerate(self.sizes)])
+
+    def reverse(self) -> Collective:
+        return ReduceScatter(self.group, self.purpose, self.sizes)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Sums over all ranks; rank i gets the `sizes[i]` rows of its turn. Unequal ones travel padded to the largest."""
+
+    group: Group
+    purpose: str
+    sizes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose}.reduce_scatter"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
+        largest = max(self.sizes)
+        if min(self.sizes) != largest:
+            x = torch.cat([_padded(part, largest) for part in torch.split(x, list(self.sizes))])
+        buffer = x.new_empty((largest, *x.shape[1:]))
+        self.group.ledger.sent(self.name, (self.group.size - 1) * largest * _row_bytes(x))
+        return buffer, _reduce_scatter(buffer, x, group=self.group.process_group, async_op=True)
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        return buffer[: self.sizes[self.group.index]]
+
+    def reverse(self) -> Collective:
+        return AllGather(self.group, self.purpose, self.sizes)
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, collective: Collective, x: Tensor) -> None:
+        self._flight = _Flight(collective)
+        self._token: Tensor = _Start.apply(x, self._flight)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        """Its result. Blocks until it is there; errors of the process group (a peer's death, a timeout) are raised."""
+        result: Tensor = _Wait.apply(self._token, self._flight)  # type: ignore[no-untyped-call]
+        return result
+
+
+@dataclass(frozen=True)
+class Done:
+    """A result that did not have to travel."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+def start(collective: Collective, x: Tensor) -> Pending | Done:
+    """Begin `collective` on `x`; a group of one has nothing to do. All ranks of a group start the same in order."""
+    return Done(x) if collective.group.size == 1 else Pending(collective, x)
+
+
+def run(collective: Collective, x: Tensor) -> Tensor:
+    """Start and wait."""
+    return start(collective, x).wait()
+
+
+class _Flight:
+    """What is under way for one `Pending`: forward first, later backward."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._forward = collective
+        self._current = collective
+        self._buffer: Tensor | None = None
+        self._work: Any = None
+
+    def launch(self, x: Tensor, *, backward: bool) -> None:
+        self._current = self._forward.reverse() if backward else self._forward
+        self._buffer, self._work = self._current.launch(x.contiguous())
+
+    def land(self) -> Tensor:
+        assert self._buffer is not None, "this collective was waited for before"
+        begin = time.perf_counter()
+        self._work.wait()
+        self._current.group.ledger.waited(self._current.name, time.perf_counter() - begin)
+        result = self._current.finish(self._buffer)
+        self._buffer = self._work = None
+        return result
+
+
+class _Start(torch.autograd.Function):
+    """Gives a view of the input as the token that `_Wait` takes: its gradient has the input's shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.launch(x, backward=False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.land(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        ctx.shape = token.shape
+        return flight.land()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.launch(grad, backward=True)
+        return grad.new_zeros(()).expand(ctx.shape), None  # what the token's gradient must look like; nobody reads it
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    if x.shape[0] == rows:
+        return x
+    return torch.cat((x, x.new_zeros((rows - x.shape[0], *x.shape[1:]))))
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x[0].numel() * x.element_size() if x.shape[0] else 0

@@ -1,0 +1,130 @@
+"""Which ranks work together: one list of ranks, read twice.
+
+    attention   pipeline x data x sequence x tensor
+    experts     pipeline x expert data x expert x expert tensor
+
+Both readings have the same number of ranks, so a rank has a place in each. The last axis changes fastest: ranks of one
+tensor group are neighbours. A group spans some axes of one reading; its ranks share the place on all others.
+
+Plain numbers here; `Ranks` says who belongs together, `connect` makes process groups of it. Rejected: PyTorch's
+`DeviceMesh`. Two readings of the same ranks and groups over two axes need its private calls.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from antiphon.base.errors import UserError
+from antiphon.comm.ledger import Ledger
+
+ATTENTION = ("pipeline", "data", "sequence", "tensor")
+EXPERTS = ("pipeline", "expert_data", "expert", "expert_tensor")
+_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("sequence",),
+    ("tensor",),
+    ("expert",),
+    ("expert_tensor",),
+    ("data", "sequence", "tensor"),
+    ("expert_data",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many ranks on each axis; `data` and `expert_data` follow from `world_size`."""
+
+    world_size: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for kind, axes in (("attention", ("sequence", "tensor")), ("experts", ("expert", "expert_tensor"))):
+            sizes = {"pipeline": self.pipeline} | {axis: int(getattr(self, axis)) for axis in axes}
+            product = math.prod(sizes.values())
+            if self.world_size % product:
+                parts = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
+                raise UserError(
+                    f"{kind}: {parts} is {product}, which does not divide the {self.world_size} ranks: "
+                    "change these sizes or the number of ranks"
+                )
+
+    @property
+    def data(self) -> int:
+        return self.world_size // (self.pipeline * self.sequence * self.tensor)
+
+    @property
+    def expert_data(self) -> int:
+        return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
+
+    def of(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def place(self, rank: int, axis: str) -> int:
+        """Where `rank` stands on `axis`."""
+        axes = ATTENTION if axis in ATTENTION else EXPERTS
+        after = axes[axes.index(axis) + 1 :]
+        return rank // math.prod(self.of(each) for each in after) % self.of(axis)
+
+    def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """All groups that span `axes`, which belong to one reading; ranks of each in order."""
+        reading = ATTENTION if all(axis in ATTENTION for axis in axes) else EXPERTS
+        others = [axis for axis in reading if axis not in axes]
+        places = itertools.product(*(range(self.of(axis)) for axis in others))
+        found: dict[tuple[int, ...], list[int]] = {place: [] for place in places}
+        for rank in range(self.world_size):
+            found[tuple(self.place(rank, axis) for axis in others)].append(rank)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other, and this rank's place among them. `process_group` None: it is alone, and every
+    collective is the identity."""
+
+    ranks: tuple[int, ...]
+    index: int
+    ledger: Ledger
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The groups of this rank by their axes."""
+
+    sizes: Sizes
+    rank: int
+    ledger: Ledger
+    groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+
+    def group(self, *axes: str) -> Group:
+        return self.groups[axes]
+
+
+def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+    """Contiguous ranges [first, last) of `total` whose lengths differ by at most one, the longer first."""
+    size, more = divmod(total, parts)
+    starts = [index * size + min(index, more) for index in range(parts + 1)]
+    return list(itertools.pairwise(starts))
+
+
+def connect(sizes: Sizes, rank: int, timeout_s: float = 600.0) -> Mesh:
+    """The mesh of `rank`. Blocks until the other ranks of its groups have called it too; their collectives end with an
+    error after `timeout_s`."""
+    ledger, timeout = Ledger(), timedelta(seconds=timeout_s)
+    lists = {axes: sizes.groups(axes) for axes in _GROUPS}
+    groups = {}
+    for axes, members in lists.items():
+        own = next(ranks for ranks in members if rank in ranks)
+        made = dist.new_group(own, timeout=timeout, use_local_synchronization=True) if len(own) > 1 else None
+        groups[axes] = Group(tuple(own), own.index(rank), ledger, made)
+    return Mesh(sizes, rank, ledger, groups)

@@ -1,0 +1,53 @@
+"""`antiphon bench dispatch`: a small run, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.base.errors import UserError
+from antiphon.bench.dispatch import VARIANTS, DispatchCase, check_equal
+from antiphon.cli.bench_dispatch import parse_top_k
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    sizes = ("--tokens", "32", "--hidden", "16", "--experts", "5", "--top-k", "2", "--rounds", "1")
+    command = [
+        sys.executable,
+        "-m",
+        "antiphon.cli.main",
+        "bench",
+        "dispatch",
+        "--ranks",
+        "2",
+        *sizes,
+        "--json",
+        str(file),
+    ]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["variant"] for row in rows] == list(VARIANTS)
+    assert rows[0]["time_to_all_to_all"] == 1.0
+    assert rows[2]["comm_bytes"] == rows[2]["formula_bytes"] == 2 * 2 * 32 * 16 * 4
+    assert rows[1]["comm_bytes"] < rows[0]["comm_bytes"]
+
+
+def test_wrong_results_are_not_timed() -> None:
+    right = [torch.ones(2)] * 3
+    with pytest.raises(AssertionError, match=r"all-gather, float32: the gradient of rows differs by 1.0e-01"):
+        check_equal("all-gather", "float32", [right[0], torch.tensor([1.0, 1.1]), right[2]], right)
+
+
+def test_sizes_that_do_not_fit() -> None:
+    sizes = {"tokens": 4, "hidden": 4, "num_experts": 4, "dtype": "float32", "rounds": 1}
+    with pytest.raises(UserError, match="--top-k is 5, --experts is 4"):
+        DispatchCase(ranks=2, top_k=5, **sizes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--ranks is 5, --experts is 4"):
+        DispatchCase(ranks=5, top_k=1, **sizes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--top-k is '2,x': write whole numbers"):
+        parse_top_k("2,x")
