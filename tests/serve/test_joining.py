@@ -66,6 +66,7 @@ def test_an_engine_that_does_not_know_the_secret_is_not_obeyed() -> None:
 import socket, msgspec
 from antiphon.serve.joining import Accepted, Challenge, Join
 from antiphon.serve.worker.channel import Channel
+print(flush=True)
 stream, _ = socket.socket(fileno={server.fileno()}).accept()
 channel = Channel(stream, "worker", Join)
 channel.send(Challenge(bytes(32)))
@@ -73,8 +74,11 @@ channel.receive(10.0)
 channel.send(Accepted(bytes(32)))
 channel.receive(10.0)
 """
-    impostor = subprocess.Popen([sys.executable, "-c", code], pass_fds=(server.fileno(),), stderr=subprocess.DEVNULL)
+    impostor = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=(server.fileno(),), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     try:
+        assert impostor.stdout is not None and impostor.stdout.readline()  # its imports take seconds on a busy machine
         with pytest.raises(Refused, match="does not know the secret: it is not our engine"):
             join_engine(address, SECRET, role="experts", name="e", host="", pid=1, patience_s=10.0)
     finally:
