@@ -78,7 +78,8 @@ channel.receive(10.0)
         [sys.executable, "-c", code], pass_fds=(server.fileno(),), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
-        assert impostor.stdout is not None and impostor.stdout.readline()  # its imports take seconds on a busy machine
+        assert impostor.stdout is not None
+        assert impostor.stdout.readline(), "it ended early"  # its imports take seconds on a busy machine
         with pytest.raises(Refused, match="does not know the secret: it is not our engine"):
             join_engine(address, SECRET, role="experts", name="e", host="", pid=1, patience_s=10.0)
     finally:
