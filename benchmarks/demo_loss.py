@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from antiphon.bench.plain_loop import PlainLoop
 from antiphon.train.config import read_config
 from antiphon.train.samples import Samples
+from antiphon.train.setup import cache_of
 from antiphon.train.tokens import load_tokenizer, open_tokens
-from antiphon.train.trainer import StepResult, Trainer, cache_of
+from antiphon.train.trainer import StepResult, Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo-moe"
 LIBRARY = Path(sysconfig.get_path("stdlib"))

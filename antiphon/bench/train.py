@@ -29,8 +29,9 @@ from antiphon.models.config import load_model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import Dtype, TrainConfig, config_of
 from antiphon.train.samples import Samples
+from antiphon.train.setup import cache_of
 from antiphon.train.tokens import open_tokens
-from antiphon.train.trainer import StepResult, Trainer, cache_of
+from antiphon.train.trainer import StepResult, Trainer
 
 NUM_COMPARED = 3  # steps whose losses must agree
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 2e-2}  # of the loss, relative

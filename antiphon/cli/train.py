@@ -1,6 +1,8 @@
 """`antiphon train`: train a model as a TOML file says; `antiphon export`: a checkpoint of it in Hugging Face format."""
 
 import json as jsonlib
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,15 +12,19 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
+from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.report.run_page import write_run_page
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
+from antiphon.train.ranks import sizes_of
+from antiphon.train.setup import build_model, cache_of, prepare_data, tokenizer_of
 from antiphon.train.tokens import SPLITS, open_tokens
-from antiphon.train.trainer import StepResult, Trainer, build_model, cache_of, prepare_data, tokenizer_of
+from antiphon.train.trainer import StepResult, Trainer
 
+MOST_RANKS, RESTARTS = 256, 3
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="What to train, on what, how: a TOML file.")]
 
 
@@ -32,6 +38,7 @@ def train(
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace of some of the first steps.")
     ] = None,
+    nproc: Annotated[int | None, typer.Option(metavar="N", help="Start N ranks on this machine.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Train the model that FILE describes. It goes on from the newest checkpoint in output.folder."""
@@ -42,6 +49,11 @@ def train(
         return
     if tokenize:
         _tokenize(read, json)
+        return
+    if nproc is not None and "RANK" not in os.environ:
+        _start_ranks(read, nproc)
+    if int(os.environ.get("RANK", "0")):
+        Trainer(read, timeline=timeline).run()
         return
     with progress(f"training {config.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
 
@@ -57,6 +69,29 @@ def train(
     if facts["held_out_loss"] is not None:
         show(f"held-out loss {facts['held_out_loss']:.4f} nats a token", json=json)
     show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)
+
+
+def _start_ranks(config: TrainConfig, ranks: int) -> None:
+    """Become `torchrun` with this very command on `ranks` ranks, which starts them anew when one dies. What can be
+    checked is checked first, and the token ids are written."""
+    options.check_count("--nproc", ranks, MOST_RANKS)
+    spec = load_model_spec(Path(config.model.path))
+    sizes_of(config, spec, ranks)
+    prepare_data(config, spec)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*run, f"--max-restarts={RESTARTS}", "-m", "antiphon.cli.main", *without_nproc(sys.argv[1:])]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execv(sys.executable, command)
+
+
+def without_nproc(arguments: list[str]) -> list[str]:
+    """What each rank is started with."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+            kept.append(argument)
+        skip = argument == "--nproc"
+    return kept
 
 
 def _tokenize(config: TrainConfig, json: str | None) -> None:

@@ -133,6 +133,29 @@ class ReduceScatter:
         return AllGather(self.group, self.purpose, self.sizes)
 
 
+@dataclass(frozen=True)
+class AllReduce:
+    """The sum over all ranks, on each of them."""
+
+    group: Group
+    purpose: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose}.all_reduce"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
+        buffer = x.clone()
+        self.group.ledger.sent(self.name, 2 * (self.group.size - 1) * x.numel() * x.element_size() // self.group.size)
+        return buffer, dist.all_reduce(buffer, group=self.group.process_group, async_op=True)
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+    def reverse(self) -> Collective:
+        return self
+
+
 class Pending:
     """A collective under way."""
 
@@ -164,6 +187,12 @@ def start(collective: Collective, x: Tensor) -> Pending | Done:
 def run(collective: Collective, x: Tensor) -> Tensor:
     """Start and wait."""
     return start(collective, x).wait()
+
+
+def barrier(group: Group) -> None:
+    """Wait until all ranks of `group` are here."""
+    if group.size > 1:
+        dist.barrier(group=group.process_group)
 
 
 class _Flight:

@@ -27,8 +27,11 @@ _GROUPS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("expert",),
     ("expert_tensor",),
+    ("data", "sequence"),
     ("data", "sequence", "tensor"),
     ("expert_data",),
+    ("expert_data", "expert_tensor"),
+    ("pipeline", "data", "sequence", "tensor"),
 )
 
 
@@ -108,6 +111,20 @@ class Mesh:
 
     def group(self, *axes: str) -> Group:
         return self.groups[axes]
+
+    @property
+    def world(self) -> Group:
+        return self.groups[ATTENTION]
+
+    @property
+    def stage(self) -> Group:
+        """The ranks that share the rows of a micro-batch."""
+        return self.groups[ATTENTION[1:]]
+
+    def replicas(self, axes: frozenset[str]) -> Group:
+        """The ranks of this stage that hold the same part of a parameter which is cut along `axes`."""
+        reading = EXPERTS if axes & set(EXPERTS) else ATTENTION
+        return self.groups[tuple(axis for axis in reading[1:] if axis not in axes)]
 
 
 def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:

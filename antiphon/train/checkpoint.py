@@ -2,6 +2,9 @@
 
 `OUTPUT/checkpoints/step-00000100/` is written under another name and renamed when it is whole, so a folder that can be
 seen is complete: a kill during a save leaves the last one. `run.json` in it says what was trained and how far.
+
+Every rank writes the parts that it is the first to hold, as boxes of whole tensors, and reads the boxes that it needs:
+a checkpoint does not know how many ranks wrote it.
 """
 
 import json
@@ -14,16 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from antiphon.base.errors import CheckpointError
+from antiphon.comm.collectives import barrier
 from antiphon.train.config import TrainConfig
+from antiphon.train.gradients import held_tensors
 from antiphon.train.model import MoeModel
+from antiphon.train.partition import Part
 
 _NAME = re.compile(r"step-(\d{8})")
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +62,33 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: RunState,
 ) -> Path:
-    """Write a checkpoint and remove the oldest beyond `config.output.keep`. Blocks until it is on disk."""
-    folder = folder_of(config)
+    """Write a checkpoint and remove the oldest beyond `config.output.keep`. Blocks until it is on disk, and all ranks
+    have written."""
+    folder, world = folder_of(config), model.mesh.world
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state.step:08d}"
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if world.index == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    barrier(world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        state_dict_saver.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial, no_dist=True)
+        state_dict_saver.save(
+            _boxes(model, optimizer),
+            checkpoint_id=partial,
+            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=world.process_group,
+            no_dist=world.size == 1,
+        )
+    if world.index == 0:
+        _finish(config, model_config, state, partial, final)
+    barrier(world)
+    return final
+
+
+def _finish(config: TrainConfig, model_config: dict[str, Any], state: RunState, partial: Path, final: Path) -> None:
+    """Make the written folder the newest checkpoint."""
     facts = {
         "version": _VERSION,
         "state": asdict(state),
@@ -73,10 +99,9 @@ def save(
     _to_disk(partial)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    _to_disk(folder)
-    for old in find_checkpoints(folder)[: -config.output.keep]:
+    _to_disk(final.parent)
+    for old in find_checkpoints(final.parent)[: -config.output.keep]:
         shutil.rmtree(old)
-    return final
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -93,21 +118,104 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 def load(checkpoint: Path, model: MoeModel, optimizer: torch.optim.Optimizer | None) -> RunState:
     """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged."""
     facts = read_facts(checkpoint)
-    optimizers = [] if optimizer is None else [optimizer]
-    model_state, optimizer_state = get_state_dict(model, optimizers)
-    wanted = {"model": model_state} | ({"optimizer": optimizer_state} if optimizers else {})
+    world = model.mesh.world
+    if optimizer is not None:
+        for parameter in model.parameters():
+            optimizer.state[parameter] = _first_state(parameter, facts["state"]["step"])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            state_dict_loader.load(wanted, checkpoint_id=checkpoint, no_dist=True)
+            state_dict_loader.load(
+                _boxes(model, optimizer),
+                checkpoint_id=checkpoint,
+                planner=_LoadPlanner(),
+                process_group=world.process_group,
+                no_dist=world.size == 1,
+            )
     except (Exception, CheckpointException) as error:  # which is not an Exception; for a damaged file it is anything
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{checkpoint}: cannot be loaded ({reason}): it is damaged or of another model; remove it or change "
             "output.folder"
         ) from error
-    set_state_dict(model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return RunState(**facts["state"])
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _first_state(parameter: Tensor, step: int) -> dict[str, Tensor]:
+    """AdamW's state of a parameter, its moments to be filled."""
+    return {"step": torch.tensor(float(step))} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Parts of a whole tensor as PyTorch's checkpoints know them: offsets in it, and a view each. `written`: by this
+    rank."""
+
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], Tensor]]
+    written: bool
+
+    @staticmethod
+    def of(part: Part, tensor: Tensor, written: bool) -> "Boxes":
+        return Boxes(part.shape, list(part.boxes(tensor.detach().view(-1), 0)), written)
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets), index),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.size()),
+                    properties=TensorProperties.create_from_tensor(view),
+                    size=self.size(),
+                ),
+            )
+            for index, (offsets, view) in enumerate(self.boxes if self.written else [])
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.size()) for offsets, view in self.boxes]
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        return next(view for offsets, view in self.boxes if torch.Size(offsets) == index.offset)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].at(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Takes the boxes as they are; PyTorch's own replaces what is no tensor by None."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found: Tensor = self.state_dict[index.fqn].at(index)
+        return found
+
+
+def _boxes(model: MoeModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Everything that is stored, by its name: the model's tensors and the optimizer's moments."""
+    found = {}
+    for held in held_tensors(model):
+        written = held.replicas.index == 0
+        found[f"model.{held.name}"] = Boxes.of(held.part, held.tensor, written)
+        if optimizer is not None and isinstance(held.tensor, nn.Parameter):
+            state = optimizer.state[held.tensor] or _first_state(held.tensor, 0)
+            for key in _MOMENTS:
+                found[f"optimizer.{held.name}.{key}"] = Boxes.of(held.part, state[key], written)
+    return found
 
 
 def _to_disk(path: Path) -> None:

@@ -76,13 +76,32 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Weights of what is added to the cross-entropy: `balance` of the experts' use (Switch Transformer, eq. 4, mean
-    over layers), `z` of the router's squared log-sum-exp (ST-MoE, eq. 5). `bias_rate`: step of a score bias towards
-    even use, for routers that have one (DeepSeek-V3, section 2.1.2)."""
+    """Weights of what is added to the cross-entropy: `balance` of the experts' use, over each "layer" (Switch
+    Transformer, eq. 4) or over the whole "model" (as transformers has it); `device_balance` of `device_groups` groups
+    of experts (MegaScale-MoE, section 3.2); `z` of the router's squared log-sum-exp (ST-MoE, eq. 5). `bias_rate`: step
+    of a score bias towards even use, for routers that have one (DeepSeek-V3, section 2.1.2)."""
 
     balance: NotNegative = 0.01
+    balance_over: Literal["layer", "model"] = "layer"
+    device_balance: NotNegative = 0.0
+    device_groups: int = 1
     z: NotNegative = 0.0
     bias_rate: NotNegative = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks share what. Attention: `sequence` ranks share positions and heads (Ulysses), `tensor` ranks heads
+    and weights. Experts: `expert` ranks have different experts, `expert_tensor` ranks slices of the same. Each product
+    divides the number of ranks; what is left is data parallel. `dispatch`: how rows reach experts; `deduplicate`: an
+    all-to-all sends a row once to a rank."""
+
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    dispatch: Literal["all_to_all", "gather_scatter"] = "all_to_all"
+    deduplicate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +133,7 @@ class TrainConfig:
     dtype: Dtype = "float32"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:

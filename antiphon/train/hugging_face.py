@@ -26,7 +26,8 @@ from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, 
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 from antiphon.train.model import MoeModel
-from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights
+from antiphon.train.partition import Part
+from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights, parts_of
 
 SHARD_BYTES = 4 << 30
 _BESIDE_WEIGHTS = (
@@ -41,13 +42,15 @@ _BESIDE_WEIGHTS = (
 
 
 def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | None = None) -> None:
-    """Fill `model` from the checkpoint in `folder`; `CheckpointError` if it is another model's or damaged."""
+    """Fill what `model` holds from the checkpoint in `folder`; `CheckpointError` if it is another model's or damaged.
+    Of the experts only those held here are read."""
     spec, names = model.spec, tensor_names(model.spec)
     checkpoint = open_checkpoint(folder, spec)
     plans = [outer_plan(spec, names)]
     plans += [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
+    first_expert, last_expert = model.share.experts
     experts = {
-        layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in range(spec.router.num_experts)]
+        layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in range(first_expert, last_expert)]
         for layer, routes in enumerate(spec.moe_layers)
         if routes
     }
@@ -58,25 +61,35 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
         for module, plan in zip((model, *model.layers), plans, strict=True):
             weights = Weights(module, torch.float32)
             for purpose, stored in plan.items():
-                found = weights.stored(purpose)
-                found.copy_(reader.tensor(stored).view_as(found))
+                part = parts_of(module)[purpose]
+                weights.stored(purpose).copy_(part.of(reader.tensor(stored).view(part.shape)))
         for layer, of_layer in experts.items():
-            packed = _ExpertsOf(model.layers[layer], spec)
-            for index, one in enumerate(of_layer):
-                reader.expert(packed, index, one)
+            for place, one in enumerate(of_layer):
+                whole = _OneExpert(spec)
+                reader.expert(whole, 0, one)
+                whole.copy_to(model.layers[layer], place)
 
 
-class _ExpertsOf(ReferenceExperts):
-    """A layer's expert parameters where a loader expects packed ones: it writes straight into them."""
+class _OneExpert(ReferenceExperts):
+    """A whole expert as a loader writes it, in float32."""
 
-    def __init__(self, layer: nn.Module, spec: ModelSpec) -> None:
-        weights, widths = Weights(layer, torch.float32), spec.feed_forward
-        super().__init__(
-            weights.stored(GATE_UP), weights.stored(DOWN), widths.activation, widths.alpha, widths.limit, False
-        )
+    def __init__(self, spec: ModelSpec) -> None:
+        widths, hidden = spec.feed_forward, spec.hidden_size
+        gate_up = torch.zeros(1, 2 * widths.intermediate, hidden)
+        down = torch.zeros(1, hidden, widths.intermediate)
+        super().__init__(gate_up, down, widths.activation, widths.alpha, widths.limit, False)
+        self._by_purpose = {GATE_UP: gate_up, DOWN: down}
         if widths.expert_bias:
-            self.gate_up_bias_EJ = weights.stored(GATE_UP + "_bias")
-            self.down_bias_EH = weights.stored(DOWN + "_bias")
+            self.gate_up_bias_EJ = torch.zeros(1, 2 * widths.intermediate)
+            self.down_bias_EH = torch.zeros(1, hidden)
+            self._by_purpose |= {GATE_UP + "_bias": self.gate_up_bias_EJ, DOWN + "_bias": self.down_bias_EH}
+
+    def copy_to(self, layer: nn.Module, place: int) -> None:
+        """Make it expert number `place` of those that `layer` holds, of which it takes its part."""
+        weights, parts = Weights(layer, torch.float32), parts_of(layer)
+        for purpose, whole in self._by_purpose.items():
+            part = parts[purpose]
+            weights.stored(purpose)[place] = Part(part.shape[1:], part.ranges[1:]).of(whole[0])
 
 
 class _Written(NoCheckpoint):

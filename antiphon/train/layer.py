@@ -2,13 +2,15 @@
 
     attention -> gate -> dispatch -> experts -> combine
 
-The shared expert (or the dense layer's feed-forward) runs between dispatch and the experts' results. How rows reach
-their experts is the dispatcher's business; this file has no `if` for it.
+The shared expert (or the dense layer's feed-forward) runs between dispatch and the experts' results. How positions and
+heads are shared between ranks is `SequenceParallel`'s business, how rows reach their experts the dispatcher's. This
+file has no `if` for either.
 
-Letters: B sequences, S positions, T = B * S rows, H hidden, K experts a row, E experts, R rows in order of expert.
+Letters: B sequences, S positions of this rank, T = B * S rows, H hidden, K experts a row, E experts, R rows in order of
+expert.
 """
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,33 +22,26 @@ from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences, attend
+from antiphon.train.partition import Share, part_of
+from antiphon.train.routing import Routing
 from antiphon.train.spans import Spans
-from antiphon.train.weights import DOWN, GATE_UP, Weights, layer_parameters, register
-
-
-@dataclass(frozen=True)
-class Routing:
-    """What one layer's gate did. `probabilities_E`: mean score of each expert, differentiable; `counts_E`: rows that
-    chose it; `log_sums`: mean squared log-sum-exp of the logits (the z-loss of arXiv 2202.08906)."""
-
-    probabilities_E: Tensor
-    counts_E: Tensor
-    log_sums: Tensor
+from antiphon.train.weights import DOWN, GATE_UP, FirstValues, Weights, layer_parameters, register
 
 
 class MoeLayer(nn.Module):
-    """Layer `layer` of the model. `dispatcher` None: a dense layer."""
+    """Layer `layer` of the model, this rank's `share` of it. A dense layer has no use for `dispatcher`."""
 
-    def __init__(self, spec: ModelSpec, layer: int, dispatcher: Dispatcher | None, *, seed: int, std: float) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, first: FirstValues) -> None:
         super().__init__()
         self.spec = spec
         self.layer = layer
+        self.share = share
         self.dispatcher = dispatcher
         self.spans = Spans()
-        register(self, layer_parameters(spec, layer), f"layers.{layer}", seed, std)
+        register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
-    def forward(self, x_BSH: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:
-        """The residual stream behind the layer, and what the gate did (None in a dense layer)."""
+    def forward(self, x_BSH: Tensor, sequences: Sequences, routing: Routing) -> Tensor:
+        """The residual stream behind the layer; `routing` learns what the gate did."""
         weights, spec, layer, span = Weights(self, x_BSH.dtype), self.spec, self.layer, self.spans.of
         with span("norm", layer):
             y_BSH = norm(spec, weights, "input_norm", x_BSH)
@@ -54,12 +49,13 @@ class MoeLayer(nn.Module):
             x_BSH = x_BSH + _scaled(attend(spec, layer, weights, y_BSH, sequences), spec.residual_multiplier)
         with span("norm", layer):
             y_TH = norm(spec, weights, "post_norm", x_BSH).flatten(0, 1)
-        if self.dispatcher is None:
+        if not spec.moe_layers[layer]:
             with span("dense feed-forward", layer):
                 dense_TH = _scaled(_gated(spec, weights, "dense", y_TH), spec.residual_multiplier)
-                return x_BSH + dense_TH.view_as(x_BSH), None
+                return x_BSH + dense_TH.view_as(x_BSH)
         with span("gate", layer):
-            ids_TK, weights_TK, routing = self._gate(weights, y_TH)
+            logits_TE, ids_TK, weights_TK = self._gate(weights, y_TH)
+            y_TH = routing.attach(y_TH, logits_TE, ids_TK)
         with span("dispatch", layer):
             dispatched = self.dispatcher.start_dispatch(y_TH, ids_TK, weights_TK)
         with span("shared expert", layer):
@@ -67,24 +63,20 @@ class MoeLayer(nn.Module):
         with span("dispatch", layer):
             rows_RH, counts = dispatched.wait()
         with span("experts", layer):
-            rows_RH = _experts(spec, weights, rows_RH, counts)
+            rows_RH = _experts(spec, weights, rows_RH, counts, self.share.adds_bias)
         with span("combine", layer):
             out_TH = dispatched.start_combine(rows_RH).wait()
             if shared_TH is not None:
                 out_TH = out_TH + _scaled(shared_TH, spec.residual_multiplier)
-            return x_BSH + out_TH.view_as(x_BSH), routing
+            return x_BSH + out_TH.view_as(x_BSH)
 
-    def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """Experts and weights of each row, chosen in float32 at least."""
+    def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of all experts, and each row's choices and their weights, in float32 at least."""
         router, wide = self.spec.router, torch.promote_types(y_TH.dtype, torch.float32)
         bias_E = weights.stored("router_bias").to(wide) if router.has_logit_bias else None
         logits_TE = F.linear(y_TH.to(wide), weights.stored("router").to(wide), bias_E)
         score_bias_E = weights.stored("score_bias").to(wide) if router.has_score_bias else None
-        ids_TK, weights_TK = choose_experts(logits_TE, score_bias_E, router)
-        scores_TE = logits_TE.sigmoid() if router.scoring == "sigmoid" else logits_TE.softmax(-1)
-        counts_E = torch.bincount(ids_TK.flatten(), minlength=router.num_experts)
-        routing = Routing(scores_TE.mean(0), counts_E, logits_TE.logsumexp(-1).square().mean())
-        return ids_TK, weights_TK, routing
+        return logits_TE, *choose_experts(logits_TE, score_bias_E, router)
 
 
 def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
@@ -94,13 +86,15 @@ def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
     return layer_norm(x, weights[purpose], weights.optional(purpose + "_bias"), spec.norm_eps)
 
 
-def _experts(spec: ModelSpec, weights: Weights, rows_RH: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """[R, H]: each row through its expert."""
+def _experts(spec: ModelSpec, weights: Weights, rows_RH: Tensor, counts: tuple[int, ...], adds_bias: bool) -> Tensor:
+    """[R, H]: each row through its expert; `adds_bias`: the second bias too, which one rank of a slice adds."""
     gate_up_RJ = grouped_product(rows_RH, weights[GATE_UP], counts)
     if spec.feed_forward.expert_bias:
         experts_R = torch.tensor(counts, device=rows_RH.device)
         gate_up_RJ = gate_up_RJ + weights[GATE_UP + "_bias"].repeat_interleave(experts_R, dim=0)
         down_RH = grouped_product(activate(gate_up_RJ, spec.feed_forward), weights[DOWN], counts)
+        if not adds_bias:
+            return down_RH
         return down_RH + weights[DOWN + "_bias"].repeat_interleave(experts_R, dim=0)
     return grouped_product(activate(gate_up_RJ, spec.feed_forward), weights[DOWN], counts)
 

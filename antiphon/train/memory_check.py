@@ -16,6 +16,7 @@ from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.base.memory import available_bytes
 from antiphon.base.units import format_bytes
+from antiphon.comm.mesh import Sizes
 from antiphon.cost.training.layer_case import LayerSizes
 from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_parameters, state_bytes
 from antiphon.cost.training.rematerialize import dense_bytes, needed_bytes
@@ -46,10 +47,21 @@ class MemoryNeed:
         return ", ".join(f"{each.name} {format_bytes(getattr(self, each.name))}" for each in fields(self))
 
 
-def one_process(config: TrainConfig) -> TrainingSetup:
-    """The setup of a run that is not divided."""
+def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
+    """The setup of a run whose ranks share work by `sizes`, in the planner's terms: one group of ranks for attention
+    and experts. Where theirs differ the smaller one counts, which needs more memory."""
+    experts = sizes.expert * sizes.expert_tensor
+    attention = sizes.sequence * sizes.tensor
     size = config.batch // config.micro_batches
-    return TrainingSetup(zero=0, gate_after_down=True, micro_batch=size, precision=precision_of(config))
+    return TrainingSetup(
+        attention="tensor" if sizes.tensor > 1 else "sequence",
+        experts="tensor" if sizes.expert_tensor > 1 else "expert",
+        zero=0,
+        gate_after_down=True,
+        micro_batch=max(1, size // sizes.data),
+        model_parallel=min(experts, attention),
+        precision=precision_of(config),
+    )
 
 
 def precision_of(config: TrainConfig) -> TrainingPrecision:

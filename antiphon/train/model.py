@@ -6,20 +6,28 @@ the arithmetic runs in `dtype`.
 Letters: B sequences, S positions, T = B * S rows, H hidden, E experts, W vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
 from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.gather_scatter import GatherScatter
+from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.mesh import Mesh, split_evenly
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences
-from antiphon.train.layer import MoeLayer, Routing, norm
+from antiphon.train.config import LossConfig, ParallelConfig
+from antiphon.train.layer import MoeLayer, norm
+from antiphon.train.partition import Share, part_of
+from antiphon.train.routing import Routing
+from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.spans import Spans
-from antiphon.train.weights import Weights, outer_parameters, register
+from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
 
 
 @dataclass(frozen=True)
@@ -33,16 +41,8 @@ class Batch:
     documents_BS: Tensor | None
 
 
-@dataclass(frozen=True)
-class Losses:
-    """`cross_entropy` is summed over targets and divided by the number the caller gave. `routings`: by MoE layer."""
-
-    cross_entropy: Tensor
-    routings: list[Routing]
-
-
 class MoeModel(nn.Module):
-    """A decoder of `spec`. `dispatcher_of` gives each MoE layer its way to the experts."""
+    """A decoder of `spec`: the parts of its parameters that the rank of `mesh` holds."""
 
     cos_PR: Tensor
     sin_PR: Tensor
@@ -50,65 +50,86 @@ class MoeModel(nn.Module):
     def __init__(
         self,
         spec: ModelSpec,
-        dispatcher_of: Callable[[int], Dispatcher],
+        mesh: Mesh,
         *,
         max_positions: int,
         dtype: torch.dtype,
-        seed: int = 0,
-        std: float = 0.02,
+        first: FirstValues = FirstValues(),
+        parallel: ParallelConfig = ParallelConfig(),
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.mesh = mesh
         self.dtype = dtype
         self.spans = Spans()
-        register(self, outer_parameters(spec), "outer", seed, std)
+        self.share = Share.of(spec, mesh.sizes, mesh.rank)
+        register(self, outer_parameters(spec), "outer", first, partial(part_of, spec, self.share))
+        dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel)
         self.layers = nn.ModuleList(
-            MoeLayer(spec, layer, dispatcher_of(layer) if routes else None, seed=seed, std=std)
-            for layer, routes in enumerate(spec.moe_layers)
+            MoeLayer(spec, layer, self.share, dispatcher, first) for layer in range(spec.num_layers)
         )
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)
 
-    def forward(self, batch: Batch, num_targets: Tensor) -> Losses:
-        """Losses of a micro-batch; `num_targets` counts those of the whole step, on all ranks."""
-        x_BSH, routings = self.hidden(batch)
-        x_TH = x_BSH.flatten(0, 1)
+    def forward(self, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
+        """This rank's part of the cross-entropy: its sum over the targets here, divided by `num_targets`, those of the
+        whole step on all ranks. The parts of all ranks add up to the mean."""
+        parallel = self._parallel(batch)
+        x_TH = self._hidden(batch, routing, parallel).flatten(0, 1)
         weights = Weights(self, self.dtype)
         head = weights["embedding" if self.spec.tie_embeddings else "head"]
         with self.spans.of("norm"):
             y_TH = norm(self.spec, weights, "final_norm", x_TH)
         with self.spans.of("cross-entropy"):
-            loss = linear_cross_entropy(
+            return linear_cross_entropy(
                 y_TH,
                 head,
                 weights.optional("head_bias"),
-                batch.targets_BS.flatten(),
+                self.own_targets(batch).flatten(),
                 num_targets,
                 self.spec.logits_divisor,
             )
-        return Losses(loss, routings)
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, list[Routing]]:
-        """The residual stream behind the last layer [B, S, H], before the final norm."""
-        sequences = Sequences.of(self.spec, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
+    def own_targets(self, batch: Batch) -> Tensor:
+        """The targets at this rank's positions."""
+        return batch.targets_BS[:, slice(*self._parallel(batch).own)]
+
+    def _parallel(self, batch: Batch) -> SequenceParallel:
+        sequence, tensor = self.mesh.group("sequence"), self.mesh.group("tensor")
+        return SequenceParallel(self.spec.attention, self.share, sequence, tensor, batch.ids_BS.shape[1])
+
+    def _hidden(self, batch: Batch, routing: Routing, parallel: SequenceParallel) -> Tensor:
+        """The residual stream behind the last layer, before the final norm, at this rank's positions."""
+        sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
         with self.spans.of("embedding"):
-            x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS]
+            x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS[:, slice(*parallel.own)]]
             if self.spec.embedding_multiplier != 1.0:
                 x_BSH = x_BSH * self.spec.embedding_multiplier
-        routings = []
         for layer in self.layers:
-            x_BSH, routing = layer(x_BSH, sequences)
-            if routing is not None:
-                routings.append(routing)
-        return x_BSH, routings
+            x_BSH = layer(x_BSH, sequences, routing)
+        return x_BSH
 
     def logits(self, batch: Batch) -> Tensor:
-        """[B, S, W] in float32 or wider: for comparisons, not for training."""
-        x_BSH, _ = self.hidden(batch)
+        """[B, S, W] in float32 or wider, of one process: for comparisons, not for training."""
+        routing = Routing(self.spec.router, LossConfig(), self.mesh.stage, num_layers=self.spec.num_moe_layers)
+        x_BSH = self._hidden(batch, routing, self._parallel(batch))
         weights = Weights(self, self.dtype)
         y_BSH = norm(self.spec, weights, "final_norm", x_BSH)
         logits = y_BSH @ weights["embedding" if self.spec.tie_embeddings else "head"].mT
         bias = weights.optional("head_bias")
         logits = (logits if bias is None else logits + bias) / self.spec.logits_divisor
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def dispatcher_of(mesh: Mesh, num_experts: int, config: ParallelConfig) -> Dispatcher:
+    """The way of this rank's rows to all experts."""
+    group, slices = mesh.group("expert"), mesh.group("expert_tensor")
+    experts = split_evenly(num_experts, group.size)
+    first, last = experts[group.index]
+    dispatcher: Dispatcher = LocalDispatcher(last - first)
+    if group.size > 1 and config.dispatch == "gather_scatter":
+        dispatcher = GatherScatter(group, dispatcher, (first, last))
+    elif group.size > 1:
+        dispatcher = AllToAllDispatcher(group, dispatcher, experts, deduplicate=config.deduplicate)
+    return GatherScatter(slices, dispatcher) if slices.size > 1 else dispatcher

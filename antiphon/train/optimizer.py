@@ -1,4 +1,4 @@
-"""AdamW over float32 parameters, its rate over the steps, and the norm of all gradients.
+"""AdamW over float32 parameters, and its rate over the steps.
 
 Decayed are matrices: not norms, biases and sinks. The router is not decayed either: pulled towards zero it loses the
 differences that it routes by.
@@ -7,7 +7,7 @@ differences that it routes by.
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from antiphon.train.config import OptimizerConfig
 
@@ -40,24 +40,3 @@ def rate_at(step: int, num_steps: int, config: OptimizerConfig) -> float:
     else:
         share = 1.0
     return config.learning_rate * share
-
-
-def gradient_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of all gradients together, in float32 at least."""
-    norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for parameter in model.parameters()
-        if parameter.grad is not None
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
-def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
-    """Scale all gradients so that their norm is at most `limit`; 0 means no limit."""
-    if not limit:
-        return
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))

@@ -17,30 +17,32 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.collectives import AllReduce, barrier, run
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, read_config
-from antiphon.specs.model import ModelSpec
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
+from antiphon.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from antiphon.train.hugging_face import import_weights
-from antiphon.train.layer import Routing
-from antiphon.train.memory_check import check_memory, one_process
+from antiphon.train.memory_check import check_memory, setup_of
 from antiphon.train.metrics import Metrics
-from antiphon.train.model import Batch, MoeModel
-from antiphon.train.optimizer import build_optimizer, clip_gradients, gradient_norm, rate_at
+from antiphon.train.model import Batch
+from antiphon.train.optimizer import build_optimizer, rate_at
+from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
+from antiphon.train.routing import Routing, balance_of
 from antiphon.train.run_facts import write_run_facts
 from antiphon.train.samples import Samples
+from antiphon.train.setup import build_model, cache_of, prepare_data
 from antiphon.train.spans import Spans, share_spans
 from antiphon.train.timeline import join_parts
-from antiphon.train.tokens import TokenFile, open_tokens, tokenize
+from antiphon.train.tokens import TokenFile, open_tokens
 from antiphon.train.watch import Watch
 from antiphon.train.weights import Weights
 
 _log = get_logger("train")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,34 +63,6 @@ class StepResult:
         """By MoE layer: rows of the fullest expert over the mean."""
         counts = self.counts_LE.double()
         return [float(value) for value in (counts.amax(1) / counts.mean(1)).tolist()]
-
-
-def cache_of(config: TrainConfig) -> Path:
-    return Path(config.data.cache) if config.data.cache else Path(config.output.folder) / "tokens"
-
-
-def tokenizer_of(config: TrainConfig) -> Path:
-    """A folder, or a `tokenizer.json`."""
-    path = Path(config.data.tokenizer or config.model.path)
-    return path.parent if path.name == "config.json" else path
-
-
-def prepare_data(config: TrainConfig, spec: ModelSpec) -> None:
-    """Write the token ids unless they are there."""
-    tokenize(config.data, tokenizer_of(config), spec, cache_of(config), config.seed)
-
-
-def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int) -> MoeModel:
-    """The model with its first weights."""
-    model = MoeModel(
-        spec,
-        lambda _: LocalDispatcher(spec.router.num_experts),
-        max_positions=max_positions,
-        dtype=_DTYPES[config.dtype],
-        seed=config.seed,
-        std=config.model.initializer_range,
-    )
-    return model.double() if config.dtype == "float64" else model
 
 
 class Trainer:
@@ -117,22 +91,28 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
         config = self.config
-        need = check_memory(self.spec, config, one_process(config))
-        prepare_data(config, self.spec)
+        sizes = sizes_of(config, self.spec, world_size())
+        need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
+        self.mesh = join(sizes)
+        if self.is_first:
+            prepare_data(config, self.spec)
+        barrier(self.mesh.world)
         train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
         self.samples = self._samples(train, shuffled=True)
-        write_run_facts(config, self.spec, need)
-        self.model = build_model(self.spec, config, config.sequence_length)
+        if self.is_first:
+            write_run_facts(config, self.spec, need, num_ranks=sizes.world_size)
+        self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         share_spans(self.model, self.spans)
         self._resume()
-        metrics = Metrics(Path(config.output.folder), self.state.step)
+        metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
         if self.state.step >= config.steps:
             self.held_out_loss = self._evaluate(held_out)
         started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
-        watch = Watch(self.spec, self.spans, metrics, first_step=first_step, timeline=self.timeline)
+        rank = self.mesh.rank
+        watch = Watch(self.spec, self.spans, metrics, first_step=first_step, timeline=self.timeline, rank=rank)
         try:
             while self.state.step < config.steps:
                 watch.before_step(self.state.step, logged=self._is_logged(self.state.step))
@@ -140,14 +120,16 @@ class Trainer:
                 loss = result.loss
                 watch.after_step(result.step, result.counts_LE.tolist())
                 self.on_step(result)
-                if self._is_logged(result.step):
+                if metrics is not None and self._is_logged(result.step):
                     self._record(metrics, result, watch)
                 self._after_step(metrics, held_out)
         finally:
-            metrics.close()
+            if metrics is not None:
+                metrics.close()
             watch.close()
-        if self.timeline is not None:
-            join_parts(self.timeline, 1)
+        barrier(self.mesh.world)
+        if self.timeline is not None and self.is_first:
+            join_parts(self.timeline, sizes.world_size)
         return {
             "steps": self.state.step,
             "tokens": self.state.num_tokens,
@@ -156,6 +138,11 @@ class Trainer:
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.mesh.rank == 0
 
     def _samples(self, tokens: TokenFile, *, shuffled: bool) -> Samples:
         data = self.config.data
@@ -178,27 +165,23 @@ class Trainer:
         rate = rate_at(step, config.steps, config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        numbers = range(self.state.num_samples, self.state.num_samples + config.batch)
-        size = config.batch // config.micro_batches
-        cpu, span = torch.device("cpu"), self.spans.of
-        with span("data"):
-            batches = [self.samples.batch(numbers[first : first + size], cpu) for first in range(0, config.batch, size)]
-        num_targets = torch.stack([(batch.targets_BS != IGNORED).sum() for batch in batches]).sum()
-        loss, balance = torch.zeros(()), torch.zeros(())
-        counts: list[Tensor] = []
-        for batch in batches:
-            cross_entropy, uneven, counts_LE = self._pass(batch, num_targets, len(batches))
-            loss, balance = loss + cross_entropy, balance + uneven / len(batches)
-            counts.append(counts_LE)
-        counts_LE = torch.stack(counts).sum(0)
-        with span("gradient norm"):
+        with self.spans.of("data"):
+            batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(self.state.num_samples)]
+        targets = torch.stack([self._own_targets(batch) for batch in batches]).sum()
+        num_targets = run(AllReduce(self.mesh.stage, "loss"), targets.view(1)).squeeze(0)
+        passes = [self._pass(batch, num_targets, len(batches)) for batch in batches]
+        loss, balance, counts = (torch.stack(each).sum(0) for each in zip(*passes, strict=True))
+        loss, counts_LE = run(AllReduce(self.mesh.stage, "loss"), loss.view(1)).squeeze(0), counts.long()
+        with self.spans.of("gradient sum"):
+            sum_gradients(self.model)
+        with self.spans.of("gradient norm"):
             norm = gradient_norm(self.model)
         if not torch.isfinite(norm) or not torch.isfinite(loss):
-            passes = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
-            why = not_finite.explain(self.model, passes, self.spans).words
+            again = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
+            why = self._cause(not_finite.explain(self.model, again, self.spans))
             newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
             raise not_finite.complaint(step, float(loss), float(norm), why, newest[0] if newest else None, rate)
-        with span("optimizer"):
+        with self.spans.of("optimizer"):
             clip_gradients(self.model, norm, config.optimizer.clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -218,26 +201,39 @@ class Trainer:
             duration_s=time.perf_counter() - started_s,
         )
 
-    def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward and backward of a micro-batch: (cross-entropy, balance loss, rows by layer and expert)."""
-        losses = self.model(batch, num_targets)
-        extra, uneven = self._router_losses(losses.routings)
-        total = losses.cross_entropy + extra / num_passes
-        with self.spans.backward(total):
-            total.backward()
-        counts_LE = torch.stack([routing.counts_E for routing in losses.routings])
-        return losses.cross_entropy.detach(), uneven.detach(), counts_LE
+    def _cause(self, found: not_finite.Finding) -> str:
+        """The words of the rank that found it first."""
+        numbers = torch.zeros(self.mesh.sizes.world_size, dtype=torch.int64)
+        numbers[self.mesh.rank] = found.number
+        first = int(run(AllReduce(self.mesh.world, "norm"), numbers).argmin())
+        return found.words if first == self.mesh.rank else f"rank {first} found where it began"
 
-    def _router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
-        """(what is added to the loss, the balance loss by itself: 1 when experts are used evenly)."""
-        uneven, log_sums = [], []
-        for routing in routings:
-            shares_E = routing.counts_E / routing.counts_E.sum()
-            probabilities_E = routing.probabilities_E / routing.probabilities_E.sum()
-            uneven.append(self.spec.router.num_experts * (shares_E * probabilities_E).sum())
-            log_sums.append(routing.log_sums)
-        balance, z = torch.stack(uneven).mean(), torch.stack(log_sums).mean()
-        return self.config.loss.balance * balance + self.config.loss.z * z, balance
+    def _shared(self, first_sample: int) -> list[range]:
+        """The samples of this rank in each pass of a step."""
+        config, sizes = self.config, self.mesh.sizes
+        size = config.batch // config.micro_batches
+        own = size // sizes.data
+        begin = first_sample + sizes.place(self.mesh.rank, "data") * own
+        return [range(begin + each, begin + each + own) for each in range(0, config.batch, size)]
+
+    def _own_targets(self, batch: Batch) -> Tensor:
+        """Targets that this rank counts: those at its positions."""
+        return (self.model.own_targets(batch) != IGNORED).sum()
+
+    def _routing(self, share: float) -> Routing:
+        router, losses, num_layers = self.spec.router, self.config.loss, self.spec.num_moe_layers
+        return Routing(router, losses, self.mesh.stage, num_layers=num_layers, share=share)
+
+    def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward of a micro-batch: this rank's part of the cross-entropy; of all ranks, the balance loss
+        divided by `num_passes`, and rows by layer and expert."""
+        routing = self._routing(1 / num_passes)
+        loss = self.model(batch, num_targets, routing)
+        with self.spans.backward(loss):
+            loss.backward()
+        facts = routing.all_facts()
+        balance = torch.stack([balance_of(each) for each in facts]).mean() / num_passes
+        return loss.detach(), balance, torch.stack([each.counts_E for each in facts])
 
     def _move_score_biases(self, counts_LE: Tensor) -> None:
         """One step of each score bias towards even use, from this step's counts."""
@@ -273,11 +269,11 @@ class Trainer:
             },
         )
 
-    def _after_step(self, metrics: Metrics, held_out: TokenFile) -> None:
+    def _after_step(self, metrics: Metrics | None, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step
         if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
             self.held_out_loss = self._evaluate(held_out)
-            if self.held_out_loss is not None:
+            if self.held_out_loss is not None and metrics is not None:
                 metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
             not_finite.check_parameters(self.model, step)
@@ -289,11 +285,16 @@ class Trainer:
         if held_out.ids.shape[0] <= self.config.sequence_length:
             return None
         samples = self._samples(held_out, shuffled=False)
-        numbers = range(min(samples.num_windows, self.config.output.evaluate_sequences))
-        total, targets = 0.0, 0
-        for first in range(0, len(numbers), self.config.batch):
-            batch = samples.batch(numbers[first : first + self.config.batch], torch.device("cpu"))
-            count = int((batch.targets_BS != IGNORED).sum())
-            total += float(self.model(batch, torch.tensor(1)).cross_entropy)
-            targets += count
-        return total / max(1, targets)
+        num = min(samples.num_windows, self.config.output.evaluate_sequences)
+        own = list(range(self.mesh.sizes.place(self.mesh.rank, "data"), num, self.mesh.sizes.data))
+        size = max(1, self.config.batch // self.mesh.sizes.data)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for first in range(0, -(-num // self.mesh.sizes.data), size):  # as many passes on every rank
+            numbers = own[first : first + size]
+            batch = samples.batch(numbers or [0], _CPU)
+            if not numbers:
+                batch.targets_BS.fill_(IGNORED)
+            sums[0] += self.model(batch, torch.tensor(1), self._routing(1.0)).double()
+            sums[1] += self._own_targets(batch)
+        total, targets = run(AllReduce(self.mesh.stage, "loss"), sums).tolist()
+        return float(total / max(1.0, targets))

@@ -5,7 +5,7 @@ So a family is described once, and a checkpoint is read and written by one plan.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from antiphon.models.config import tensor_names
 from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
 from antiphon.specs.model import ModelSpec
+from antiphon.train.partition import Part, pick
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
+Shape = tuple[int, ...]
 NOT_TRAINED = "score_bias"  # steers the choice of experts; no gradient reaches it
 
 
@@ -43,7 +45,12 @@ class ParameterSpec:
     @property
     def attribute(self) -> str:
         """Its name in a module, where a dot would mean a module of its own."""
-        return self.purpose.replace(".", "_")
+        return attribute_of(self.purpose)
+
+
+def attribute_of(purpose: str) -> str:
+    """A parameter's name in its module."""
+    return purpose.replace(".", "_")
 
 
 def outer_parameters(spec: ModelSpec) -> list[ParameterSpec]:
@@ -77,26 +84,48 @@ def _of_plan(plan: LoadPlan) -> Iterator[ParameterSpec]:
         yield ParameterSpec(purpose, shape, begins)
 
 
-def register(module: nn.Module, specs: list[ParameterSpec], where: str, seed: int, std: float) -> None:
-    """Give `module` these parameters in float32, with first values that depend on seed and name alone."""
+def register(
+    module: nn.Module,
+    specs: list[ParameterSpec],
+    where: str,
+    first: "FirstValues",
+    part_of: Callable[[str, Shape], Part],
+) -> None:
+    """Give `module` this rank's parts of these parameters, in float32, and `module.parts`, by purpose."""
+    parts: dict[str, Part] = {}
     for each in specs:
-        value = first_value(each, f"{where}.{each.purpose}", seed, std)
+        part = parts[each.purpose] = part_of(each.purpose, each.shape)
+        value = first.of(each, f"{where}.{each.purpose}", part)
         if each.purpose == NOT_TRAINED:
             module.register_buffer(each.attribute, value)
         else:
             module.register_parameter(each.attribute, nn.Parameter(value))
+    module.parts = parts  # type: ignore[assignment]
 
 
-def first_value(spec: ParameterSpec, name: str, seed: int, std: float) -> Tensor:
-    """Normal with `std` for matrices; each expert draws by itself, so that whoever holds it draws the same."""
-    if spec.begins != "normal":
-        return torch.ones(spec.shape) if spec.begins == "ones" else torch.zeros(spec.shape)
-    if not spec.purpose.startswith("experts."):
-        return torch.empty(spec.shape).normal_(std=std, generator=_generator(name, seed))
-    value = torch.empty(spec.shape)
-    for expert in range(spec.shape[0]):
-        value[expert].normal_(std=std, generator=_generator(f"{name}.{expert}", seed))
-    return value
+@dataclass(frozen=True)
+class FirstValues:
+    """First values that depend on seed and name alone: matrices are normal with deviation `std`. Each expert draws by
+    itself, so that a rank draws only its own."""
+
+    seed: int = 0
+    std: float = 0.02
+
+    def of(self, spec: ParameterSpec, name: str, part: Part) -> Tensor:
+        """The value of this part."""
+        if spec.begins != "normal":
+            return torch.ones(part.local_shape) if spec.begins == "ones" else torch.zeros(part.local_shape)
+        if not spec.purpose.startswith("experts."):
+            return part.of(self._normal(spec.shape, name)).contiguous()
+        experts = [expert for start, stop in part.ranges[0] for expert in range(start, stop)]
+        value = torch.empty(part.local_shape)
+        for place, expert in enumerate(experts):
+            one = self._normal(spec.shape[1:], f"{name}.{expert}")
+            value[place] = Part(spec.shape[1:], part.ranges[1:]).of(one)
+        return value
+
+    def _normal(self, shape: Shape, name: str) -> Tensor:
+        return torch.empty(shape).normal_(std=self.std, generator=_generator(name, self.seed))
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
@@ -104,22 +133,32 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def parts_of(module: nn.Module) -> dict[str, Part]:
+    """What this rank holds of the parameters that `register` gave `module`, by purpose."""
+    parts = module.parts
+    assert isinstance(parts, dict)
+    return parts
+
+
 class Weights:
-    """`weights["qkv"]` is that parameter of `module` as `dtype`; gradients reach the parameter itself."""
+    """`weights["qkv"]` is what this rank uses of that parameter of `module`, as `dtype`; gradients reach the parameter
+    itself."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module
         self._dtype = dtype
 
     def __getitem__(self, purpose: str) -> Tensor:
-        return self.stored(purpose).to(self._dtype)
+        part = parts_of(self._module)[purpose]
+        value = self.stored(purpose).to(self._dtype)
+        return pick(value, part.used_dim, part.used) if part.used else value
 
     def stored(self, purpose: str) -> Tensor:
         """As it is kept, in float32 or wider."""
-        found = getattr(self._module, purpose.replace(".", "_"))
+        found = getattr(self._module, attribute_of(purpose))
         assert isinstance(found, Tensor)
         return found
 
     def optional(self, purpose: str) -> Tensor | None:
         """None where the model has no such part."""
-        return self[purpose] if hasattr(self._module, purpose.replace(".", "_")) else None
+        return self[purpose] if hasattr(self._module, attribute_of(purpose)) else None

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from antiphon.train.config import TrainConfig, read_config
+from antiphon.train.config import LossConfig, TrainConfig, read_config
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.routing import Routing
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -89,6 +91,14 @@ log_every = 1
 
 def config_of(folder: Path, *changes: str, **model: Any) -> TrainConfig:
     return read_config(write_run(folder, **model), changes)
+
+
+def loss_of(model: MoeModel, batch: Batch, num_targets: torch.Tensor, config: LossConfig | None = None) -> torch.Tensor:
+    """The cross-entropy, with nothing added to it unless `config` says so."""
+    settings = LossConfig(balance=0.0) if config is None else config
+    routing = Routing(model.spec.router, settings, model.mesh.stage, num_layers=model.spec.num_moe_layers)
+    loss: torch.Tensor = model(batch, num_targets, routing)
+    return loss
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
+from antiphon.train.gradients import clip_gradients, gradient_norm
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.optimizer import clip_gradients, gradient_norm
+from tests.train.harness import loss_of
 
 NUM_STEPS, NUM_SEQUENCES, LENGTH, VOCABULARY = 60, 4, 32, 64
 SIZES: dict[str, Any] = {
@@ -118,7 +119,7 @@ def both_curves(
     theirs.save_pretrained(folder / "model")
     theirs.double()
     spec = load_model_spec(folder / "model")
-    ours = MoeModel(spec, lambda _: LocalDispatcher(spec.router.num_experts), max_positions=LENGTH, dtype=torch.float64)
+    ours = MoeModel(spec, connect(Sizes(), 0), max_positions=LENGTH, dtype=torch.float64)
     import_weights(ours, folder / "model")
     ours.double()
 
@@ -126,7 +127,7 @@ def both_curves(
         targets = torch.full_like(ids, IGNORED)
         targets[:, :-1] = ids[:, 1:]
         positions = torch.arange(LENGTH).expand_as(ids)
-        return ours(Batch(ids, targets, positions, None), torch.tensor(NUM_SEQUENCES * (LENGTH - 1))).cross_entropy
+        return loss_of(ours, Batch(ids, targets, positions, None), torch.tensor(NUM_SEQUENCES * (LENGTH - 1)))
 
     def our_clip() -> float:
         spoil(ours)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.hugging_face import export, import_weights, tensors_of
 from antiphon.train.model import Batch, MoeModel
+from antiphon.train.weights import FirstValues
 from tests.models.conftest import FAMILIES
+from tests.train.harness import loss_of
 
 LENGTH = 37
 PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]  # whose experts transformers cannot unstack
@@ -21,7 +23,7 @@ PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]  # whose expe
 
 def trainable(folder: Path, dtype: torch.dtype = torch.float32) -> MoeModel:
     spec = load_model_spec(folder)
-    model = MoeModel(spec, lambda _: LocalDispatcher(spec.router.num_experts), max_positions=128, dtype=dtype, seed=3)
+    model = MoeModel(spec, connect(Sizes(), 0), max_positions=128, dtype=dtype, first=FirstValues(3))
     import_weights(model, folder)
     return model.to(dtype)
 
@@ -45,7 +47,7 @@ def test_logits_loss_and_gradients_equal_transformers(family: str, save_model: A
     limit = 2e-6 if family == "deepseek_v2" else 1e-9  # transformers rotates its queries in complex64
     assert float((model.logits(batch) - expected).detach().abs().max()) < limit
     num_targets = torch.tensor(3 * (LENGTH - 1))
-    loss = model(batch, num_targets).cross_entropy
+    loss = loss_of(model, batch, num_targets)
     theirs = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, theirs, rtol=limit, atol=limit)
     loss.backward()

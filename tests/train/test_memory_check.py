@@ -9,24 +9,26 @@ import torch
 
 from antiphon.base.errors import ResourceError
 from antiphon.base.memory import available_bytes
+from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig
-from antiphon.train.memory_check import KEPT_OVER_NEEDED, check_memory, memory_need, one_process
+from antiphon.train.memory_check import KEPT_OVER_NEEDED, check_memory, memory_need, setup_of
 from antiphon.train.model import Batch
 from antiphon.train.optimizer import build_optimizer
-from antiphon.train.trainer import Trainer, build_model
-from tests.train.harness import config_of
+from antiphon.train.setup import build_model
+from antiphon.train.trainer import Trainer
+from tests.train.harness import config_of, loss_of
 
 
 def need_of(config: TrainConfig) -> float:
-    return memory_need(load_model_spec(Path(config.model.path)), config, one_process(config)).total
+    return memory_need(load_model_spec(Path(config.model.path)), config, setup_of(config, Sizes())).total
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_states_are_what_the_trainer_holds(tmp_path: Path, dtype: str) -> None:
     config = config_of(tmp_path, f"dtype={dtype}")
     spec = load_model_spec(Path(config.model.path))
-    need = memory_need(spec, config, one_process(config))
+    need = memory_need(spec, config, setup_of(config, Sizes()))
     model = build_model(spec, config, config.sequence_length)
     optimizer = build_optimizer(model, config.optimizer)
     for parameter in model.parameters():
@@ -57,8 +59,8 @@ def test_activations_lie_between_what_is_needed_and_what_is_kept(tmp_path: Path)
     ids = torch.zeros((8, 64), dtype=torch.long)
     batch = Batch(ids, ids, torch.arange(64).expand(8, 64), None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(batch, torch.tensor(512)).cross_entropy
-    need = memory_need(spec, config, one_process(config))
+        loss = loss_of(model, batch, torch.tensor(512))
+    need = memory_need(spec, config, setup_of(config, Sizes()))
     held = sum(storage.nbytes() for storage in saved.values()) - need.head
     assert loss.isfinite()
     assert 0.8 * need.activations < held < KEPT_OVER_NEEDED * need.activations
@@ -71,19 +73,19 @@ def test_what_does_not_fit_is_refused_and_what_would_is_said(tmp_path: Path, cap
     with pytest.raises(
         ResourceError, match=r"training needs .* \(parameters .*, activations .*: set micro_batch=[248]"
     ):
-        check_memory(spec, config, one_process(config), free_bytes=int(total) - 1)
+        check_memory(spec, config, setup_of(config, Sizes()), free_bytes=int(total) - 1)
     with pytest.raises(ResourceError, match="are free: take a smaller model"):
-        check_memory(spec, config, one_process(config), free_bytes=1000)
+        check_memory(spec, config, setup_of(config, Sizes()), free_bytes=1000)
     long = replace(config, sequence_length=1 << 20, micro_batch=1)
     with pytest.raises(ResourceError, match="are free: shorten sequence_length, or divide the model"):
-        check_memory(spec, long, one_process(long), free_bytes=1 << 30)
+        check_memory(spec, long, setup_of(long, Sizes()), free_bytes=1 << 30)
     with pytest.raises(ResourceError, match="needs 2 ranks of"):
-        check_memory(spec, config, one_process(config), ranks_here=2, free_bytes=int(1.9 * total))
+        check_memory(spec, config, setup_of(config, Sizes()), ranks_here=2, free_bytes=int(1.9 * total))
     with caplog.at_level(logging.WARNING, "antiphon.train"):
-        check_memory(spec, config, one_process(config), free_bytes=int(total) + 1)
+        check_memory(spec, config, setup_of(config, Sizes()), free_bytes=int(total) + 1)
         assert "training may need" in caplog.records[0].message
         caplog.clear()
-        check_memory(spec, config, one_process(config), free_bytes=int(3 * total))
+        check_memory(spec, config, setup_of(config, Sizes()), free_bytes=int(3 * total))
         assert not caplog.records
 
 

@@ -1,0 +1,202 @@
+"""Which part of each parameter a rank holds.
+
+A part is a choice of index ranges in each dimension of the whole parameter; the local tensor is what they pick, put
+together. Tensor parallelism takes the heads of attention and the width of experts, expert parallelism takes experts;
+everything else is held in whole by all ranks of a stage. Where heads do not divide, attention is held in whole too, and
+each rank multiplies only its heads: right, but without less memory.
+
+Rejected: DTensor parameters. Its collectives hide what is sent, and gate and up, or q, k and v, of one stacked
+parameter are several ranges, which it cannot say.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.mesh import Sizes, split_evenly
+from antiphon.specs.model import AttentionSpec, ModelSpec
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`shape` of the whole parameter; the `ranges` of each dimension that this rank holds. `axes`: of the mesh, along
+    which other ranks hold other parts. `used`: of what is held, the ranges of dimension `used_dim` that this rank
+    multiplies; empty: all."""
+
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+    axes: frozenset[str] = frozenset()
+    used: Ranges = ()
+    used_dim: int = 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of the whole parameter's value."""
+        for dim, ranges in enumerate(self.ranges):
+            whole = pick(whole, dim, ranges)
+        return whole
+
+    def boxes(self, flat: Tensor, start: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """`flat` holds elements from number `start` of the flattened local tensor: the boxes of the whole parameter
+        that they make up, each by its offsets and a view of `flat`."""
+        for offsets, sizes in _flat_boxes(self.local_shape, start, start + flat.shape[0]):
+            first = _flat_index(self.local_shape, offsets) - start
+            view = flat[first : first + math.prod(sizes)].view(sizes)
+            cuts = (_cut(*each) for each in zip(self.ranges, offsets, sizes, strict=True))
+            for cut in itertools.product(*cuts):
+                yield tuple(begin for begin, _ in cut), view[tuple(places for _, places in cut)]
+
+
+def pick(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """These ranges of a dimension, put together; `x` itself if they are all of it."""
+    if ranges == ((0, x.shape[dim]),):
+        return x
+    parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of boxes that are elements [start, stop) of a flattened tensor, in order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if start < first * row:  # the rest of a row, or all inside one
+        yield from _in_row(shape, first - 1, start, min(stop, first * row))
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if first <= last < stop / row:
+        yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    row = math.prod(shape[1:])
+    for offsets, sizes in _flat_boxes(shape[1:], start - index * row, stop - index * row):
+        yield (index, *offsets), (1, *sizes)
+
+
+def _flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+    index = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        index = index * size + offset
+    return index
+
+
+def _cut(ranges: Ranges, offset: int, size: int) -> list[tuple[int, slice]]:
+    """Places [offset, offset + size) of a local dimension: where each of its runs begins in the whole one, and its
+    slice of these places."""
+    found, begin = [], 0
+    for start, stop in ranges:
+        first, last = max(begin, offset), min(begin + stop - start, offset + size)
+        if first < last:
+            found.append((start + first - begin, slice(first - offset, last - offset)))
+        begin += stop - start
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank works on. `q_heads`, `kv_heads`: of its tensor rank; `heads_divide` False: KV heads do not divide,
+    so every tensor rank has all of them, and holds attention in whole.
+    `experts`: numbers; `width`: the columns of each expert; `adds_bias`: whether it adds the experts' second bias."""
+
+    q_heads: Range
+    kv_heads: Range
+    heads_divide: bool
+    experts: Range
+    width: Range
+    adds_bias: bool
+
+    @staticmethod
+    def of(spec: ModelSpec, sizes: Sizes, rank: int) -> "Share":
+        attention, tensor, slice_ = spec.attention, sizes.place(rank, "tensor"), sizes.place(rank, "expert_tensor")
+        q_heads = split_evenly(attention.num_heads, sizes.tensor)[tensor]
+        divide = attention.num_kv_heads % sizes.tensor == 0
+        kv_heads = split_evenly(attention.num_kv_heads, sizes.tensor)[tensor]
+        return Share(
+            q_heads=q_heads,
+            kv_heads=kv_heads if divide else (0, attention.num_kv_heads),
+            heads_divide=divide or attention.latent is not None,
+            experts=split_evenly(spec.router.num_experts, sizes.expert)[sizes.place(rank, "expert")],
+            width=split_evenly(spec.feed_forward.intermediate, sizes.expert_tensor)[slice_],
+            adds_bias=slice_ == 0,
+        )
+
+
+def part_of(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...]) -> Part:
+    """The part of parameter `purpose` that a rank with this share holds."""
+    if purpose.startswith("experts."):
+        return _of_experts(spec, share, purpose, shape)
+    found = _heads_of(spec.attention, share, purpose)
+    whole = tuple(((0, size),) for size in shape)
+    if found is None:
+        return Part(shape, whole)
+    dim, ranges = found
+    if ranges == whole[dim]:
+        return Part(shape, whole)
+    if not share.heads_divide:
+        return Part(shape, whole, used=ranges, used_dim=dim)
+    return Part(shape, (*whole[:dim], ranges, *whole[dim + 1 :]), frozenset({"tensor"}))
+
+
+def _of_experts(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...]) -> Part:
+    """[E, 2 * width, H] of gate and up, [E, H, width] of down, and their biases."""
+    width, (first, last) = spec.feed_forward.intermediate, share.width
+    ranges: list[Ranges] = [(share.experts,), *(((0, size),) for size in shape[1:])]
+    axes = {"expert"}
+    if last - first < width and purpose != "experts.down_bias":
+        axes.add("expert_tensor")
+        if purpose.startswith("experts.gate_up"):
+            ranges[1] = ((first, last), (width + first, width + last))
+        else:
+            ranges[2] = ((first, last),)
+    return Part(shape, tuple(ranges), frozenset(axes))
+
+
+def _heads_of(attention: AttentionSpec, share: Share, purpose: str) -> tuple[int, Ranges] | None:
+    """(dimension, ranges) that belong to the heads of `share`; None for what belongs to all heads."""
+
+    def times(heads: Range, width: int, offset: int = 0) -> Range:
+        return offset + heads[0] * width, offset + heads[1] * width
+
+    num_q, num_kv, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    latent = attention.latent
+    if latent is not None:
+        up = latent.qk_nope_head_dim + latent.v_head_dim
+        direct = num_q * width
+        by_purpose: dict[str, tuple[int, Ranges]] = {
+            "q_up": (0, (times(share.q_heads, width),)),
+            "kv_up": (0, (times(share.q_heads, up),)),
+            "out": (1, (times(share.q_heads, latent.v_head_dim),)),
+        }
+        if latent.q_lora_rank is None:
+            by_purpose["down"] = (0, (times(share.q_heads, width), (direct, direct + latent.key_dim)))
+        return by_purpose.get(purpose)
+    keys = times(share.kv_heads, width, num_q * width)
+    values = times(share.kv_heads, width, (num_q + num_kv) * width)
+    fused = (0, (times(share.q_heads, width), keys, values))
+    by_purpose = {
+        "qkv": fused,
+        "qkv_bias": fused,
+        "out": (1, (times(share.q_heads, width),)),
+        "sinks": (0, (share.q_heads,)),
+    }
+    if attention.qk_norm == "full":
+        by_purpose["q_norm"] = (0, (times(share.q_heads, width),))
+        by_purpose["k_norm"] = (0, (times(share.kv_heads, width),))
+    return by_purpose.get(purpose)

@@ -1,0 +1,83 @@
+"""This process among those of a run, as `torchrun` started them.
+
+All ranks say that they are there before any process group is made, so that those that are missing can be named.
+"""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import TrainConfig
+
+TIMEOUT_S = 600.0
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_ranks() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
+    """How `ranks` ranks share the work; `UserError` where that does not fit the model or the batch."""
+    parallel = config.parallel
+    sizes = Sizes(
+        world_size=ranks,
+        sequence=parallel.sequence,
+        tensor=parallel.tensor,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+    )
+    size = config.batch // config.micro_batches
+    if size % sizes.data:
+        raise UserError(
+            f"{size} sequences of a pass cannot be shared by {sizes.data} data-parallel ranks: make micro_batch (or "
+            "batch) a multiple of them"
+        )
+    for name, shared, what, count in (
+        ("sequence * tensor", sizes.sequence * sizes.tensor, "positions of sequence_length", config.sequence_length),
+        ("sequence * tensor", sizes.sequence * sizes.tensor, "attention heads", spec.attention.num_heads),
+        ("expert", sizes.expert, "experts", spec.router.num_experts),
+        ("expert_tensor", sizes.expert_tensor, "columns of an expert", spec.feed_forward.intermediate),
+    ):
+        if shared > count:
+            raise UserError(f"parallel: {name} is {shared}, more than the {count} {what}: use at most {count}")
+    return sizes
+
+
+def join(sizes: Sizes, timeout_s: float = TIMEOUT_S) -> Mesh:
+    """The mesh of this process. Waits for the other ranks; `ResourceError` names those that do not come in time."""
+    if sizes.world_size == 1:
+        return connect(sizes, 0)
+    rank = int(os.environ["RANK"])
+    if not dist.is_initialized():
+        store, _, _ = next(rendezvous("env://", rank, sizes.world_size, timeout=timedelta(seconds=timeout_s)))
+        store = PrefixStore(f"antiphon/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        _await_all(store, rank, sizes.world_size, timeout_s)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=sizes.world_size, timeout=timedelta(seconds=timeout_s)
+        )
+    return connect(sizes, rank, timeout_s)
+
+
+def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
+    store.set(f"here/{rank}", socket.gethostname())
+    deadline, missing = time.monotonic() + timeout_s, set(range(ranks))
+    while missing:
+        missing = {each for each in missing if not store.check([f"here/{each}"])}
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(each) for each in sorted(missing))
+            raise ResourceError(f"ranks {names} of {ranks} did not start within {timeout_s:.0f} s: see their machines")
+        if missing:
+            time.sleep(0.05)  # the store has no wait that names who is missing

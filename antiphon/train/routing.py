@@ -1,0 +1,116 @@
+"""What the gates of a micro-batch did, on all ranks of a stage, and the losses that follow from it.
+
+The balance losses are products of how often experts are chosen (counts, no gradient) and how probable they are. Counts
+are those of the whole micro-batch, on all ranks, so a loss does not depend on how the micro-batch is cut. Their sum
+over ranks travels while the layer goes on. Backward is the first to need it: the gradient of a rank's probabilities is
+a constant that the counts decide. So the losses enter by their gradients, once, whatever is recomputed.
+
+    layer   E * sum_e f_e P_e of each layer, mean over layers       (Switch Transformer, eq. 4)
+    model   the same of f and P averaged over layers first, times K (as transformers has it)
+    device  sum_g f_g P_g over groups of experts on one device      (DeepSeek-V2, section 2.2.3; MegaScale-MoE, 3.2)
+    z       mean squared log-sum-exp of the logits                  (ST-MoE, eq. 5)
+
+f_e: share of all choices; P_e: mean probability, scores divided by their sum. Rejected: a balance loss of each rank's
+own rows. Its mean over ranks is another, stricter loss for every number of ranks.
+
+Letters: T rows, E experts, K experts a row, H hidden, L MoE layers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.collectives import AllReduce, Done, Pending, start
+from antiphon.comm.mesh import Group, split_evenly
+from antiphon.specs.model import RouterSpec
+from antiphon.train.config import LossConfig
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """Of all ranks of the stage: choices of each expert, sums of probabilities and of squared log-sum-exps, rows."""
+
+    counts_E: Tensor
+    probabilities_E: Tensor
+    z: Tensor
+    rows: Tensor
+
+
+class Routing:
+    """One micro-batch, which is `share` of a step, on the ranks of `group`; the model has `num_layers` MoE layers."""
+
+    def __init__(
+        self, router: RouterSpec, losses: LossConfig, group: Group, *, num_layers: int, share: float = 1.0
+    ) -> None:
+        self._router = router
+        self._losses = losses
+        self._group = group
+        self._num_layers = num_layers
+        self._share = share
+        self._devices = split_evenly(router.num_experts, losses.device_groups)
+        self._pending: list[Pending | Done] = []
+        self._facts: dict[int, LayerFacts] = {}
+
+    def attach(self, x_TH: Tensor, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """`x_TH` as it is; its backward gives the logits the gradients of the losses. Call it once a layer."""
+        scores_TE = logits_TE.sigmoid() if self._router.scoring == "sigmoid" else logits_TE.softmax(-1)
+        if self._router.scoring == "sigmoid":
+            scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        probabilities_E, z = scores_TE.sum(0), logits_TE.logsumexp(-1).square().sum()
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=self._router.num_experts)
+        rows = counts_E.new_tensor([x_TH.shape[0]])
+        mine = torch.cat((counts_E.double(), probabilities_E.detach().double(), z.detach().double().view(1), rows))
+        with torch.no_grad():
+            self._pending.append(start(AllReduce(self._group, "balance"), mine))
+        attached: Tensor = _Attach.apply(x_TH, probabilities_E, z, self, len(self._pending) - 1)  # type: ignore[no-untyped-call]
+        return attached
+
+    def facts(self, index: int) -> LayerFacts:
+        """Of the MoE layer with this number in its stage. Waits for the other ranks when first asked."""
+        if index not in self._facts:
+            sums, num_experts = self._pending[index].wait(), self._router.num_experts
+            counts_E, probabilities_E, rest = torch.split(sums, [num_experts, num_experts, 2])
+            self._facts[index] = LayerFacts(counts_E, probabilities_E, *rest)
+        return self._facts[index]
+
+    def all_facts(self) -> list[LayerFacts]:
+        return [self.facts(index) for index in range(len(self._pending))]
+
+    def gradients(self, index: int) -> tuple[Tensor, Tensor]:
+        """Of this micro-batch's losses with respect to the layer's sums of probabilities [E] and of squared
+        log-sum-exps."""
+        losses, facts, num_experts = self._losses, self.facts(index), self._router.num_experts
+        part = self._share / self._num_layers / facts.rows
+        shares_E = facts.counts_E / facts.counts_E.sum()
+        if losses.balance_over == "model":
+            others = [each.counts_E / each.counts_E.sum() for each in self.all_facts()]
+            balance_E = self._router.top_k * torch.stack(others).mean(0)
+        else:
+            balance_E = shares_E
+        gradient_E = losses.balance * num_experts * balance_E + losses.device_balance * self._device_shares(shares_E)
+        return gradient_E * part, losses.z * part
+
+    def _device_shares(self, shares_E: Tensor) -> Tensor:
+        """[E]: for each expert the mean use of its device's experts, 1 when all are used evenly."""
+        means = [shares_E[first:last].mean().expand(last - first) for first, last in self._devices]
+        return torch.cat(means) * self._router.num_experts
+
+
+def balance_of(facts: LayerFacts) -> Tensor:
+    """The layer's balance loss by itself: 1 when experts are used evenly."""
+    shares_E = facts.counts_E / facts.counts_E.sum()
+    return facts.counts_E.shape[0] * (shares_E * facts.probabilities_E / facts.rows).sum()
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, probabilities_E: Tensor, z: Tensor, routing: Routing, index: int) -> Tensor:
+        ctx.routing, ctx.index, ctx.dtype = routing, index, probabilities_E.dtype
+        return x_TH.view_as(x_TH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        gradient_E, z = ctx.routing.gradients(ctx.index)
+        return grad_TH, gradient_E.to(ctx.dtype), z.to(ctx.dtype), None, None

@@ -1,0 +1,42 @@
+"""What a run is made of before its first step: token ids and the model."""
+
+from pathlib import Path
+
+import torch
+
+from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import TrainConfig
+from antiphon.train.model import MoeModel
+from antiphon.train.tokens import tokenize
+from antiphon.train.weights import FirstValues
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def cache_of(config: TrainConfig) -> Path:
+    return Path(config.data.cache) if config.data.cache else Path(config.output.folder) / "tokens"
+
+
+def tokenizer_of(config: TrainConfig) -> Path:
+    """A folder, or a `tokenizer.json`."""
+    path = Path(config.data.tokenizer or config.model.path)
+    return path.parent if path.name == "config.json" else path
+
+
+def prepare_data(config: TrainConfig, spec: ModelSpec) -> None:
+    """Write the token ids unless they are there."""
+    tokenize(config.data, tokenizer_of(config), spec, cache_of(config), config.seed)
+
+
+def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: Mesh | None = None) -> MoeModel:
+    """The model with its first weights: what the rank of `mesh` holds of it; None: all."""
+    model = MoeModel(
+        spec,
+        connect(Sizes(), 0) if mesh is None else mesh,
+        max_positions=max_positions,
+        dtype=_DTYPES[config.dtype],
+        first=FirstValues(config.seed, config.model.initializer_range),
+        parallel=config.parallel,
+    )
+    return model.double() if config.dtype == "float64" else model
