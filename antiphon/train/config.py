@@ -36,7 +36,9 @@ class DataConfig:
     """`files`: patterns of text, `.jsonl` or `.parquet` files, less those that `exclude` matches; a text file is one
     document, a record's is under `text_key`. `tokenizer`: a folder or a `tokenizer.json` (empty: the model's folder).
     `held_out`: part of the documents that is never trained on. `cache`: folder of the token ids (empty: `tokens` in
-    the output folder). `document_masks`: documents packed into one sequence do not see each other."""
+    the output folder). `document_masks`: documents packed into one sequence do not see each other. `pieces`: training
+    documents are encoded in pieces of this many characters on average (0: whole), so that the model has seen what
+    follows when a prompt ends inside a token."""
 
     files: tuple[str, ...]
     exclude: tuple[str, ...] = ()
@@ -45,6 +47,7 @@ class DataConfig:
     held_out: NotNegative = 0.01
     cache: str = ""
     document_masks: bool = True
+    pieces: CountFromZero = 0
 
     def __post_init__(self) -> None:
         if not self.files:
