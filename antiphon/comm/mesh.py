@@ -127,6 +127,16 @@ class Mesh:
         return self.groups[tuple(axis for axis in reading[1:] if axis not in axes)]
 
 
+def beside(group: Group, timeout_s: float = 600.0) -> Group:
+    """The same ranks with a process group and a ledger of their own, for collectives that run beside `group`'s. Blocks
+    until the other ranks have called it too."""
+    made = None
+    if group.size > 1:
+        timeout = timedelta(seconds=timeout_s)
+        made = dist.new_group(list(group.ranks), timeout=timeout, use_local_synchronization=True)
+    return Group(group.ranks, group.index, Ledger(), made)
+
+
 def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
     """Contiguous ranges [first, last) of `total` whose lengths differ by at most one, the longer first."""
     size, more = divmod(total, parts)

@@ -3,38 +3,34 @@
 `OUTPUT/checkpoints/step-00000100/` is written under another name and renamed when it is whole, so a folder that can be
 seen is complete: a kill during a save leaves the last one. `run.json` in it says what was trained and how far.
 
-Every rank writes the parts that it is the first to hold, as boxes of whole tensors, and reads the boxes that it needs:
-a checkpoint does not know how many ranks wrote it.
+A save copies what it writes and goes on beside the next steps, in a thread and a process group of its own.
 """
 
 import json
 import os
 import re
 import shutil
+import threading
+import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from antiphon.base.errors import CheckpointError
-from antiphon.comm.collectives import barrier
+from antiphon.base.logging import get_logger
+from antiphon.comm.collectives import AllReduce, run
+from antiphon.comm.mesh import beside
 from antiphon.train.config import TrainConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
-from antiphon.train.partition import Part
 from antiphon.train.shards import Shards
-from antiphon.train.weights import attribute_of, parts_of
 
 _NAME = re.compile(r"step-(\d{8})")
 _VERSION = 2
+_log = get_logger("train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,54 +53,119 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def save(
-    config: TrainConfig,
-    model_config: dict[str, Any],
-    model: MoeModel,
-    shards: Shards,
-    optimizer: Optimizer,
-    state: RunState,
-) -> Path:
-    """Write a checkpoint and remove the oldest beyond `config.output.keep`. Blocks until it is on disk, and all ranks
-    have written."""
-    folder, world = folder_of(config), model.mesh.world
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{state.step:08d}"
-    partial = folder / f".{final.name}.partial"
-    if world.index == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    barrier(world)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        state_dict_saver.save(
-            _boxes(model, shards, optimizer, state.step),
-            checkpoint_id=partial,
-            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=world.process_group,
-            no_dist=world.size == 1,
-        )
-    if world.index == 0:
-        _finish(config, model_config, state, partial, final)
-    barrier(world)
-    return final
+class Saver:
+    """Writes checkpoints of `model`. One that cannot be written is an error in the log, and training goes on: the last
+    one is whole, and the next may succeed. Made by all ranks together."""
 
+    def __init__(
+        self, config: TrainConfig, model_config: dict[str, Any], model: MoeModel, shards: Shards, optimizer: Optimizer
+    ) -> None:
+        self._config = config
+        self._model_config = model_config
+        self._model = model
+        self._shards = shards
+        self._optimizer = optimizer
+        self._group = beside(model.mesh.world)
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._folder = folder_of(config)
 
-def _finish(config: TrainConfig, model_config: dict[str, Any], state: RunState, partial: Path, final: Path) -> None:
-    """Make the written folder the newest checkpoint."""
-    facts = {
-        "version": _VERSION,
-        "state": asdict(state),
-        "config": config.as_table(),
-        "model_config": model_config,
-    }
-    (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
-    _to_disk(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _to_disk(final.parent)
-    for old in find_checkpoints(final.parent)[: -config.output.keep]:
-        shutil.rmtree(old)
+    def save(self, state: RunState) -> None:
+        """Begin to write, after the save before it has ended. All ranks call it together, and move no parameter before
+        it returns."""
+        from antiphon.train.boxes import boxes_of  # takes a second, and no first step waits for it
+
+        self.close()
+        stored = boxes_of(self._model, self._shards, self._optimizer, state.step)
+        copies = {name: boxes.copy() for name, boxes in stored.items()}
+        self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint")
+        self._thread.start()
+        if not self._config.output.save_beside:
+            self.close()
+
+    def close(self) -> None:
+        """Wait until what was begun has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
+        """Wait; `CheckpointError` if the last save failed."""
+        self.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _try(self, boxes: dict[str, Any], state: RunState) -> None:
+        final = self._folder / f"step-{state.step:08d}"
+        partial = self._folder / f".{final.name}.partial"
+        started_s, self._failure = time.monotonic(), None
+        try:
+            self._write(boxes, state, partial, final)
+        except BaseException as error:  # PyTorch's CheckpointException is no Exception
+            self._failure = CheckpointError(
+                f"{final}: cannot be written ({_reason(error)}): make room or change output.folder; what was written "
+                "before it stays"
+            )
+            if self._group.index == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                _log.error("%s", self._failure)
+        else:
+            if self._group.index == 0:
+                _log.debug("%s written in %.1f s", final, time.monotonic() - started_s)
+
+    def _write(self, boxes: dict[str, Any], state: RunState, partial: Path, final: Path) -> None:
+        from torch.distributed.checkpoint import state_dict_saver
+
+        from antiphon.train.boxes import SavePlanner
+
+        failure: OSError | None = None
+        try:
+            if self._group.index == 0:
+                for old in self._folder.glob(".step-*.partial"):  # of saves that were killed
+                    shutil.rmtree(old, ignore_errors=True)
+                partial.mkdir(parents=True)
+        except OSError as error:
+            failure = error
+        self._agree(failure)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            state_dict_saver.save(
+                boxes,
+                checkpoint_id=partial,
+                planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self._group.process_group,
+                no_dist=self._group.size == 1,
+            )
+        try:
+            if self._group.index == 0:
+                self._complete(state, partial, final)
+        except OSError as error:
+            failure = error
+        self._agree(failure)
+
+    def _agree(self, failure: OSError | None) -> None:
+        """All ranks fail if the first one did."""
+        failed = run(AllReduce(self._group, "checkpoint"), torch.tensor([float(failure is not None)]))
+        if failure is not None:
+            raise failure
+        if float(failed):
+            raise OSError("the first rank could not")
+
+    def _complete(self, state: RunState, partial: Path, final: Path) -> None:
+        """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`."""
+        facts = {
+            "version": _VERSION,
+            "state": asdict(state),
+            "config": self._config.as_table(),
+            "model_config": self._model_config,
+        }
+        (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
+        _to_disk(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _to_disk(final.parent)
+        for old in find_checkpoints(final.parent)[: -self._config.output.keep]:
+            shutil.rmtree(old)
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -122,97 +183,35 @@ def load(checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer
     """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged."""
     facts = read_facts(checkpoint)
     world = model.mesh.world
+    from torch.distributed.checkpoint import state_dict_loader  # takes a second, and a first run loads nothing
+
+    from antiphon.train.boxes import LoadPlanner, boxes_of
+
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             state_dict_loader.load(
-                _boxes(model, shards, optimizer, facts["state"]["step"]),
+                boxes_of(model, shards, optimizer, facts["state"]["step"]),
                 checkpoint_id=checkpoint,
-                planner=_LoadPlanner(),
+                planner=LoadPlanner(),
                 process_group=world.process_group,
                 no_dist=world.size == 1,
             )
-    except (Exception, CheckpointException) as error:  # which is not an Exception; for a damaged file it is anything
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    except BaseException as error:  # of a damaged file it is anything; PyTorch's CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise CheckpointError(
-            f"{checkpoint}: cannot be loaded ({reason}): it is damaged or of another model; remove it or change "
-            "output.folder"
+            f"{checkpoint}: cannot be loaded ({_reason(error)}): it is damaged or of another model; remove it or "
+            "change output.folder"
         ) from error
     shards.end_step()
     return RunState(**facts["state"])
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """Parts of a whole tensor as PyTorch's checkpoints know them: offsets in it, and a view each. `written`: by this
-    rank."""
-
-    shape: tuple[int, ...]
-    boxes: list[tuple[tuple[int, ...], Tensor]]
-    written: bool
-
-    def size(self) -> torch.Size:
-        return torch.Size(self.shape)
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(offsets), index),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.size()),
-                    properties=TensorProperties.create_from_tensor(view),
-                    size=self.size(),
-                ),
-            )
-            for index, (offsets, view) in enumerate(self.boxes if self.written else [])
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.size()) for offsets, view in self.boxes]
-
-    def at(self, index: MetadataIndex) -> Tensor:
-        return next(view for offsets, view in self.boxes if torch.Size(offsets) == index.offset)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].at(index)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Takes the boxes as they are; PyTorch's own replaces what is no tensor by None."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].at(index)
-        return found
-
-
-def _boxes(model: MoeModel, shards: Shards, optimizer: Optimizer | None, step: int) -> dict[str, Any]:
-    """Everything that is stored, by its name: parameters, the optimizer's moments, and what is not trained."""
-    found: dict[str, Boxes] = {}
-
-    def add(name: str, part: Part, flat: Tensor, start: int, written: bool) -> None:
-        boxes = found.setdefault(name, Boxes(part.shape, [], written))
-        boxes.boxes.extend(part.boxes(flat.detach(), start))
-
-    for piece in shards.pieces:
-        add(f"model.{piece.name}", piece.part, piece.values, piece.start, piece.counted)
-    for key, piece, moment in () if optimizer is None else optimizer.moments(step):
-        add(f"optimizer.{piece.name}.{key}", piece.part, moment, piece.start, piece.counted)
-    for index, layer in enumerate(model.layers):
-        for purpose, part in parts_of(layer).items():
-            tensor = getattr(layer, attribute_of(purpose))
-            if not isinstance(tensor, nn.Parameter):
-                written = model.mesh.replicas(part.axes).index == 0
-                add(f"model.layers.{index}.{attribute_of(purpose)}", part, tensor.view(-1), 0, written)
-    return found
+def _reason(error: BaseException) -> str:
+    """The last line of its text, or its kind."""
+    text = str(error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__
 
 
 def _to_disk(path: Path) -> None:

@@ -119,12 +119,14 @@ class ParallelConfig:
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """`folder`: of checkpoints, metrics and token ids. Every how many steps: `log_every`, `checkpoint_every`,
-    `evaluate_every` (0: at the end only). `keep`: checkpoints that stay."""
+    `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is
+    written beside the steps that follow it, from a copy."""
 
     folder: str
     log_every: int = 10
     checkpoint_every: CountFromZero = 100
     keep: int = 2
+    save_beside: bool = True
     evaluate_every: CountFromZero = 0
     evaluate_sequences: int = 64
 

@@ -107,6 +107,7 @@ class Trainer:
         self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
         self.passes = Passes(self.model, config.loss, self.spans)
         self._resume()
+        self.saver = checkpoint.Saver(config, self.model_config, self.model, self.shards, self.optimizer)
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
         if self.state.step >= config.steps:
             self.held_out_loss = self._evaluate(held_out)
@@ -124,9 +125,11 @@ class Trainer:
                     self._record(metrics, result, watch)
                 self._after_step(metrics, held_out)
         finally:
+            self.saver.close()
             if metrics is not None:
                 metrics.close()
             watch.close()
+        self.saver.finish()
         barrier(self.mesh.world)
         if self.timeline is not None and self.is_first:
             join_parts(self.timeline, sizes.world_size)
@@ -245,7 +248,7 @@ class Trainer:
                 metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
             not_finite.check_parameters(self.shards, step)
-            checkpoint.save(self.config, self.model_config, self.model, self.shards, self.optimizer, self.state)
+            self.saver.save(self.state)
 
     def _evaluate(self, held_out: TokenFile) -> float | None:
         """Nats a target over the first held-out sequences; None if there is no whole one."""
