@@ -30,13 +30,14 @@ class Held:
 
 
 def held_tensors(model: MoeModel) -> Iterator[Held]:
-    """All parameters, and the buffers that are stored with them."""
+    """All parameters, and the buffers that are stored with them. A tied embedding is held by two stages."""
     modules: list[tuple[str, nn.Module]] = [("", model)]
-    modules += [(f"layers.{index}.", layer) for index, layer in enumerate(model.layers)]
+    modules += [(f"layers.{layer.layer}.", layer) for layer in model.layers]
     for where, module in modules:
         for purpose, part in parts_of(module).items():
-            name = attribute_of(purpose)
-            yield Held(where + name, getattr(module, name), part, model.mesh.replicas(part.axes))
+            name, tied = attribute_of(purpose), purpose == "embedding" and model.spec.tie_embeddings
+            replicas = model.mesh.ends if tied else model.mesh.replicas(part.axes)
+            yield Held(where + name, getattr(module, name), part, replicas)
 
 
 def sum_gradients(model: MoeModel) -> None:

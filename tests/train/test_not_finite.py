@@ -114,7 +114,7 @@ def test_minus_infinity_of_masks_is_no_fault() -> None:
             total = total + choose_experts(logits, torch.zeros(8), router)[1].square().sum()
         total.backward()
 
-    finding = not_finite.explain(nn.ParameterList([nn.Parameter(torch.ones(1))]), [run], Spans())
+    finding = not_finite.explain(nn.ParameterList([nn.Parameter(torch.ones(1))]), lambda begin: run(), Spans())
     assert finding.words == "nothing that is not finite was made here"
     assert finding.number > 50
 
