@@ -22,6 +22,7 @@ from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, Tensors
 from antiphon.train.routing import Routing, balance_of
 from antiphon.train.schedule import Action
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 
 
@@ -58,7 +59,7 @@ class Passes:
             use[:-1].view(self.model.spec.num_moe_layers, -1).long(),
         )
 
-    def cause_of_nan(self, batches: Sequence[Batch]) -> str:
+    def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
         """Where the first number of these passes came from that is not finite, in words: of the rank that met it
         first. Runs the passes again."""
         num_targets, schedule, mesh = self._targets_of_all(batches), self.model.schedule, self.model.mesh
@@ -68,7 +69,7 @@ class Passes:
             work.before = lambda action: begin(action.micro_batch, schedule.turn_of(action))
             self._pipeline.run(self._orders(schedule.one_after_another, batches), work)
 
-        found = not_finite.explain(self.model, again, self.spans)
+        found = not_finite.explain(self.model, shards, again, self.spans)
         numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64)
         numbers[mesh.rank] = found.number
         first = int(run(AllReduce(mesh.world, "norm"), numbers).argmin())

@@ -12,10 +12,10 @@ from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 
 NUM_STEPS, NUM_SEQUENCES, LENGTH, VOCABULARY = 60, 4, 32, 64
@@ -72,7 +72,7 @@ def drop_the_router(model: MoeModel) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """`sizes`: of the mesh. `spoil` may do something to the gradients before their norm is taken."""
+    """`sizes`: of the mesh. `spoil` may do something to the gradients before they are summed over ranks."""
 
     folder: Path
     balance: float = 0.0
@@ -88,17 +88,18 @@ class Run:
         model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float64, parallel=parallel)
         import_weights(model, self.folder)
         model.double()
-        optimizer = adamw(list(model.parameters()))
+        shards = Shards(model)
+        optimizer = adamw([piece.values for piece in shards.pieces])
         passes = Passes(model, LossConfig(balance=self.balance, balance_over="model"), Spans())
         found = []
         for ids in batches()[: self.num_steps]:
             loss = passes.run(self._own(ids, mesh)).loss
-            sum_gradients(model)
             self.spoil(model)
-            norm = gradient_norm(model)
-            clip_gradients(model, norm, 1.0)
+            shards.reduce()
+            norm = shards.norm()
+            shards.clip(norm, 1.0)
             optimizer.step()
-            optimizer.zero_grad()
+            shards.zero_grad()
             found.append((float(loss), float(norm)))
         return found
 

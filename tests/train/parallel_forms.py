@@ -10,9 +10,9 @@ from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.gradients import gradient_norm, held_tensors, sum_gradients
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult
+from antiphon.train.shards import Piece, Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
 
@@ -97,9 +97,9 @@ def batch_of(rows: slice) -> Batch:
     return Batch(ids[rows, :-1], targets[rows], positions[rows], documents[rows])
 
 
-def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[MoeModel, PassResult, Tensor]:
-    """The model with the gradients of a step, what its passes say, and the norm of the gradient. What `form` says of
-    ranks is in `mesh` already."""
+def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], PassResult, Tensor]:
+    """The parameters with the gradients of a step, what its passes say, and the norm of the gradient. What `form` says
+    of ranks is in `mesh` already."""
     parallel = form.parallel if mesh.sizes.world_size > 1 else ParallelConfig()
     model = MoeModel(
         spec, mesh, max_positions=LENGTH, dtype=torch.float64, first=FirstValues(1, 0.2), parallel=parallel
@@ -111,8 +111,9 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[MoeModel, PassRes
     batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
     passes = Passes(model, form.losses, Spans())
     passed = passes.run(batches)
-    sum_gradients(model)
-    return model, passed, gradient_norm(model)
+    shards = Shards(model)
+    shards.reduce()
+    return shards.pieces, passed, shards.norm()
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,13 @@ def differences(models: dict[str, tuple[dict[str, Any], tuple[Form, ...]]], rank
             spec, key = model_spec(config), (name, form.micro_batches, form.losses)
             if key not in expected:
                 one, passed, norm = one_step(spec, alone, form)
-                expected[key] = ({held.name: _gradient(held.tensor) for held in held_tensors(one)}, passed, norm)
+                expected[key] = ({piece.name: _gradient(piece) for piece in one}, passed, norm)
             found[name, form] = _difference(*one_step(spec, mesh, form), *expected[key])
     return found
 
 
 def _difference(
-    model: MoeModel,
+    pieces: list[Piece],
     passed: PassResult,
     norm: Tensor,
     gradients: dict[str, Tensor],
@@ -154,12 +155,12 @@ def _difference(
     wanted_norm: Tensor,
 ) -> Difference:
     worst = (0.0, "")
-    for held in held_tensors(model):
-        expected = gradients[held.name]
+    for piece in pieces:
+        expected = gradients[piece.name]
         scale = float(expected.abs().max()) or 1.0
-        if held.tensor.numel():
-            off = float((_gradient(held.tensor) - held.part.of(expected)).abs().max())
-            worst = max(worst, (off / scale, held.name))
+        if piece.values.numel():
+            off = float((_gradient(piece) - piece.part.of(expected)).abs().max())
+            worst = max(worst, (off / scale, piece.name))
     return Difference(
         abs(float(passed.loss - wanted.loss)),
         abs(float(passed.balance - wanted.balance)),
@@ -169,5 +170,7 @@ def _difference(
     )
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+def _gradient(piece: Piece) -> Tensor:
+    """In the shape of the part of the parameter."""
+    assert piece.values.grad is not None
+    return piece.values.grad.view(piece.part.local_shape)

@@ -11,9 +11,9 @@ from antiphon.comm.point_to_point import Parcel
 from antiphon.models.config import model_spec
 from antiphon.train import pipeline
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.gradients import held_tensors
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans, share_spans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
@@ -55,7 +55,7 @@ def seen_by(rank: int) -> Seen:
     mesh = connect(Sizes(world_size=RANKS, pipeline=RANKS), rank, 60)
     model, spans = model_on(mesh), Spans()
     share_spans(model, spans)
-    passes = Passes(model, LOSSES, spans)
+    passes, shards = Passes(model, LOSSES, spans), Shards(model)
     held_out = passes.mean_loss(batches()[:2])
     mesh.ledger.take()
     most = 0
@@ -78,7 +78,7 @@ def seen_by(rank: int) -> Seen:
         with torch.no_grad():
             model.layers[2].get_parameter("router").fill_(1e200)
     return Seen(
-        [held.name for held in held_tensors(model)], held_out, sent, most, operators, passes.cause_of_nan(batches())
+        [piece.name for piece in shards.pieces], held_out, sent, most, operators, passes.cause_of_nan(batches(), shards)
     )
 
 

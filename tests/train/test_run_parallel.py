@@ -14,9 +14,19 @@ from antiphon.train.ranks import sizes_of
 from tests.train.harness import config_of, losses, write_run
 
 STAGES = (
-    (2, 2, ("parallel.expert=2", "parallel.sequence=2")),
-    (3, 4, ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "parallel.dispatch=gather_scatter")),
-    (5, 2, ("parallel.pipeline=2",)),
+    (2, 2, ("parallel.expert=2", "parallel.sequence=2", "parallel.zero=2")),
+    (
+        3,
+        4,
+        (
+            "parallel.tensor=2",
+            "parallel.expert=2",
+            "parallel.expert_tensor=2",
+            "parallel.dispatch=gather_scatter",
+            "parallel.zero=1",
+        ),
+    ),
+    (5, 2, ("parallel.pipeline=2", "parallel.zero=1")),
     (6, 1, ()),
 )
 FIVE_EXPERTS: dict[str, Any] = {}
