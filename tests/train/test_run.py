@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -117,6 +118,21 @@ def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> 
         os.kill(process.pid, signal.SIGKILL)
     resumed = finished(tmp_path / "killed", "steps=12", "output.checkpoint_every=1")
     assert same_tensors(whole.model, resumed.model)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """No file may grow beyond what metrics and token ids need: the log says so at every save, the run fails in the end,
+    and goes on from the last whole checkpoint when there is room."""
+    whole = finished(tmp_path / "whole", "steps=6")
+    finished(tmp_path / "full", "steps=3", "optimizer.schedule=constant")
+    file = write_run(tmp_path / "full")
+    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file)]
+    limited = f"ulimit -f 160; exec {shlex.join(command)}"  # blocks of 1 KiB
+    ended = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode != 0
+    assert "step-00000006: cannot be written" in ended.stderr + ended.stdout
+    assert [path.name for path in (tmp_path / "full/out/checkpoints").iterdir()] == ["step-00000003"]
+    assert whole.state.step == finished(tmp_path / "full", "steps=6").state.step
 
 
 def antiphon(*arguments: object) -> str:
