@@ -2,7 +2,7 @@
 
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import PlanInputs
-from antiphon.report.colocated import Target, nearest_colocated
+from antiphon.report.colocated import Target
 from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.specs.plan import Plan
@@ -17,14 +17,8 @@ def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
         kinds = {group.device.name: group.device.kind for group in inputs.cluster.groups}
         experts = inputs.model.router.num_experts
         return kubernetes_manifest(found, model=served_path(inputs), num_experts=experts, device_kinds=kinds)
-    nearest = nearest_colocated(found, inputs.workload.slo)
-    used = {use.device for use in nearest.devices}
     target = Target(
-        model=served_path(inputs),
-        precision=inputs.precision,
-        slo=inputs.workload.slo,
-        memory_reserve=inputs.cluster.efficiency.memory_reserve,
-        devices_per_node=min(group.devices_per_node for group in inputs.cluster.groups if group.device.name in used),
+        model=served_path(inputs), precision=inputs.precision, slo=inputs.workload.slo, cluster=inputs.cluster
     )
     return vllm_command(found, target) if name == "vllm" else sglang_command(found, target)
 
