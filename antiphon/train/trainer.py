@@ -1,14 +1,13 @@
 """Runs the steps: data, losses, gradients, optimizer, what is shown and what is saved.
 
-One step: all its micro-batches are taken from the data, their targets counted, so that the loss is the mean over the
-targets of the step however it is cut; each pass adds its gradients; their norm is limited; the optimizer moves.
+One step: its micro-batches are taken from the data and passed (`passes`), their gradients are summed over ranks, the
+norm is limited, the optimizer moves.
 """
 
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,20 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllReduce, barrier, run
+from antiphon.comm.collectives import barrier
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
-from antiphon.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory_check import check_memory, setup_of
 from antiphon.train.metrics import Metrics
 from antiphon.train.model import Batch
-from antiphon.train.optimizer import build_optimizer, rate_at
+from antiphon.train.optimizer import Optimizer, rate_at, shards_of
+from antiphon.train.passes import Passes
 from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
-from antiphon.train.routing import Routing, balance_of
 from antiphon.train.run_facts import write_run_facts
 from antiphon.train.samples import Samples
 from antiphon.train.setup import build_model, cache_of, prepare_data
@@ -104,8 +102,10 @@ class Trainer:
         self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
-        self.optimizer = build_optimizer(self.model, config.optimizer)
         share_spans(self.model, self.spans)
+        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer)
+        self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
+        self.passes = Passes(self.model, config.loss, self.spans)
         self._resume()
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
         if self.state.step >= config.steps:
@@ -156,36 +156,30 @@ class Trainer:
         facts = checkpoint.read_facts(found[-1])
         if facts["model_config"] != self.model_config:
             raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
-        self.state = checkpoint.load(found[-1], self.model, self.optimizer)
+        self.state = checkpoint.load(found[-1], self.model, self.shards, self.optimizer)
         _log.info("resumed from %s", found[-1])
 
     def _step(self) -> StepResult:
         config, step = self.config, self.state.step
         started_s = time.perf_counter()
         rate = rate_at(step, config.steps, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         with self.spans.of("data"):
             batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(self.state.num_samples)]
-        targets = torch.stack([self._own_targets(batch) for batch in batches]).sum()
-        num_targets = run(AllReduce(self.mesh.stage, "loss"), targets.view(1)).squeeze(0)
-        passes = [self._pass(batch, num_targets, len(batches)) for batch in batches]
-        loss, balance, counts = (torch.stack(each).sum(0) for each in zip(*passes, strict=True))
-        loss, counts_LE = run(AllReduce(self.mesh.stage, "loss"), loss.view(1)).squeeze(0), counts.long()
+        self.shards.begin_step()
+        passed = self.passes.run(batches)
         with self.spans.of("gradient sum"):
-            sum_gradients(self.model)
+            self.shards.reduce()
         with self.spans.of("gradient norm"):
-            norm = gradient_norm(self.model)
-        if not torch.isfinite(norm) or not torch.isfinite(loss):
-            again = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
-            why = self._cause(not_finite.explain(self.model, again, self.spans))
+            norm = self.shards.norm()
+        if not torch.isfinite(norm) or not torch.isfinite(passed.loss):
+            why = self.passes.cause_of_nan(batches, self.shards)
             newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
-            raise not_finite.complaint(step, float(loss), float(norm), why, newest[0] if newest else None, rate)
+            raise not_finite.complaint(step, float(passed.loss), float(norm), why, newest[0] if newest else None, rate)
         with self.spans.of("optimizer"):
-            clip_gradients(self.model, norm, config.optimizer.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._move_score_biases(counts_LE)
+            self.shards.clip(norm, config.optimizer.clip)
+            self.optimizer.step(rate)
+            self.shards.end_step()
+        self._move_score_biases(passed.counts_LE)
         self.state = RunState(
             step=step + 1,
             num_samples=self.state.num_samples + config.batch,
@@ -193,20 +187,13 @@ class Trainer:
         )
         return StepResult(
             step=step,
-            loss=float(loss),
+            loss=float(passed.loss),
             norm=float(norm),
             rate=rate,
-            balance=float(balance),
-            counts_LE=counts_LE,
+            balance=float(passed.balance),
+            counts_LE=passed.counts_LE,
             duration_s=time.perf_counter() - started_s,
         )
-
-    def _cause(self, found: not_finite.Finding) -> str:
-        """The words of the rank that found it first."""
-        numbers = torch.zeros(self.mesh.sizes.world_size, dtype=torch.int64)
-        numbers[self.mesh.rank] = found.number
-        first = int(run(AllReduce(self.mesh.world, "norm"), numbers).argmin())
-        return found.words if first == self.mesh.rank else f"rank {first} found where it began"
 
     def _shared(self, first_sample: int) -> list[range]:
         """The samples of this rank in each pass of a step."""
@@ -215,25 +202,6 @@ class Trainer:
         own = size // sizes.data
         begin = first_sample + sizes.place(self.mesh.rank, "data") * own
         return [range(begin + each, begin + each + own) for each in range(0, config.batch, size)]
-
-    def _own_targets(self, batch: Batch) -> Tensor:
-        """Targets that this rank counts: those at its positions."""
-        return (self.model.own_targets(batch) != IGNORED).sum()
-
-    def _routing(self, share: float) -> Routing:
-        router, losses, num_layers = self.spec.router, self.config.loss, self.spec.num_moe_layers
-        return Routing(router, losses, self.mesh.stage, num_layers=num_layers, share=share)
-
-    def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward and backward of a micro-batch: this rank's part of the cross-entropy; of all ranks, the balance loss
-        divided by `num_passes`, and rows by layer and expert."""
-        routing = self._routing(1 / num_passes)
-        loss = self.model(batch, num_targets, routing)
-        with self.spans.backward(loss):
-            loss.backward()
-        facts = routing.all_facts()
-        balance = torch.stack([balance_of(each) for each in facts]).mean() / num_passes
-        return loss.detach(), balance, torch.stack([each.counts_E for each in facts])
 
     def _move_score_biases(self, counts_LE: Tensor) -> None:
         """One step of each score bias towards even use, from this step's counts."""
@@ -276,10 +244,9 @@ class Trainer:
             if self.held_out_loss is not None and metrics is not None:
                 metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
-            not_finite.check_parameters(self.model, step)
-            checkpoint.save(self.config, self.model_config, self.model, self.optimizer, self.state)
+            not_finite.check_parameters(self.shards, step)
+            checkpoint.save(self.config, self.model_config, self.model, self.shards, self.optimizer, self.state)
 
-    @torch.no_grad()
     def _evaluate(self, held_out: TokenFile) -> float | None:
         """Nats a target over the first held-out sequences; None if there is no whole one."""
         if held_out.ids.shape[0] <= self.config.sequence_length:
@@ -288,13 +255,16 @@ class Trainer:
         num = min(samples.num_windows, self.config.output.evaluate_sequences)
         own = list(range(self.mesh.sizes.place(self.mesh.rank, "data"), num, self.mesh.sizes.data))
         size = max(1, self.config.batch // self.mesh.sizes.data)
-        sums = torch.zeros(2, dtype=torch.float64)
-        for first in range(0, -(-num // self.mesh.sizes.data), size):  # as many passes on every rank
-            numbers = own[first : first + size]
-            batch = samples.batch(numbers or [0], _CPU)
-            if not numbers:
-                batch.targets_BS.fill_(IGNORED)
-            sums[0] += self.model(batch, torch.tensor(1), self._routing(1.0)).double()
-            sums[1] += self._own_targets(batch)
-        total, targets = run(AllReduce(self.mesh.stage, "loss"), sums).tolist()
-        return float(total / max(1.0, targets))
+        passes = -(-num // self.mesh.sizes.data)  # as many on every rank
+        batches = [self._held_out(samples, own[first : first + size]) for first in range(0, passes, size)]
+        self.shards.begin_step()
+        loss = self.passes.mean_loss(batches)
+        self.shards.end_step()
+        return loss
+
+    def _held_out(self, samples: Samples, numbers: list[int]) -> Batch:
+        """These samples; without any, one that counts nothing."""
+        batch = samples.batch(numbers or [0], _CPU)
+        if not numbers:
+            batch.targets_BS.fill_(IGNORED)
+        return batch

@@ -12,8 +12,18 @@ from antiphon.train.ranks import sizes_of
 from tests.train.harness import config_of, losses, write_run
 
 STAGES = (
-    (2, 2, ("parallel.expert=2", "parallel.sequence=2")),
-    (4, 4, ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "parallel.dispatch=gather_scatter")),
+    (2, 2, ("parallel.expert=2", "parallel.sequence=2", "parallel.zero=2")),
+    (
+        4,
+        4,
+        (
+            "parallel.tensor=2",
+            "parallel.expert=2",
+            "parallel.expert_tensor=2",
+            "parallel.dispatch=gather_scatter",
+            "parallel.zero=1",
+        ),
+    ),
     (6, 1, ()),
 )
 

@@ -1,0 +1,94 @@
+"""Forward and backward of the micro-batches of one step.
+
+Their targets are counted first, on all ranks, so that the loss is the mean over the targets of the step however it is
+cut; each pass adds its gradients to those of the passes before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.collectives import AllReduce, run
+from antiphon.kernels.ops.cross_entropy import IGNORED
+from antiphon.train import not_finite
+from antiphon.train.config import LossConfig
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.routing import Routing, balance_of
+from antiphon.train.shards import Shards
+from antiphon.train.spans import Spans
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Of all ranks: `loss` in nats a target, the `balance` loss, and `counts_LE`: rows by MoE layer and expert. The
+    losses of passes add up to those of their step."""
+
+    loss: Tensor
+    balance: Tensor
+    counts_LE: Tensor
+
+
+class Passes:
+    """The passes of a run's steps over `model`."""
+
+    def __init__(self, model: MoeModel, losses: LossConfig, spans: Spans) -> None:
+        self.model = model
+        self.losses = losses
+        self.spans = spans
+
+    def run(self, batches: Sequence[Batch]) -> PassResult:
+        """Add the gradients of these micro-batches, which are this rank's part of a step."""
+        num_targets = self._targets_of_all(batches)
+        results = [self._pass(batch, num_targets, len(batches)) for batch in batches]
+        loss = torch.stack([result.loss for result in results]).sum()
+        return PassResult(
+            run(AllReduce(self.model.mesh.stage, "loss"), loss.view(1)).squeeze(0),
+            torch.stack([result.balance for result in results]).sum(),
+            torch.stack([result.counts_LE for result in results]).sum(0).long(),
+        )
+
+    def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
+        """Where the first number of these passes came from that is not finite, in words: of the rank that met it
+        first. Runs the passes again."""
+        num_targets, mesh = self._targets_of_all(batches), self.model.mesh
+        again = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
+        found = not_finite.explain(self.model, shards, again, self.spans)
+        numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64)
+        numbers[mesh.rank] = found.number
+        first = int(run(AllReduce(mesh.world, "norm"), numbers).argmin())
+        return found.words if first == mesh.rank else f"rank {first} found where it began"
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Sequence[Batch]) -> float:
+        """Nats a target over `batches` of all ranks, which have equally many; nothing is learned."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            sums[0] += self.model(batch, torch.tensor(1), self._routing(1.0)).double()
+            sums[1] += self._own_targets(batch)
+        total, targets = run(AllReduce(self.model.mesh.stage, "loss"), sums).tolist()
+        return float(total / max(1.0, targets))
+
+    def _targets_of_all(self, batches: Sequence[Batch]) -> Tensor:
+        targets = torch.stack([self._own_targets(batch) for batch in batches]).sum()
+        return run(AllReduce(self.model.mesh.stage, "loss"), targets.view(1)).squeeze(0)
+
+    def _own_targets(self, batch: Batch) -> Tensor:
+        """Targets that this rank counts: those at its positions."""
+        return (self.model.own_targets(batch) != IGNORED).sum()
+
+    def _routing(self, share: float) -> Routing:
+        spec = self.model.spec
+        return Routing(spec.router, self.losses, self.model.mesh.stage, num_layers=spec.num_moe_layers, share=share)
+
+    def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> PassResult:
+        """Forward and backward of one; its `loss` is this rank's part."""
+        routing = self._routing(1 / num_passes)
+        loss = self.model(batch, num_targets, routing)
+        with self.spans.backward(loss):
+            loss.backward()
+        facts = routing.all_facts()
+        balance = torch.stack([balance_of(each) for each in facts]).mean() / num_passes
+        return PassResult(loss.detach(), balance, torch.stack([each.counts_E for each in facts]))
