@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from antiphon import __version__
 from antiphon.report.contents import PhaseContents, Report
+from antiphon.report.summary import NEARLY_EQUAL
 from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, devices_text, milliseconds, number, plural, score
 from antiphon.specs.plan import Objective, PhaseName, Predicted
 
@@ -45,7 +46,8 @@ def _why(contents: PhaseContents, objective: Objective) -> str:
     best = max(rates, key=lambda layout: rates[layout])
     unit, ratio = OBJECTIVE_UNITS[objective], f"{rates[best] / mine:.2f}"
     if apart:
-        return f": {mine / rates[best]:.2f} times the {unit} of the best {LAYOUT_TITLES[best]}"
+        gains = ": " if rates[best] <= NEARLY_EQUAL * mine else ", which gains little: "
+        return f"{gains}{mine / rates[best]:.2f} times the {unit} of the best {LAYOUT_TITLES[best]}"
     return f"; attention and experts apart would give {ratio} times its {unit}"
 
 

@@ -133,9 +133,15 @@ def _spot(spot: Spot, x: float, y: Scale, height: float) -> str:
     leader = element("line", x1=x, y1=middle, x2=place - 2 if is_right else place + 2, y2=height, css="leader")
     size, outline, weight = (7.0, "white", "600") if spot.is_chosen else (4.5, "", "")
     dot = element("circle", cx=x, cy=middle, r=size, fill=spot.colour, stroke=outline)
-    return (
-        band + leader + dot + label(place, height + 4, spot.words, text_anchor=anchor, font_weight=weight, css="halo")
-    )
+    words = label(place, height + 4, spot.words, text_anchor=anchor, font_weight=weight)
+    return band + leader + dot + _behind(spot.words, place, height, is_right) + words
+
+
+def _behind(words: str, place: float, height: float, is_right: bool) -> str:
+    """What keeps lines from striking the words out."""
+    width = 0.95 * width_of(words)
+    left = place - 2 if is_right else place - width + 2
+    return element("rect", x=left, y=height - 7, width=width, height=15, css="behind")
 
 
 def apart(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
