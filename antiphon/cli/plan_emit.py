@@ -18,7 +18,7 @@ def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
         experts = inputs.model.router.num_experts
         return kubernetes_manifest(found, model=served_path(inputs), num_experts=experts, device_kinds=kinds)
     target = Target(
-        model=served_path(inputs), precision=inputs.precision, slo=inputs.workload.slo, cluster=inputs.cluster
+        model=served_path(inputs), precision=inputs.precision, workload=inputs.workload, cluster=inputs.cluster
     )
     return vllm_command(found, target) if name == "vllm" else sglang_command(found, target)
 

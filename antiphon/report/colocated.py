@@ -25,7 +25,7 @@ from antiphon.report.words import (
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Placement, Plan, Predicted, Rejected
 from antiphon.specs.precision import FOUR_BITS, PrecisionSpec
-from antiphon.specs.workload import SloSpec
+from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 Options = list[tuple[str, str | int | None]]
 """Command line options with their values; None: a switch."""
@@ -37,8 +37,13 @@ class Target:
 
     model: str
     precision: PrecisionSpec
-    slo: SloSpec
+    workload: WorkloadSpec
     cluster: ClusterSpec
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether some experts are more popular than others."""
+        return self.workload.expert_skew > 0 or len(set(self.workload.expert_loads)) > 1
 
     @property
     def memory_used(self) -> float:
@@ -74,14 +79,6 @@ class Colocated:
         """Copies of experts beyond the first: the plan's, and as many as make all ranks hold equally many."""
         copies, ranks = max(sum(map(len, self.placement)), self.num_experts), self.parallel.expert_ep
         return math.ceil(copies / ranks) * ranks - self.num_experts
-
-    @property
-    def is_balanced_by_load(self) -> bool:
-        """Whether experts have copies, or lie elsewhere than in equal runs of neighbours."""
-        ranks, owned = self.parallel.expert_ep, enumerate(self.placement)
-        return self.redundant_experts > 0 or any(
-            owners != ((expert * ranks // self.num_experts, 1.0),) for expert, owners in owned
-        )
 
     @property
     def is_exchanged(self) -> bool:

@@ -38,7 +38,7 @@ def vllm_command(plan: Plan, target: Target) -> str:
     """A shell script: per phase, comments that tell what is lost, then the command (two where ranks span nodes)."""
     text = commented(ROUTED.format(router="a proxy, such as vLLM's llm-d,")) if len(plan.phases) > 1 else ""
     for name in _phases(plan):
-        nearest = nearest_colocated(plan, name, target.slo)
+        nearest = nearest_colocated(plan, name, target.workload.slo)
         lost = _vllm_losses(nearest, _nodes(nearest, target))
         text += preamble(plan, nearest, target, "vLLM", lost) + _vllm_commands(nearest, target, len(plan.phases) > 1)
     return text
@@ -97,7 +97,7 @@ def _vllm_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
     if parallel.attention_dp > 1:
         options.append(("--data-parallel-size", parallel.attention_dp))
     if parallel.expert_ep > 1:
-        options += [("--enable-expert-parallel", None), *_vllm_experts(nearest, nodes)]
+        options += [("--enable-expert-parallel", None), *_vllm_experts(nearest, target, nodes)]
     if nearest.phase == "decode":
         tokens = max(nearest.per_rank, LEAST_BATCHED_TOKENS)
         options += [("--max-num-seqs", nearest.per_rank), ("--max-num-batched-tokens", tokens)]
@@ -107,7 +107,7 @@ def _vllm_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
     return options + format_options(target.precision, "fp8")
 
 
-def _vllm_experts(nearest: Colocated, nodes: NodeGroup) -> Options:
+def _vllm_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Options:
     """How rows reach their experts, and how experts are balanced."""
     options: Options = []
     library = _exchange_library(nodes)
@@ -116,7 +116,7 @@ def _vllm_experts(nearest: Colocated, nodes: NodeGroup) -> Options:
         options.append(("--all2all-backend", f"{library}_{mode}"))
         if nearest.overlaps_two_batches and library == "deepep":
             options.append(("--enable-dbo", None))
-    if nearest.is_balanced_by_load:
+    if target.is_skewed or nearest.redundant_experts:
         redundant = {"num_redundant_experts": nearest.redundant_experts}
         options += [("--enable-eplb", None), ("--eplb-config", _quoted(redundant))]
     return options
@@ -139,7 +139,7 @@ def _on_several_nodes(program: str, options: Options, num_ranks: int, local: int
     others: Options = [*shared, ("--headless", None), ("--data-parallel-start-rank", f"$((NODE*{local}))")]
     num_nodes, uneven = -(-num_ranks // local), num_ranks % local
     text = commented(f"on the first of {num_nodes} nodes; HEAD is its address") + shell_command(program, shared)
-    text += commented(f"on the others, NODE = 1 to {num_nodes - 1}")
+    text += commented(f"on the others, NODE = 1 to {num_nodes - 1}" if num_nodes > 2 else "on the other, NODE = 1")
     if uneven:
         text += commented(f"the last one runs fewer ranks: --data-parallel-size-local {uneven} there")
     return text + shell_command(program, others)
@@ -150,7 +150,7 @@ def sglang_command(plan: Plan, target: Target) -> str:
     is_one_of_two = len(plan.phases) > 1
     text = commented(ROUTED.format(router="SGLang's router (--pd-disaggregation)")) if is_one_of_two else ""
     for name in _phases(plan):
-        nearest = nearest_colocated(plan, name, target.slo)
+        nearest = nearest_colocated(plan, name, target.workload.slo)
         nodes = _nodes(nearest, target)
         options = _sglang_options(nearest, target, nodes)
         if is_one_of_two:
@@ -176,7 +176,7 @@ def _sglang_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
     if parallel.attention_dp > 1:
         options.append(("--attn-dp-size", parallel.attention_dp))
     if parallel.expert_ep > 1:
-        options += [("--ep-size", parallel.expert_ep), *_sglang_experts(nearest, nodes)]
+        options += [("--ep-size", parallel.expert_ep), *_sglang_experts(nearest, target, nodes)]
     if parallel.pp > 1:
         options.append(("--pp-size", parallel.pp))
     limit = "--max-running-requests" if nearest.phase == "decode" else "--chunked-prefill-size"
@@ -184,7 +184,7 @@ def _sglang_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
     return options + format_options(target.precision, "fp8_e4m3")
 
 
-def _sglang_experts(nearest: Colocated, nodes: NodeGroup) -> Options:
+def _sglang_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Options:
     """As `_vllm_experts`. SGLang's exchange kernels need whole experts on every device of a stage."""
     options: Options = []
     library = _exchange_library(nodes)
@@ -193,7 +193,7 @@ def _sglang_experts(nearest: Colocated, nodes: NodeGroup) -> Options:
         options += [("--moe-a2a-backend", library), ("--deepep-mode", mode)]
         if nearest.overlaps_two_batches:
             options.append(("--enable-two-batch-overlap", None))
-    if nearest.is_balanced_by_load:
+    if target.is_skewed or nearest.redundant_experts:
         options.append(("--enable-eplb", None))
         if nearest.redundant_experts:
             options.append(("--ep-num-redundant-experts", nearest.redundant_experts))

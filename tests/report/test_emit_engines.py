@@ -16,19 +16,24 @@ from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.workload import SloSpec
+from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 
+EVEN = WorkloadSpec(
+    name="even",
+    input_tokens=LengthSpec(median=571),
+    output_tokens=LengthSpec(median=159),
+    slo=SloSpec(tpot_s=0.15),
+)
 TARGET = Target(
     model="mistralai/Mixtral-8x22B",
     precision=PrecisionSpec(),
-    slo=SloSpec(tpot_s=0.15),
+    workload=EVEN,
     cluster=load_cluster("msi-hetero"),
 )
 FLAGS = {
     engine: json.loads((Path(__file__).parent / "data" / f"{engine}_flags.json").read_text())["flags"]
     for engine in ("vllm", "sglang")
 }
-SPREAD = tuple(((expert % 8, 1.0),) for expert in range(16))
 LINEAR = tuple(((expert // 2, 1.0),) for expert in range(16))
 REPLICATED = (*LINEAR[:15], ((0, 0.5), (7, 0.5)))
 
@@ -66,7 +71,7 @@ def comments(text: str) -> str:
 
 
 def test_the_best_colocated_loser_is_taken(report: Report) -> None:
-    nearest = nearest_colocated(report.plan, "decode", TARGET.slo)
+    nearest = nearest_colocated(report.plan, "decode", TARGET.workload.slo)
     assert nearest.layout == "hybrid"
     assert nearest.why_not == ""
     assert nearest.per_rank == 160
@@ -77,9 +82,9 @@ def test_one_that_keeps_the_target_comes_before_a_faster_one(report: Report) -> 
     decode = report.plan.phases["decode"]
     fast = replace(decode.rejected[0], predicted=Predicted(tpot_s=0.4, per_gpu=95.0, per_cost=60.0))
     plan = replace(report.plan, phases={"decode": replace(decode, rejected=(fast, *decode.rejected[1:]))})
-    assert nearest_colocated(plan, "decode", TARGET.slo).layout == "tp_pp"
+    assert nearest_colocated(plan, "decode", TARGET.workload.slo).layout == "tp_pp"
     only_fast = replace(report.plan, phases={"decode": replace(decode, rejected=(fast,))})
-    nearest = nearest_colocated(only_fast, "decode", TARGET.slo)
+    nearest = nearest_colocated(only_fast, "decode", TARGET.workload.slo)
     assert nearest.why_not == "a token takes 400 ms, the target is 150 ms"
     assert "#   - a promise: a token takes 400 ms, the target is 150 ms" in vllm_command(only_fast, TARGET)
 
@@ -88,7 +93,7 @@ def test_nothing_colocated_runs(report: Report) -> None:
     decode = replace(report.plan.phases["decode"], rejected=(Rejected(layout="dp_ep", reason="12 GB are missing"),))
     plan = replace(report.plan, phases={"decode": decode})
     with pytest.raises(ResourceError, match=r"no colocated layout of mixtral-8x22b runs .*DP \+ EP: 12 GB are missing"):
-        nearest_colocated(plan, "decode", TARGET.slo)
+        nearest_colocated(plan, "decode", TARGET.workload.slo)
 
 
 def test_vllm_on_one_node(report: Report) -> None:
@@ -235,8 +240,12 @@ def test_nothing_is_asked_for_that_the_plan_does_not_have(report: Report) -> Non
     plan = colocated(report, EP8, placement=LINEAR)
     asked = commands(vllm_command(plan, TARGET))[0].keys() | commands(sglang_command(plan, TARGET))[0].keys()
     assert not {"--enable-dbo", "--enable-eplb", "--enable-two-batch-overlap"} & asked
-    (spread,) = commands(vllm_command(colocated(report, EP8, placement=SPREAD), TARGET))
-    assert json.loads(str(spread["--eplb-config"])) == {"num_redundant_experts": 0}
+    skewed = replace(TARGET, workload=replace(EVEN, expert_loads=(0.3, *[0.7 / 15] * 15)))
+    (vllm,) = commands(vllm_command(plan, skewed))
+    assert json.loads(str(vllm["--eplb-config"])) == {"num_redundant_experts": 0}
+    (sglang,) = commands(sglang_command(plan, skewed))
+    assert "--enable-eplb" in sglang
+    assert "--ep-num-redundant-experts" not in sglang
     uneven = colocated(report, replace(EP8, attention_dp=3, expert_ep=6), placement=LINEAR)
     (vllm,) = commands(vllm_command(uneven, TARGET))
     assert json.loads(str(vllm["--eplb-config"])) == {"num_redundant_experts": 2}, "16 experts on 6 ranks, 3 each"
@@ -284,7 +293,7 @@ def test_every_flag_is_one_the_release_takes(report: Report, phase: str) -> None
         other = "decode" if phase == "prefill" else "prefill"
         for phases in ({phase: made}, {phase: made, other: report.plan.phases[other]}):
             plan = replace(report.plan, phases=phases)  # type: ignore[arg-type]
-            target = replace(TARGET, precision=precision)
+            target = replace(TARGET, precision=precision, workload=replace(EVEN, expert_loads=(0.5, 0.25, 0.25)))
             for engine, text in (("vllm", vllm_command(plan, target)), ("sglang", sglang_command(plan, target))):
                 for command in commands(text):
                     check_flags(engine, command)
