@@ -35,15 +35,13 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """A point with words beside it. `low`, `high`: the ends of its band in y, where it has one."""
+    """A point with words beside it."""
 
     x: float
     y: float
     words: str
     colour: str
     is_chosen: bool = False
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def _scales(chart: LineChart) -> tuple[Scale, Scale]:
     """Of both axes; the left edge leaves room for the numbers."""
     xs = [value for line in chart.lines for value in line.x] + [spot.x for spot in chart.spots]
     ys = [value for line in chart.lines for value in line.y if value is not None]
-    ys += [value for spot in chart.spots for value in (spot.y, spot.low, spot.high) if value is not None]
+    ys += [spot.y for spot in chart.spots]
     top, bottom = 28.0, chart.height - BOTTOM
     y_low, y_high = _ends(chart.y.low, chart.y.high, ys, chart.y.is_logarithmic)
     y = Scale(low=y_low, high=y_high, start=bottom, end=top, is_logarithmic=chart.y.is_logarithmic)
@@ -121,20 +121,15 @@ def _spots(spots: tuple[Spot, ...], x: Scale, y: Scale) -> str:
 
 
 def _spot(spot: Spot, x: float, y: Scale, height: float) -> str:
-    """The point, its band, and its words at `height`, on whichever side has room, joined by a thin line."""
+    """The point, and its words at `height`, on whichever side has room, joined by a thin line."""
     middle = y(spot.y)
     is_right = x + 26 + width_of(spot.words) < WIDTH
     place, anchor = (x + 24, "start") if is_right else (x - 24, "end")
-    band = ""
-    if spot.low is not None and spot.high is not None:
-        band = element(
-            "line", x1=x, x2=x, y1=y(spot.low), y2=y(spot.high), stroke=spot.colour, stroke_width=2, opacity=0.7
-        )
     leader = element("line", x1=x, y1=middle, x2=place - 2 if is_right else place + 2, y2=height, css="leader")
     size, outline, weight = (7.0, "white", "600") if spot.is_chosen else (4.5, "", "")
     dot = element("circle", cx=x, cy=middle, r=size, fill=spot.colour, stroke=outline)
     words = label(place, height + 4, spot.words, text_anchor=anchor, font_weight=weight)
-    return band + leader + dot + _behind(spot.words, place, height, is_right) + words
+    return leader + dot + _behind(spot.words, place, height, is_right) + words
 
 
 def _behind(words: str, place: float, height: float, is_right: bool) -> str:
