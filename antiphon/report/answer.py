@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime
 
-from antiphon import __version__
 from antiphon.report.contents import PhaseContents, Report
 from antiphon.report.summary import NEARLY_EQUAL
 from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, devices_text, milliseconds, number, plural, score
@@ -124,8 +123,8 @@ def sources(report: Report, now: datetime | None = None) -> Pairs:
         rows.append(
             ("measured", f"on {report.profile.machine.name}, {made}{_age(made, now)}; {report.profile.command}")
         )
-    efficiency = report.cluster.efficiency
-    rows.append(("calibration", f"{efficiency.source} (with Antiphon {__version__})"))
+    found, source = report.cluster.calibrated, report.cluster.efficiency.source
+    rows.append((f"calibration{f' of {found}' if found else ''}{_age(found, now)}", source))
     if report.cluster.source:
         rows.append((f"cluster {report.cluster.name}", report.cluster.source))
     for group in report.cluster.groups:

@@ -3,11 +3,13 @@
 import json
 import re
 from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 
 import pytest
 
-from antiphon.report.answer import answer, three_numbers
+from antiphon.cost.profile import MachineFacts, Profile
+from antiphon.report.answer import answer, sources, three_numbers
 from antiphon.report.chart import LineChart
 from antiphon.report.contents import Points, Report
 from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
@@ -200,6 +202,21 @@ def test_the_answer_is_a_sentence_with_three_numbers(report: Report) -> None:
     )
     assert [value for _, value in three_numbers(alone)] == ["90 ms", "2,400", "62.5"]
     assert [name for name, _ in three_numbers(report)][:2] == ["to the first token", "a token after it"]
+
+
+def test_sources_have_an_age(report: Report) -> None:
+    cluster = replace(report.cluster, calibrated="2026-01-02")
+    machine = MachineFacts(name="my machine", num_cores=2, memory_bytes=2**30)
+    profile = Profile(
+        command="antiphon profile m", created="2026-01-31T10:00:00", machine=machine, model="m", dtype="bfloat16",
+        attention=(), experts=(),
+    )  # fmt: skip
+    now = datetime(2026, 2, 1, 12, tzinfo=UTC)
+    measured, calibration, *others = sources(replace(report, cluster=cluster, profile=profile), now)
+    assert measured == ("measured", "on my machine, 2026-01-31T10:00:00, 1 day old; antiphon profile m")
+    assert calibration == ("calibration of 2026-01-02, 30 days old", cluster.efficiency.source)
+    assert [name for name, _ in others] == ["cluster msi-hetero", "H20", "L40S"]
+    assert sources(replace(report, cluster=replace(cluster, calibrated="")), now)[0][0] == "calibration"
 
 
 def test_the_words_are_there(page: Page, report: Report) -> None:
