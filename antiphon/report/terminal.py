@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.cost.parts import BOUND_NAMES
+from antiphon.report.answer import scope
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
 from antiphon.report.figures import PART_FIELDS
 from antiphon.report.summary import (
@@ -41,6 +42,7 @@ def terminal_report(report: Report, *, explain: bool) -> Iterator[RenderableType
     objective = report.plan.objective
     yield Text(subtitle(report))
     yield Text(given(report))
+    yield Text(scope(report))
     for contents in report.phases:
         yield Text(f"\n{headline(contents, objective)}", style="bold")
         if said := verdict(contents, objective):
