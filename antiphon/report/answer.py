@@ -8,7 +8,6 @@ from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, devices_text, 
 from antiphon.specs.plan import Objective, PhaseName, Predicted
 
 Pairs = list[tuple[str, str]]
-MEANS = {"prefill": "input_tokens", "decode": "output_tokens"}
 
 
 def answer(report: Report) -> str:
@@ -63,7 +62,8 @@ def three_numbers(report: Report) -> Pairs:
     objective = report.plan.objective
     by_name = {contents.name: contents.phase.predicted for contents in report.phases}
     if len(by_name) > 1:
-        rate, output = requests_per_s(report), report.workload.output_tokens.mean
+        rate = requests_per_s(report)
+        output = next(contents.tokens_per_request for contents in report.phases if contents.name == "decode")
         return [
             ("to the first token", milliseconds(by_name["prefill"].ttft_s)),
             ("a token after it", milliseconds(by_name["decode"].tpot_s)),
@@ -82,10 +82,7 @@ def three_numbers(report: Report) -> Pairs:
 
 def requests_per_s(report: Report) -> float:
     """What the slower phase takes."""
-    return min(
-        contents.phase.predicted.tokens_per_s / float(getattr(report.workload, MEANS[contents.name]).mean)
-        for contents in report.phases
-    )
+    return min(contents.phase.predicted.tokens_per_s / contents.tokens_per_request for contents in report.phases)
 
 
 def devices_used(report: Report) -> dict[str, int]:

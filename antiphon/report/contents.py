@@ -77,10 +77,12 @@ class MoreNodes:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseContents:
-    """One phase. `bars`: a simulated stretch of the pipeline; `parts`: seconds of one layer and micro-batch by part."""
+    """One phase. `tokens_per_request`: those that it computes, on average; `bars`: a simulated stretch of the pipeline;
+    `parts`: seconds of one layer and micro-batch by part."""
 
     name: PhaseName
     phase: PhasePlan
+    tokens_per_request: float
     fronts: tuple[Points, ...]
     bars: tuple[Bar, ...]
     bars_title: str

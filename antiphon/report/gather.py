@@ -98,6 +98,7 @@ def _phase(result: PlanResult, name: PhaseName, for_page: bool) -> PhaseContents
     return PhaseContents(
         name=name,
         phase=phase,
+        tokens_per_request=setting.lengths.output if name == "decode" else setting.lengths.prompt,
         fronts=frontier(setting, table) if for_page else (),
         bars=bars,
         bars_title=title,
