@@ -211,11 +211,13 @@ def _rates(predicted: Predicted, plan: Plan) -> str:
     return f"predicted {milliseconds(predicted.ttft_s)} to the first token, {rate}"
 
 
-def preamble(plan: Plan, nearest: Colocated, target: Target, engine: str, more: Sequence[str] = ()) -> str:
+def preamble(
+    plan: Plan, nearest: Colocated, target: Target, engine: str, version: str, more: Sequence[str] = ()
+) -> str:
     """Comments above a command: plan and nearest deployment side by side, then what is lost, `more` of it as the
     engine has it."""
     lost = [*losses(plan, nearest), *more, *_format_losses(target.precision, engine)]
-    lines = [f"{engine}: the nearest settings to this plan", *comparison(plan, nearest)]
+    lines = [f"{engine} {version}: the nearest settings to this plan", *comparison(plan, nearest)]
     if nearest.num_instances > 1:
         lines.append(
             f"this starts one of {nearest.num_instances} instances: run it for each, and balance requests between them"

@@ -1,10 +1,10 @@
 """The vLLM and SGLang commands nearest to a plan: a server for each of its phases, or one that does both.
 
-vLLM's terms (0.32): `--tensor-parallel-size` and `--data-parallel-size` are attention's; experts are split over all
+vLLM's terms: `--tensor-parallel-size` and `--data-parallel-size` are attention's; experts are split over all
 TP x DP ranks of a stage, as whole experts with `--enable-expert-parallel`, as slices of each without. `--max-num-seqs`
 and `--max-num-batched-tokens` are limits of one data-parallel rank. Ranks are numbered copy by copy, stages inside.
 
-SGLang's terms (0.5.23): `--tp-size` counts all devices of a pipeline stage; attention is data-parallel in
+SGLang's terms: `--tp-size` counts all devices of a pipeline stage; attention is data-parallel in
 `--attn-dp-size` groups of them; experts are split in `--ep-size` groups, inside a group by tensor.
 `--max-running-requests` and `--chunked-prefill-size` count the whole server's. Ranks are numbered stage by stage, so
 that a stage's experts stay together.
@@ -27,6 +27,7 @@ from antiphon.report.colocated import (
 from antiphon.specs.cluster import NodeGroup
 from antiphon.specs.plan import PHASES, PhaseName, Plan
 
+VLLM, SGLANG = "0.32", "0.5.23"
 SGLANG_PORT = 5000
 LEAST_BATCHED_TOKENS = 8192
 """Of a server that also prefills: what vLLM takes for one with an API."""
@@ -40,7 +41,9 @@ def vllm_command(plan: Plan, target: Target) -> str:
     for name in _phases(plan):
         nearest = nearest_colocated(plan, name, target.workload.slo)
         lost = _vllm_losses(nearest, _nodes(nearest, target))
-        text += preamble(plan, nearest, target, "vLLM", lost) + _vllm_commands(nearest, target, len(plan.phases) > 1)
+        text += preamble(plan, nearest, target, "vLLM", VLLM, lost) + _vllm_commands(
+            nearest, target, len(plan.phases) > 1
+        )
     return text
 
 
@@ -62,10 +65,10 @@ def _vllm_losses(nearest: Colocated, nodes: NodeGroup) -> list[str]:
             f"experts in EP {parallel.expert_ep} x TP {parallel.expert_tp}: vLLM splits them over all "
             f"{nearest.devices_per_stage} ranks as whole experts"
         )
-    in_all = nearest.devices_per_stage * parallel.pp
-    if parallel.pp > 1 and nearest.is_exchanged and in_all > nodes.devices_per_node:
+    stage, per_node = nearest.devices_per_stage, nodes.devices_per_node
+    if nearest.is_exchanged and stage <= per_node < stage * parallel.pp:
         lost.append(
-            f"a stage's {nearest.devices_per_stage} devices beside each other: vLLM numbers ranks copy by copy, so "
+            f"a stage's {stage} devices beside each other: vLLM numbers ranks copy by copy, so "
             f"its experts exchange rows between nodes"
         )
     return lost
@@ -155,7 +158,7 @@ def sglang_command(plan: Plan, target: Target) -> str:
         options = _sglang_options(nearest, target, nodes)
         if is_one_of_two:
             options.append(("--disaggregation-mode", name))
-        text += preamble(plan, nearest, target, "SGLang")
+        text += preamble(plan, nearest, target, "SGLang", SGLANG)
         num_nodes = _equal_nodes(nearest.devices_per_stage * nearest.parallel.pp, nodes.devices_per_node)
         if num_nodes > 1:
             last = num_nodes - 1

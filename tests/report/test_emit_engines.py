@@ -30,8 +30,8 @@ TARGET = Target(
     workload=EVEN,
     cluster=load_cluster("msi-hetero"),
 )
-FLAGS = {
-    engine: json.loads((Path(__file__).parent / "data" / f"{engine}_flags.json").read_text())["flags"]
+RELEASES = {
+    engine: json.loads((Path(__file__).parent / "data" / f"{engine}_flags.json").read_text())
     for engine in ("vllm", "sglang")
 }
 LINEAR = tuple(((expert // 2, 1.0),) for expert in range(16))
@@ -299,11 +299,18 @@ def test_every_flag_is_one_the_release_takes(report: Report, phase: str) -> None
                     check_flags(engine, command)
 
 
+def test_the_command_says_for_which_release_it_is(report: Report) -> None:
+    plan = decode_only(report)
+    for engine, text in (("vllm", vllm_command(plan, TARGET)), ("sglang", sglang_command(plan, TARGET))):
+        said = text.split(":")[0].split()[-1]
+        assert RELEASES[engine]["version"].startswith(said)
+
+
 def check_flags(engine: str, command: dict[str, str | None]) -> None:
     for name, value in command.items():
         if not name.startswith("--"):
             continue
-        takes = FLAGS[engine][name]
+        takes = RELEASES[engine]["flags"][name]
         if takes == "switch":
             assert value is None, name
         elif takes == "value":
