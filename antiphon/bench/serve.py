@@ -13,6 +13,7 @@ threads of one core at the next, and a bound measured at another minute says not
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,9 @@ def bench_serve(
     config = read_config(model)
     decoder = DecoderSizes.from_config(config)
     rows: list[dict[str, Any]] = []
-    try:
+    with ExitStack() as stack:
+        for peer in peers:
+            stack.callback(peer.close)
         running = _start(peers, say)
         limits = measure_limits(device)
         for size in sizes:
@@ -88,9 +91,6 @@ def bench_serve(
             for peer in running:
                 row = _row(peer, size, outcomes[peer.name])
                 rows.append(row | _bounds(row, decoder, limits))
-    finally:
-        for peer in peers:
-            peer.close()
     return rows, limits
 
 

@@ -26,6 +26,7 @@ from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
+from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
@@ -81,7 +82,8 @@ def serve(
     contestants += other_engines(peers, against_url, model, device)
     if not contestants:
         raise UserError("nobody to measure: give --layouts, --peers or --against-url")
-    rows, limits = bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
+    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so for ever
+        rows, limits = bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     show(result_table(rows), json=json)

@@ -11,15 +11,13 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.plan_emit import EMITTERS, emitted, launch
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
 from antiphon.cost.profile import read_profile
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
-from antiphon.report.colocated import Target, nearest_colocated
 from antiphon.report.compare import comparison_report
-from antiphon.report.emit_engines import sglang_command, vllm_command
-from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
 from antiphon.report.page import html_page
 from antiphon.report.terminal import terminal_report
@@ -27,10 +25,8 @@ from antiphon.report.training_page import training_page
 from antiphon.report.training_terminal import training_report
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
-from antiphon.specs.plan import Plan, plan_to_json, read_plan
+from antiphon.specs.plan import plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
-
-EMITTERS = ("vllm", "sglang", "k8s")
 
 
 def _print_list(wanted: bool) -> None:
@@ -125,7 +121,7 @@ def _serving(
         for item in terminal_report(report, explain=answer.explain):
             show(item, json=json)
     if answer.html is not None:
-        write_page(html_page(report), answer.html)
+        write_page(html_page(report, launch(result.plan, inputs)), answer.html)
 
 
 def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
@@ -160,30 +156,6 @@ def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
     note = f"smallest cluster for {inputs.workload.requests_per_s:g} requests/s, in nodes: {nodes}"
     phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.result.plan.phases.items()}
     return replace(found.result, plan=replace(found.result.plan, phases=phases))
-
-
-def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
-    """The plan in the terms of another engine, or as objects for Kubernetes."""
-    if name == "k8s":
-        kinds = {group.device.name: group.device.kind for group in inputs.cluster.groups}
-        experts = inputs.model.router.num_experts
-        return kubernetes_manifest(found, model=served_path(inputs), num_experts=experts, device_kinds=kinds)
-    nearest = nearest_colocated(found, inputs.workload.slo)
-    used = {use.device for use in nearest.devices}
-    target = Target(
-        model=served_path(inputs),
-        precision=inputs.precision,
-        slo=inputs.workload.slo,
-        memory_reserve=inputs.cluster.efficiency.memory_reserve,
-        devices_per_node=min(group.devices_per_node for group in inputs.cluster.groups if group.device.name in used),
-    )
-    return vllm_command(found, target) if name == "vllm" else sglang_command(found, target)
-
-
-def served_path(inputs: PlanInputs) -> str:
-    """Where an engine finds the weights: the folder, where MODEL is one; else the usual place of a mount with the
-    model's name, for the reader to change."""
-    return str(inputs.path) if inputs.path.is_dir() else f"/models/{inputs.model_name}"
 
 
 def write_page(text: str, path: Path) -> None:

@@ -31,6 +31,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
+def _small(resource_s: float) -> str:
+    """Thousandths; what rounding left of nothing is 0."""
+    return f"{resource_s * 1e3:.3g}" if resource_s > 1e-9 else "0"
+
+
 def rejected_layouts(
     setting: Setting,
     table: CandidateTable,
@@ -103,7 +108,7 @@ def why_slower(
         return f"{head} by itself; {_why_not_paired(setting, table.candidates.layout_of(loser), pairs)}"
     if mine >= best * (1 - 1e-6):
         return f"{head}: equal, and chosen against for its longer step or its more devices"
-    per_token = f"{accounts[0][item] * 1e3:.3g} {small} a token against {accounts[1][item] * 1e3:.3g}"
+    per_token = f"{_small(accounts[0][item])} {small} a token against {_small(accounts[1][item])}"
     cause = _cause(setting, table, loser, winner, item)
     more = f"{item}: {per_token}{cause}{_made_up(accounts[0], accounts[1], item, mine, best)}"
     return f"{head}; most of the difference is {more}{_unhidden(setting, table, loser, item)}"
@@ -127,7 +132,7 @@ def _made_up(loser: dict[str, float], winner: dict[str, float], item: str, mine:
     if loser[item] - winner[item] <= 1.5 * whole:
         return ""
     less = min(loser, key=lambda name: loser[name] - winner[name])
-    return f", in part made up by {less}: {loser[less] * 1e3:.3g} against {winner[less] * 1e3:.3g}"
+    return f", in part made up by {less}: {_small(loser[less])} against {_small(winner[less])}"
 
 
 def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) -> str:

@@ -8,7 +8,7 @@ Rejected: turning a disaggregated plan's own sizes into colocated ones. Nobody w
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import ResourceError
@@ -22,9 +22,10 @@ from antiphon.report.words import (
     plural,
     score,
 )
-from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Plan, Predicted, Rejected
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Placement, Plan, Predicted, Rejected
 from antiphon.specs.precision import FOUR_BITS, PrecisionSpec
-from antiphon.specs.workload import SloSpec
+from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 Options = list[tuple[str, str | int | None]]
 """Command line options with their values; None: a switch."""
@@ -32,31 +33,62 @@ Options = list[tuple[str, str | int | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What another engine's command needs beside the plan. `model`: folder or name as that engine takes it;
-    `memory_reserve`: fraction of device memory that is not for weights and KV."""
+    """What another engine's command needs beside the plan. `model`: folder or name as that engine takes it."""
 
     model: str
     precision: PrecisionSpec
-    slo: SloSpec
-    memory_reserve: float
-    devices_per_node: int
+    workload: WorkloadSpec
+    cluster: ClusterSpec
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether some experts are more popular than others."""
+        return self.workload.expert_skew > 0 or len(set(self.workload.expert_loads)) > 1
+
+    @property
+    def memory_used(self) -> float:
+        """Fraction of device memory for weights and KV."""
+        return 1 - self.cluster.efficiency.memory_reserve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Colocated:
-    """A colocated deployment. `why_not`: the promise it breaks, empty if it keeps all of them."""
+    """A colocated deployment of one phase.
 
+    `batch`: requests at once (decode), tokens of a pass (prefill). `num_experts`: of the model, 0 if the plan does not
+    say. `placement` empty: the engine's own. `why_not`: the promise it breaks, empty if it keeps all of them."""
+
+    phase: PhaseName
     layout: Layout
     parallel: Parallel
     batch: int
+    micro_batches: int
     devices: tuple[DeviceUse, ...]
     predicted: Predicted
+    num_experts: int = 0
+    placement: Placement = ()
     why_not: str = ""
 
     @property
-    def requests_per_rank(self) -> int:
-        """Requests that one data-parallel rank runs at once; the odd ones on top."""
+    def per_rank(self) -> int:
+        """The share of `batch` of one data-parallel rank; the odd ones on top."""
         return math.ceil(self.batch / self.parallel.attention_dp)
+
+    @property
+    def redundant_experts(self) -> int:
+        """Copies of experts beyond the first: the plan's, and as many as make all ranks hold equally many."""
+        copies, ranks = max(sum(map(len, self.placement)), self.num_experts), self.parallel.expert_ep
+        return math.ceil(copies / ranks) * ranks - self.num_experts
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether rows go between data-parallel ranks to whole experts, by an all-to-all."""
+        return self.parallel.expert_ep > 1 and self.parallel.attention_dp > 1
+
+    @property
+    def overlaps_two_batches(self) -> bool:
+        """Whether two halves of a batch take turns at devices and network; several stages take turns by themselves."""
+        return self.micro_batches > 1 and self.parallel.pp == 1 and self.is_exchanged
 
     @property
     def devices_per_stage(self) -> int:
@@ -69,21 +101,25 @@ class Colocated:
 
 
 def chosen_phase(plan: Plan) -> tuple[PhaseName, PhasePlan]:
-    """The phase that other engines are configured for: decode if it was planned."""
+    """The phase that one engine for both is configured for: decode if it was planned."""
     name: PhaseName = "decode" if "decode" in plan.phases else "prefill"
     return name, plan.phases[name]
 
 
-def nearest_colocated(plan: Plan, slo: SloSpec) -> Colocated:
+def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
     """The deployment to configure; `ResourceError` if no colocated layout of this model runs on the cluster at all."""
-    _, phase = chosen_phase(plan)
+    phase = plan.phases[name]
     if phase.layout != "disaggregated":
         return Colocated(
+            phase=name,
             layout=phase.layout,
             parallel=phase.parallel,
             batch=phase.batch,
+            micro_batches=phase.micro_batches,
             devices=phase.devices,
             predicted=phase.predicted,
+            num_experts=len(phase.placement),
+            placement=phase.placement,
         )
     candidates = [loser for loser in phase.rejected if loser.layout != "disaggregated" and _runs(loser)]
     if not candidates:
@@ -96,9 +132,12 @@ def nearest_colocated(plan: Plan, slo: SloSpec) -> Colocated:
     assert best.parallel is not None, "only candidates with sizes are compared"
     assert best.predicted is not None, "only candidates with a prediction are compared"
     return Colocated(
+        phase=name,
         layout=best.layout,
         parallel=best.parallel,
         batch=best.batch or 1,
+        micro_batches=best.micro_batches or 1,
+        num_experts=len(phase.placement),
         devices=best.devices,
         predicted=best.predicted,
         why_not=broken_promise(best.predicted, slo),
@@ -128,7 +167,7 @@ def broken_promise(predicted: Predicted, slo: SloSpec) -> str:
 
 def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
     """What running `nearest` gives up, one line each."""
-    _, phase = chosen_phase(plan)
+    phase = plan.phases[nearest.phase]
     if phase.layout == "disaggregated":
         kinds = {use.device for use in phase.devices}
         yield f"attention and experts apart: {degrees_text(phase.layout, phase.parallel)}"
@@ -136,16 +175,20 @@ def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
             yield f"a kind of device for each: {devices_text(phase.devices)}"
         if phase.micro_batches > 1:
             yield f"{phase.micro_batches} micro-batches in turn, which keep both sides busy"
-    if any(len(owners) > 1 for owners in phase.placement):
-        replicated = sum(len(owners) > 1 for owners in phase.placement)
+    replicated = sum(len(owners) > 1 for owners in phase.placement)
+    if replicated and not nearest.placement:
         yield f"the plan's placement: {plural(replicated, 'expert')} with replicas"
+    elif replicated:
+        yield f"which experts have replicas: the engine chooses by the load it sees, the plan by {plan.workload}"
+    if nearest.overlaps_two_batches and nearest.micro_batches > 2:
+        yield f"{nearest.micro_batches} micro-batches at once: the engine overlaps two"
     if nearest.why_not:
         yield f"a promise: {nearest.why_not}"
 
 
 def comparison(plan: Plan, nearest: Colocated) -> Iterator[str]:
     """The plan and the nearest deployment beside each other, with predicted numbers."""
-    name, phase = chosen_phase(plan)
+    name, phase = nearest.phase, plan.phases[nearest.phase]
     unit = OBJECTIVE_UNITS[plan.objective]
     yield f"{plan.model} on {plan.cluster}, {name}, workload {plan.workload}"
     yield f"plan:    {_line(phase.layout, phase.parallel, phase.devices)}"
@@ -168,10 +211,13 @@ def _rates(predicted: Predicted, plan: Plan) -> str:
     return f"predicted {milliseconds(predicted.ttft_s)} to the first token, {rate}"
 
 
-def preamble(plan: Plan, nearest: Colocated, target: Target, engine: str) -> str:
-    """Comments above a command: plan and nearest deployment side by side, then what is lost."""
-    lost = [*losses(plan, nearest), *_format_losses(target.precision, engine)]
-    lines = [f"{engine}: the nearest settings to this plan", *comparison(plan, nearest)]
+def preamble(
+    plan: Plan, nearest: Colocated, target: Target, engine: str, version: str, more: Sequence[str] = ()
+) -> str:
+    """Comments above a command: plan and nearest deployment side by side, then what is lost, `more` of it as the
+    engine has it."""
+    lost = [*losses(plan, nearest), *more, *_format_losses(target.precision, engine)]
+    lines = [f"{engine} {version}: the nearest settings to this plan", *comparison(plan, nearest)]
     if nearest.num_instances > 1:
         lines.append(
             f"this starts one of {nearest.num_instances} instances: run it for each, and balance requests between them"

@@ -6,6 +6,7 @@ Nothing here computes. A figure's numbers are these numbers, so a test can hold 
 from dataclasses import dataclass
 
 from antiphon.cost.parts import Parts
+from antiphon.cost.profile import Profile
 from antiphon.sim.gantt import Bar
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.model import ModelSpec
@@ -16,7 +17,7 @@ from antiphon.specs.workload import WorkloadSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Candidates of one layout: latency (TPOT in decode, TTFT in prefill), the objective's rate, a line of words."""
+    """The front of one layout: latency (TPOT in decode, TTFT in prefill), the objective's rate, a line of words."""
 
     layout: Layout
     latency_s: tuple[float, ...]
@@ -76,11 +77,12 @@ class MoreNodes:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseContents:
-    """One phase. `bars`: a simulated stretch of the pipeline; `parts`: seconds of one layer and micro-batch by part."""
+    """One phase. `tokens_per_request`: those that it computes, on average; `bars`: a simulated stretch of the pipeline;
+    `parts`: seconds of one layer and micro-batch by part."""
 
     name: PhaseName
     phase: PhasePlan
-    clouds: tuple[Points, ...]
+    tokens_per_request: float
     fronts: tuple[Points, ...]
     bars: tuple[Bar, ...]
     bars_title: str
@@ -93,7 +95,7 @@ class PhaseContents:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The plan, what it was made from, and what is shown of each phase."""
+    """The plan, what it was made from, and what is shown of each phase. `profile`: measurements it was priced by."""
 
     plan: Plan
     model: ModelSpec
@@ -101,5 +103,6 @@ class Report:
     workload: WorkloadSpec
     precision: PrecisionSpec
     phases: tuple[PhaseContents, ...]
+    profile: Profile | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
     more_nodes: tuple[MoreNodes, ...] = ()

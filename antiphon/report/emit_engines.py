@@ -1,13 +1,18 @@
-"""The vLLM and SGLang commands nearest to a plan.
+"""The vLLM and SGLang commands nearest to a plan: a server for each of its phases, or one that does both.
 
-vLLM's terms (its pages on data parallel and expert parallel deployment, version 0.12): `--tensor-parallel-size` and
-`--data-parallel-size` are attention's; experts are split over all TP x DP ranks, as whole experts with
-`--enable-expert-parallel`, as slices of each without. `--max-num-seqs` counts the requests of one data-parallel rank.
+vLLM's terms: `--tensor-parallel-size` and `--data-parallel-size` are attention's; experts are split over all
+TP x DP ranks of a stage, as whole experts with `--enable-expert-parallel`, as slices of each without. `--max-num-seqs`
+and `--max-num-batched-tokens` are limits of one data-parallel rank. Ranks are numbered copy by copy, stages inside.
 
-SGLang's terms (its pages on server arguments and expert parallelism): `--tp-size` counts all devices of a pipeline
-stage; with `--enable-dp-attention` attention is data-parallel in `--dp-size` groups of tp / dp devices; experts are
-split in `--ep-size` groups, inside a group by tensor. `--max-running-requests` counts the requests of the whole server.
+SGLang's terms: `--tp-size` counts all devices of a pipeline stage; attention is data-parallel in
+`--attn-dp-size` groups of them; experts are split in `--ep-size` groups, inside a group by tensor.
+`--max-running-requests` and `--chunked-prefill-size` count the whole server's. Ranks are numbered stage by stage, so
+that a stage's experts stay together.
+
+`scripts/engine_flags.py` reads which flags a release takes; a test holds the commands to that.
 """
+
+import json
 
 from antiphon.report.colocated import (
     Colocated,
@@ -19,36 +24,75 @@ from antiphon.report.colocated import (
     preamble,
     shell_command,
 )
-from antiphon.specs.plan import Plan
+from antiphon.specs.cluster import NodeGroup
+from antiphon.specs.plan import PHASES, PhaseName, Plan
+
+VLLM, SGLANG = "0.32", "0.5.23"
+SGLANG_PORT = 5000
+LEAST_BATCHED_TOKENS = 8192
+"""Of a server that also prefills: what vLLM takes for one with an API."""
+KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+ROUTED = "two kinds of server: {router} sends a prompt to a prefill server, then its keys and values to a decode server"
 
 
 def vllm_command(plan: Plan, target: Target) -> str:
-    """A shell script: comments that tell what is lost, then the command (two where ranks span nodes)."""
-    nearest = nearest_colocated(plan, target.slo)
-    text = preamble(plan, nearest, target, "vLLM")
-    parallel = nearest.parallel
+    """A shell script: per phase, comments that tell what is lost, then the command (two where ranks span nodes)."""
+    text = commented(ROUTED.format(router="a proxy, such as vLLM's llm-d,")) if len(plan.phases) > 1 else ""
+    for name in _phases(plan):
+        nearest = nearest_colocated(plan, name, target.workload.slo)
+        lost = _vllm_losses(nearest, _nodes(nearest, target))
+        text += preamble(plan, nearest, target, "vLLM", VLLM, lost) + _vllm_commands(
+            nearest, target, len(plan.phases) > 1
+        )
+    return text
+
+
+def _phases(plan: Plan) -> list[PhaseName]:
+    return [name for name in PHASES if name in plan.phases]
+
+
+def _nodes(nearest: Colocated, target: Target) -> NodeGroup:
+    """The smallest nodes that the deployment uses."""
+    used = {use.device for use in nearest.devices}
+    groups = [group for group in target.cluster.groups if group.device.name in used]
+    return min(groups, key=lambda group: group.devices_per_node)
+
+
+def _vllm_losses(nearest: Colocated, nodes: NodeGroup) -> list[str]:
+    parallel, lost = nearest.parallel, []
     if parallel.expert_ep > 1 and parallel.expert_tp > 1:
-        text += commented(
-            f"  - experts in EP {parallel.expert_ep} x TP {parallel.expert_tp}: vLLM splits them over all "
+        lost.append(
+            f"experts in EP {parallel.expert_ep} x TP {parallel.expert_tp}: vLLM splits them over all "
             f"{nearest.devices_per_stage} ranks as whole experts"
         )
-    return text + _vllm_commands(nearest, target)
+    stage, per_node = nearest.devices_per_stage, nodes.devices_per_node
+    if nearest.is_exchanged and stage <= per_node < stage * parallel.pp:
+        lost.append(
+            f"a stage's {stage} devices beside each other: vLLM numbers ranks copy by copy, so "
+            f"its experts exchange rows between nodes"
+        )
+    return lost
 
 
-def _vllm_commands(nearest: Colocated, target: Target) -> str:
-    parallel = nearest.parallel
-    options = _vllm_options(nearest, target)
+def _vllm_commands(nearest: Colocated, target: Target, is_one_of_two: bool) -> str:
+    parallel, nodes = nearest.parallel, _nodes(nearest, target)
+    options = _vllm_options(nearest, target, nodes)
+    if is_one_of_two:
+        options.append(("--kv-transfer-config", _quoted(KV_TRANSFER)))
     program = f"vllm serve {target.model}"
-    per_rank = parallel.attention_tp * parallel.pp
-    if per_rank * parallel.attention_dp <= target.devices_per_node:
+    per_rank, per_node = parallel.attention_tp * parallel.pp, nodes.devices_per_node
+    if per_rank * parallel.attention_dp <= per_node:
         return shell_command(program, options)
-    if per_rank > target.devices_per_node:
-        note = f"a rank of {per_rank} devices spans nodes of {target.devices_per_node}: start Ray on all of them first"
-        return commented(note) + shell_command(program, [*options, ("--distributed-executor-backend", "ray")])
-    return _on_several_nodes(program, options, parallel.attention_dp, target.devices_per_node // per_rank)
+    if per_rank <= per_node:
+        return _on_several_nodes(program, options, parallel.attention_dp, per_node // per_rank)
+    note = commented(f"a rank of {per_rank} devices spans nodes of {per_node}: start Ray on all of them first")
+    if parallel.attention_dp == 1:
+        return note + shell_command(program, [*options, ("--distributed-executor-backend", "ray")])
+    spanning = f"VLLM_RAY_DP_PACK_STRATEGY=span {program}"
+    return note + shell_command(spanning, [*options, ("--data-parallel-backend", "ray")])
 
 
-def _vllm_options(nearest: Colocated, target: Target) -> Options:
+def _vllm_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Options:
     parallel = nearest.parallel
     options: Options = [("--tensor-parallel-size", parallel.attention_tp)]
     if parallel.pp > 1:
@@ -56,10 +100,40 @@ def _vllm_options(nearest: Colocated, target: Target) -> Options:
     if parallel.attention_dp > 1:
         options.append(("--data-parallel-size", parallel.attention_dp))
     if parallel.expert_ep > 1:
-        options.append(("--enable-expert-parallel", None))
-    options.append(("--max-num-seqs", nearest.requests_per_rank))
-    options.append(("--gpu-memory-utilization", f"{1 - target.memory_reserve:.2f}"))
+        options += [("--enable-expert-parallel", None), *_vllm_experts(nearest, target, nodes)]
+    if nearest.phase == "decode":
+        tokens = max(nearest.per_rank, LEAST_BATCHED_TOKENS)
+        options += [("--max-num-seqs", nearest.per_rank), ("--max-num-batched-tokens", tokens)]
+    else:
+        options.append(("--max-num-batched-tokens", nearest.per_rank))
+    options.append(("--gpu-memory-utilization", f"{target.memory_used:.2f}"))
     return options + format_options(target.precision, "fp8")
+
+
+def _vllm_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Options:
+    """How rows reach their experts, and how experts are balanced."""
+    options: Options = []
+    library = _exchange_library(nodes)
+    if nearest.is_exchanged and library:
+        mode = "low_latency" if nearest.phase == "decode" else "high_throughput"
+        options.append(("--all2all-backend", f"{library}_{mode}"))
+        if nearest.overlaps_two_batches and library == "deepep":
+            options.append(("--enable-dbo", None))
+    if target.is_skewed or nearest.redundant_experts:
+        redundant = {"num_redundant_experts": nearest.redundant_experts}
+        options += [("--enable-eplb", None), ("--eplb-config", _quoted(redundant))]
+    return options
+
+
+def _exchange_library(nodes: NodeGroup) -> str:
+    """Kernels that send a row to whole experts: DeepEP on NVIDIA, MoRI on AMD; elsewhere the engine's own."""
+    if nodes.device.kind != "gpu":
+        return ""
+    return "mori" if nodes.device.name.startswith("MI") else "deepep"
+
+
+def _quoted(value: object) -> str:
+    return f"'{json.dumps(value)}'"
 
 
 def _on_several_nodes(program: str, options: Options, num_ranks: int, local: int) -> str:
@@ -68,36 +142,62 @@ def _on_several_nodes(program: str, options: Options, num_ranks: int, local: int
     others: Options = [*shared, ("--headless", None), ("--data-parallel-start-rank", f"$((NODE*{local}))")]
     num_nodes, uneven = -(-num_ranks // local), num_ranks % local
     text = commented(f"on the first of {num_nodes} nodes; HEAD is its address") + shell_command(program, shared)
-    text += commented(f"on the others, NODE = 1 to {num_nodes - 1}")
+    text += commented(f"on the others, NODE = 1 to {num_nodes - 1}" if num_nodes > 2 else "on the other, NODE = 1")
     if uneven:
         text += commented(f"the last one runs fewer ranks: --data-parallel-size-local {uneven} there")
     return text + shell_command(program, others)
 
 
-SGLANG_PORT = 5000
-
-
 def sglang_command(plan: Plan, target: Target) -> str:
-    """A shell script: comments that tell what is lost, then the command."""
-    nearest = nearest_colocated(plan, target.slo)
-    text = preamble(plan, nearest, target, "SGLang")
-    num_nodes = -(-nearest.devices_per_stage * nearest.parallel.pp // target.devices_per_node)
-    options = _sglang_options(nearest, target)
-    if num_nodes > 1:
-        text += commented(f"on each of {num_nodes} nodes; HEAD is the first one's address, RANK = 0 to {num_nodes - 1}")
-        options += [("--nnodes", num_nodes), ("--node-rank", "$RANK"), ("--dist-init-addr", f"$HEAD:{SGLANG_PORT}")]
-    return text + shell_command("python -m sglang.launch_server", options)
+    """A shell script: per phase, comments that tell what is lost, then the command."""
+    is_one_of_two = len(plan.phases) > 1
+    text = commented(ROUTED.format(router="SGLang's router (--pd-disaggregation)")) if is_one_of_two else ""
+    for name in _phases(plan):
+        nearest = nearest_colocated(plan, name, target.workload.slo)
+        nodes = _nodes(nearest, target)
+        options = _sglang_options(nearest, target, nodes)
+        if is_one_of_two:
+            options.append(("--disaggregation-mode", name))
+        text += preamble(plan, nearest, target, "SGLang", SGLANG)
+        num_nodes = _equal_nodes(nearest.devices_per_stage * nearest.parallel.pp, nodes.devices_per_node)
+        if num_nodes > 1:
+            last = num_nodes - 1
+            text += commented(f"on each of {num_nodes} nodes; HEAD is the first one's address, RANK = 0 to {last}")
+            options += [("--nnodes", num_nodes), ("--node-rank", "$RANK"), ("--dist-init-addr", f"$HEAD:{SGLANG_PORT}")]
+        text += shell_command("python -m sglang.launch_server", options)
+    return text
 
 
-def _sglang_options(nearest: Colocated, target: Target) -> Options:
+def _equal_nodes(num_devices: int, most: int) -> int:
+    """The fewest nodes that take equally many devices each, at most so many: SGLang knows no others."""
+    return next(count for count in range(-(-num_devices // most), num_devices + 1) if num_devices % count == 0)
+
+
+def _sglang_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Options:
     parallel = nearest.parallel
     options: Options = [("--model-path", target.model), ("--tp-size", nearest.devices_per_stage)]
     if parallel.attention_dp > 1:
-        options += [("--dp-size", parallel.attention_dp), ("--enable-dp-attention", None)]
+        options.append(("--attn-dp-size", parallel.attention_dp))
     if parallel.expert_ep > 1:
-        options.append(("--ep-size", parallel.expert_ep))
+        options += [("--ep-size", parallel.expert_ep), *_sglang_experts(nearest, target, nodes)]
     if parallel.pp > 1:
         options.append(("--pp-size", parallel.pp))
-    options.append(("--max-running-requests", nearest.batch))
-    options.append(("--mem-fraction-static", f"{1 - target.memory_reserve:.2f}"))
+    limit = "--max-running-requests" if nearest.phase == "decode" else "--chunked-prefill-size"
+    options += [(limit, nearest.batch), ("--mem-fraction-static", f"{target.memory_used:.2f}")]
     return options + format_options(target.precision, "fp8_e4m3")
+
+
+def _sglang_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Options:
+    """As `_vllm_experts`. SGLang's exchange kernels need whole experts on every device of a stage."""
+    options: Options = []
+    library = _exchange_library(nodes)
+    if nearest.is_exchanged and library and nearest.parallel.expert_tp == 1:
+        mode = "low_latency" if nearest.phase == "decode" else "normal"
+        options += [("--moe-a2a-backend", library), ("--deepep-mode", mode)]
+        if nearest.overlaps_two_batches:
+            options.append(("--enable-two-batch-overlap", None))
+    if target.is_skewed or nearest.redundant_experts:
+        options.append(("--enable-eplb", None))
+        if nearest.redundant_experts:
+            options.append(("--ep-num-redundant-experts", nearest.redundant_experts))
+    return options

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from antiphon.cost.parts import FloatArray
 from antiphon.planner.batch_limits import batch_limits
 from antiphon.planner.candidates import BoolArray, IntArray, joined
 from antiphon.planner.decode import outcome_at as decode_at
@@ -22,24 +21,19 @@ from antiphon.specs.plan import LAYOUTS, Layout, Objective
 
 NUM_SWEPT = 200
 """Candidates of each layout that are tried at other batches: the best half by rate, the rest spread over the others."""
-NUM_SHOWN = 250
-"""Points of a cloud."""
 NUM_BATCHES = 12
 
 
-def frontier(setting: Setting, table: CandidateTable) -> tuple[tuple[Points, ...], tuple[Points, ...]]:
-    """(clouds, fronts), one of each per layout that has a candidate."""
-    clouds, fronts = [], []
+def frontier(setting: Setting, table: CandidateTable) -> tuple[Points, ...]:
+    """The front of each layout that has a candidate."""
+    fronts = []
     for layout in LAYOUTS:
         points = swept(setting, table, layout)
         index = np.flatnonzero(_is_shown(points, setting.objective))
-        if not index.size:
-            continue
-        latency_s, scores = points.latency_s, points.score(setting.objective)
-        best = front(latency_s[index], scores[index])
-        fronts.append(_points(points, layout, index[best], setting.objective))
-        clouds.append(_points(points, layout, thinned(index, latency_s, NUM_SHOWN), setting.objective))
-    return tuple(clouds), tuple(fronts)
+        if index.size:
+            best = front(points.latency_s[index], points.score(setting.objective)[index])
+            fronts.append(_points(points, layout, index[best], setting.objective))
+    return tuple(fronts)
 
 
 def swept(setting: Setting, table: CandidateTable, layout: Layout) -> CandidateTable:
@@ -71,14 +65,6 @@ def _worth_sweeping(table: CandidateTable, index: IntArray, objective: Objective
     rest = order[NUM_SWEPT // 2 :]
     spread = rest[np.linspace(0, rest.size - 1, NUM_SWEPT - NUM_SWEPT // 2).astype(np.int64)]
     return np.unique(np.concatenate([order[: NUM_SWEPT // 2], spread]))
-
-
-def thinned(index: IntArray, latency_s: FloatArray, most: int) -> IntArray:
-    """At most so many of `index`, evenly by latency."""
-    order = index[np.argsort(latency_s[index], kind="stable")]
-    if order.size <= most:
-        return order
-    return order[np.linspace(0, order.size - 1, most).astype(np.int64)]
 
 
 def _is_shown(table: CandidateTable, objective: Objective) -> BoolArray:

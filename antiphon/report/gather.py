@@ -42,6 +42,7 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
         cluster=setting.cluster,
         workload=setting.workload,
         precision=setting.precision,
+        profile=setting.profile,
         phases=tuple(steps.after(_phase(result, name, for_page)) for name in names),
         sensitivity=tuple(
             steps.after(_sensitivity(result, name, over)) for name in names for over in FACTORS if for_page
@@ -94,12 +95,11 @@ def _phase(result: PlanResult, name: PhaseName, for_page: bool) -> PhaseContents
     setting, table, phase = result.settings[name], result.tables[name], result.plan.phases[name]
     chosen = look_closely(setting, phase)
     bars, title = pipeline_bars(chosen)
-    clouds, fronts = frontier(setting, table) if for_page else ((), ())
     return PhaseContents(
         name=name,
         phase=phase,
-        clouds=clouds,
-        fronts=fronts,
+        tokens_per_request=setting.lengths.output if name == "decode" else setting.lengths.prompt,
+        fronts=frontier(setting, table) if for_page else (),
         bars=bars,
         bars_title=title,
         memory=memory_uses(chosen),

@@ -1,10 +1,10 @@
-"""The report as one HTML file that opens anywhere: plotly.js, figures and the plan itself are inside it.
+"""The report as one HTML file that opens anywhere: drawings and the plan itself are inside it.
 
-1. words, rows and figures come from the same `Report` as the terminal's
-2. figures and plan are JSON elements of the page; a short script draws the figures, in light or dark
+1. words, rows and drawings come from the same `Report` as the terminal's
+2. drawings are SVG, made here; a short script shows what is under the pointer and saves the plan
 3. a content security policy forbids every load from elsewhere, so that the page cannot depend on a network
 
-Rejected: plotly's own HTML writer. It makes one page per figure, and knows no text around them.
+Rejected: figures that a library draws in the browser. It would be nine tenths of the file.
 """
 
 import json
@@ -12,21 +12,33 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from plotly.offline import get_plotlyjs
 
 from antiphon import __version__
-from antiphon.report.contents import PhaseContents, Report, Sensitivity
-from antiphon.report.figure_style import Figure
-from antiphon.report.figures import gantt_figure, memory_figure, pareto_figure, parts_figure, sensitivity_figure
-from antiphon.report.summary import LOSER_COLUMNS, facts, given, headline, loser_row, search_summary, subtitle, verdict
-from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, milliseconds, num_devices, number, score
+from antiphon.report.answer import answer, scope, sources, three_numbers, totals
+from antiphon.report.chart import Drawing
+from antiphon.report.contents import PhaseContents, Report
+from antiphon.report.deployment import deployment_drawing
+from antiphon.report.draw import draw
+from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
+from antiphon.report.summary import (
+    LOSER_COLUMNS,
+    facts,
+    given,
+    headline,
+    loser_row,
+    placement_summary,
+    reasons,
+    search_summary,
+    subtitle,
+    verdict,
+)
+from antiphon.report.words import PHASE_TITLES, number
 from antiphon.specs.plan import Objective, plan_to_json
 from antiphon.specs.workload import SloSpec
 
 CAPTIONS = {
-    "pareto": "Each dot is a candidate; lines join the best of a layout. Up and to the left is better. Click a "
-    "layout in the legend to hide it.",
-    "gantt": "Simulated, a few layers. Numbers are layers, colours micro-batches; white space is waiting.",
+    "frontier": "What each layout reaches at most within a latency. Up and to the left is better.",
+    "pipeline": "Simulated, a few layers. Numbers are layers, colours micro-batches; white space is waiting.",
     "stages": "Numbers and colours are micro-batches; all of them pass all stages.",
     "kinds": "Numbers are layers, colours kinds of work.",
     "memory": "The fullest device of each role. The reserve is for activations and the runtime.",
@@ -35,40 +47,41 @@ CAPTIONS = {
 }
 
 
-def html_page(report: Report) -> str:
-    """The whole file's text."""
-    figures: dict[str, Figure] = {}
+def html_page(report: Report, launch: list[tuple[str, str]]) -> str:
+    """The whole file's text. `launch`: (what starts it, the commands)."""
     objective = report.plan.objective
-    return render_page(
-        figures,
-        plan=plan_to_json(report.plan),
-        plan_reader="antiphon serve --plan",
+    return render(
+        "page.html.jinja",
         title=f"Plan for {report.plan.model} on {report.plan.cluster}",
+        answer=answer(report),
+        scope=scope(report),
+        cards=three_numbers(report),
         subtitle=subtitle(report),
         given=given(report),
         search=search_summary(report),
-        phases=[_phase(contents, report, figures) for contents in report.phases],
+        totals=totals(report),
+        deployments=[deployment_drawing(contents.name, contents.phase, report.cluster) for contents in report.phases],
+        launch=launch,
+        phases=[_phase(contents, report) for contents in report.phases],
         loser_columns=LOSER_COLUMNS,
-        charts=[_sensitivity(index, item, objective, figures) for index, item in enumerate(report.sensitivity)],
+        drawings=[
+            draw(f"sensitivity-{index}", item.title, CAPTIONS["sensitivity"], sensitivity_chart(item, objective))
+            for index, item in enumerate(report.sensitivity)
+        ],
         more_nodes=[
             (more.phase, more.device, number(more.tokens_per_s), f"{more.gain:.3f} ×") for more in report.more_nodes
         ],
+        sources=sources(report),
+        plan_json=inside_script(plan_to_json(report.plan)),
     )
 
 
-def render_page(figures: dict[str, Figure], *, plan: dict[str, Any], **contents: Any) -> str:
-    """The page of a plan with `contents`; `figures` are those that `chart` placed while the contents were made."""
-    return render("page.html.jinja", figures, plan_json=inside_script(plan), **contents)
-
-
-def render(template: str, figures: dict[str, Figure], **contents: Any) -> str:
-    """A template of this package, with what every page has: our version, plotly.js and the figures."""
+def render(template: str, **contents: Any) -> str:
+    """A template of this package."""
     folder = files("antiphon.report")
     loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(template).render(
-        **contents, version=__version__, plotly_js=get_plotlyjs(), figures_json=inside_script(figures)
-    )
+    return environment.get_template(template).render(**contents, version=__version__)
 
 
 def inside_script(value: object) -> str:
@@ -76,64 +89,31 @@ def inside_script(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
-def _phase(contents: PhaseContents, report: Report, figures: dict[str, Figure]) -> dict[str, Any]:
+def _phase(contents: PhaseContents, report: Report) -> dict[str, Any]:
     objective = report.plan.objective
     return {
         "name": contents.name,
         "title": PHASE_TITLES[contents.name],
         "headline": headline(contents, objective),
         "verdict": verdict(contents, objective),
-        "cards": _cards(contents, objective),
         "facts": facts(contents.name, contents.phase),
-        "losers_title": "Other layouts, the best of each",
-        "losers_note": "",
         "losers": [loser_row(loser, contents, objective) for loser in contents.phase.rejected],
+        "reasons": reasons(contents.phase.rejected),
         "conditions": contents.conditions,
-        "notes": contents.phase.notes,
-        "charts": list(_phase_charts(contents, objective, report.workload.slo, figures)),
+        "notes": [*filter(None, [placement_summary(contents.phase)]), *contents.phase.notes],
+        "drawings": _drawings(contents, objective, report.workload.slo),
     }
 
 
-def _cards(contents: PhaseContents, objective: Objective) -> list[tuple[str, str]]:
-    predicted = contents.phase.predicted
-    latency_s = predicted.tpot_s if contents.name == "decode" else predicted.ttft_s
-    return [
-        ("a token" if contents.name == "decode" else "to the first token", milliseconds(latency_s)),
-        ("tokens/s", number(predicted.tokens_per_s)),
-        (OBJECTIVE_UNITS[objective], number(score(predicted, objective))),
-        ("devices", f"{num_devices(contents.phase):,}"),
-        ("micro-batches", f"{contents.phase.micro_batches}"),
-    ]
-
-
-def _phase_charts(
-    contents: PhaseContents, objective: Objective, slo: SloSpec, figures: dict[str, Figure]
-) -> list[dict[str, Any]]:
+def _drawings(contents: PhaseContents, objective: Objective, slo: SloSpec) -> list[Drawing]:
     has_layers, has_batches = (
         any(getattr(bar, name) >= 0 for bar in contents.bars) for name in ("layer", "micro_batch")
     )
-    kind = "gantt" if has_layers and has_batches else "kinds" if has_layers else "stages"
+    kind = "pipeline" if has_layers and has_batches else "kinds" if has_layers else "stages"
     drawn = (
-        ("pareto", "pareto", "Throughput against latency, all layouts", pareto_figure(contents, objective, slo)),
-        ("gantt", kind, contents.bars_title, gantt_figure(contents.bars)),
-        ("memory", "memory", "Memory of a device", memory_figure(contents.memory)),
-        ("parts", "parts", "What bounds each part", parts_figure(contents.parts)),
+        ("frontier", "frontier", "Throughput against latency", frontier_chart(contents, objective, slo)),
+        ("pipeline", kind, contents.bars_title, pipeline_chart(contents.bars)),
+        ("memory", "memory", "Memory of a device", memory_chart(contents.memory)),
+        ("parts", "parts", "What bounds each part", parts_chart(contents.parts)),
     )
-    return [
-        chart(f"{contents.name}-{name}", title, CAPTIONS[caption], drawing, figures)
-        for name, caption, title, drawing in drawn
-        if drawing["data"]
-    ]
-
-
-def _sensitivity(
-    index: int, sensitivity: Sensitivity, objective: Objective, figures: dict[str, Figure]
-) -> dict[str, Any]:
-    drawing = sensitivity_figure(sensitivity, objective)
-    return chart(f"sensitivity-{index}", sensitivity.title, CAPTIONS["sensitivity"], drawing, figures)
-
-
-def chart(name: str, title: str, caption: str, drawing: Figure, figures: dict[str, Figure]) -> dict[str, Any]:
-    """Place a figure: its data goes to the page's JSON, its frame into the text."""
-    figures[name] = drawing
-    return {"id": name, "title": title, "caption": caption, "height": drawing["layout"]["height"]}
+    return [draw(f"{contents.name}-{name}", title, CAPTIONS[caption], chart) for name, caption, title, chart in drawn]

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.units import format_bytes
-from antiphon.report.figure_style import Figure
-from antiphon.report.page import chart, inside_script, render
+from antiphon.report.chart import Chart, Drawing
+from antiphon.report.draw import draw
+from antiphon.report.page import inside_script, render
 from antiphon.report.run_figures import (
-    balance_figure,
-    bytes_figure,
-    curve_figure,
-    dropped_figure,
-    load_figure,
-    loss_figure,
-    time_figure,
+    balance_chart,
+    bytes_chart,
+    curve_chart,
+    dropped_chart,
+    load_chart,
+    loss_chart,
+    time_chart,
 )
 from antiphon.report.run_record import RunRecord, read_run
 from antiphon.report.words import milliseconds, number, plural
@@ -37,13 +38,11 @@ def write_run_page(folder: Path) -> Path:
 
 def run_page(record: RunRecord) -> str:
     """The whole file's text."""
-    figures: dict[str, Figure] = {}
     facts = record.facts
     config = facts["config"]
     tokens = config["batch"] * config["sequence_length"]
     return render(
         "run.html.jinja",
-        figures,
         title=f"Training of {facts['model']}",
         subtitle=f"{plural(config['steps'], 'step')} of {plural(config['batch'], 'sequence')} of "
         f"{config['sequence_length']:,} tokens ({tokens:,} a step) on {plural(facts['num_ranks'], 'rank')}",
@@ -53,7 +52,7 @@ def run_page(record: RunRecord) -> str:
         compared=_compared(record),
         alarms=[f"step {step}: {text}" for step, text in record.alarms[-MOST_ALARMS:]],
         num_alarms=len(record.alarms),
-        sections=list(_sections(record, figures)),
+        sections=_sections(record),
         run_json=inside_script(facts),
     )
 
@@ -133,34 +132,36 @@ def _row(
     return name, written(predicted), written(measured), f"{measured / predicted:.2f}" if predicted else _UNKNOWN
 
 
-def _sections(record: RunRecord, figures: dict[str, Figure]) -> list[dict[str, Any]]:
+def _sections(record: RunRecord) -> list[dict[str, Any]]:
     """A section without figures is left out."""
     has = {name for row in record.steps for name in row}
-    drawn: dict[str, list[dict[str, Any]]] = {"Learning": [], "Experts": [], "Time and bytes": []}
+    drawn: dict[str, list[Drawing]] = {"Learning": [], "Experts": [], "Time and bytes": []}
 
-    def add(section: str, name: str, title: str, caption: str, figure: Figure) -> None:
-        drawn[section].append(chart(f"run-{name}", title, caption, figure, figures))
+    def add(section: str, name: str, title: str, caption: str, chart: Chart) -> None:
+        drawn[section].append(draw(f"run-{name}", title, caption, chart))
 
     if "loss" in has:
-        add("Learning", "loss", "Loss", "Of logged steps; a long run shows means.", loss_figure(record))
-        rate = curve_figure(record, "learning_rate", "Learning rate")
+        add("Learning", "loss", "Loss", "Of logged steps; a long run shows means.", loss_chart(record))
+        rate = curve_chart(record, "learning_rate", "Learning rate")
         add("Learning", "rate", "Learning rate", "What the optimizer was given.", rate)
-        norm = curve_figure(record, "gradient_norm", "Gradient norm", logarithmic=True)
+        norm = curve_chart(record, "gradient_norm", "Gradient norm", logarithmic=True)
         add("Learning", "norm", "Gradient norm", "Before it was limited.", norm)
     if "fullest_expert_ratio" in has:
         words = "Rows of the fullest expert over the mean: 1 is even."
-        add("Experts", "balance", "Balance by layer and step", words, balance_figure(record))
+        add("Experts", "balance", "Balance by layer and step", words, balance_chart(record))
     if "expert_rows" in has:
         words = "Rows of each expert over the mean of its layer, at the last logged step."
-        add("Experts", "load", "Load of each expert", words, load_figure(record))
+        add("Experts", "load", "Load of each expert", words, load_chart(record))
     if "dropped_rows" in has:
-        add("Experts", "dropped", "Dropped rows", "No expert had room for them.", dropped_figure(record))
+        add("Experts", "dropped", "Dropped rows", "No expert had room for them.", dropped_chart(record))
     if "operator_s" in has:
         words = "Mean over logged steps, on one rank. The rest is between operators: residual sums and bookkeeping."
-        add("Time and bytes", "time", "Where the time went", words, time_figure(record))
+        add("Time and bytes", "time", "Where the time went", words, time_chart(record))
     if "collective_bytes" in has:
         words = "Mean over logged steps, on one rank."
-        add("Time and bytes", "bytes", "Bytes by collective", words, bytes_figure(record))
+        add("Time and bytes", "bytes", "Bytes by collective", words, bytes_chart(record))
     return [
-        {"id": title.split()[0].lower(), "title": title, "charts": charts} for title, charts in drawn.items() if charts
+        {"id": title.split()[0].lower(), "title": title, "drawings": drawings}
+        for title, drawings in drawn.items()
+        if drawings
     ]

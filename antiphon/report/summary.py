@@ -1,5 +1,7 @@
 """What a plan says in words and rows: the part of a report that terminal and page share."""
 
+import re
+
 from antiphon.report.contents import PhaseContents, Report
 from antiphon.report.words import (
     LAYOUT_TITLES,
@@ -37,7 +39,7 @@ FACTS = (
 )
 """Names of `facts` in the order in which they are shown; what parts wait for comes after them."""
 NEARLY_EQUAL = 0.95
-LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan", "why it lost")
+LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan")
 
 
 def headline(contents: PhaseContents, objective: Objective) -> str:
@@ -122,7 +124,7 @@ def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) ->
     """A layout that lost, in the order of `LOSER_COLUMNS`."""
     predicted = loser.predicted
     if predicted is None or loser.parallel is None:
-        return (LAYOUT_TITLES[loser.layout], "-", "-", "-", "-", "-", loser.reason)
+        return (LAYOUT_TITLES[loser.layout], "-", "-", "-", "-", "-")
     latency_s = predicted.tpot_s if contents.name == "decode" else predicted.ttft_s
     rate, mine = score(predicted, objective), score(contents.phase.predicted, objective)
     return (
@@ -132,8 +134,17 @@ def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) ->
         milliseconds(latency_s),
         number(rate),
         f"{rate / mine:.2f} ×" if rate and mine else "-",
-        loser.reason,
     )
+
+
+def reasons(losers: tuple[Rejected, ...]) -> list[tuple[str, str]]:
+    """(layouts, why they lost); reasons that differ in nothing but numbers are one, with the first one's numbers."""
+    merged: dict[str, list[Rejected]] = {}
+    for loser in losers:
+        merged.setdefault(re.sub(r"[0-9][0-9.,e+-]*", "#", loser.reason), []).append(loser)
+    return [
+        (" and ".join(LAYOUT_TITLES[loser.layout] for loser in alike), alike[0].reason) for alike in merged.values()
+    ]
 
 
 def placement_summary(phase: PhasePlan) -> str:
@@ -148,8 +159,8 @@ def placement_summary(phase: PhasePlan) -> str:
     each = f"{most} each" if fewest == most else f"{fewest} to {most} each"
     replicated = sum(len(owners) > 1 for owners in phase.placement)
     copies = f"; {plural(replicated, 'expert')} with replicas" if replicated else ""
-    where = "workers" if phase.layout == "disaggregated" else "ranks"
-    return f"{plural(len(phase.placement), 'expert')} on {len(held)} {where}, {each}{copies}"
+    where = plural(len(held), "worker" if phase.layout == "disaggregated" else "rank")
+    return f"{plural(len(phase.placement), 'expert')} on {where}, {each}{copies}"
 
 
 def subtitle(report: Report) -> str:

@@ -5,7 +5,7 @@
 3. the best of every other layout and why it lost
 4. with `explain`: MegaScale-Infer's conditions with numbers, placement, one more node, what was searched
 
-Rejected: one wide table of all candidates. The page shows them as dots.
+Rejected: one wide table of all candidates. Nobody reads it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.cost.parts import BOUND_NAMES
+from antiphon.report.answer import scope
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
 from antiphon.report.figures import PART_FIELDS
 from antiphon.report.summary import (
@@ -25,11 +26,12 @@ from antiphon.report.summary import (
     headline,
     loser_row,
     placement_summary,
+    reasons,
     search_summary,
     subtitle,
     verdict,
 )
-from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, milliseconds, number
+from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, milliseconds, number
 from antiphon.specs.plan import Objective
 
 BAR_WIDTH = 20
@@ -40,6 +42,7 @@ def terminal_report(report: Report, *, explain: bool) -> Iterator[RenderableType
     objective = report.plan.objective
     yield Text(subtitle(report))
     yield Text(given(report))
+    yield Text(scope(report))
     for contents in report.phases:
         yield Text(f"\n{headline(contents, objective)}", style="bold")
         if said := verdict(contents, objective):
@@ -64,7 +67,7 @@ def _phase(contents: PhaseContents, objective: Objective, *, explain: bool) -> I
     if contents.phase.rejected:
         yield heading(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}")
         yield losers_table(contents, objective)
-        yield from reasons(contents)
+        yield from why_they_lost(contents)
     if explain and contents.conditions:
         yield heading(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)")
         yield conditions_table(contents)
@@ -125,16 +128,16 @@ def losers_table(contents: PhaseContents, objective: Objective) -> Table:
     """Without the reasons, which are sentences: they follow below it."""
     rows = []
     for loser in contents.phase.rejected:
-        layout, sizes, devices, latency, rate, against, _ = loser_row(loser, contents, objective)
+        layout, sizes, devices, latency, rate, against = loser_row(loser, contents, objective)
         rows.append([layout, latency, rate, against, sizes, devices])
     latency_name = "TPOT" if contents.name == "decode" else "TTFT"
     return plain_table(["layout", latency_name, "rate", "of plan", "sizes", "devices"], rows, right=(1, 2, 3))
 
 
-def reasons(contents: PhaseContents) -> Iterator[RenderableType]:
+def why_they_lost(contents: PhaseContents) -> Iterator[RenderableType]:
     """Why each of them lost, indented."""
-    for loser in contents.phase.rejected:
-        yield Padding(Text(f"{LAYOUT_TITLES[loser.layout]}: {loser.reason}"), (0, 0, 0, 2))
+    for layouts, reason in reasons(contents.phase.rejected):
+        yield Padding(Text(f"{layouts}: {reason}"), (0, 0, 0, 2))
 
 
 def conditions_table(contents: PhaseContents) -> Table:

@@ -3,13 +3,13 @@
 1. words and rows come from the same `training_summary` as the terminal's
 2. three figures: the step in parts, the fullest device's memory, MFU of the plan and of every alternative that fits
 
-Rejected: a second template. Head, tables, figures and the embedded plan would be the same text twice.
+Rejected: the serving plan's own template. It says much that a training plan does not have.
 """
 
-from typing import Any
-
-from antiphon.report.figure_style import MARK, Figure, axis, figure
-from antiphon.report.page import chart, render_page
+from antiphon.report.chart import Axis, Block, BlockChart, Drawing, stacked
+from antiphon.report.colours import FREE, MARK
+from antiphon.report.draw import draw
+from antiphon.report.page import inside_script, render
 from antiphon.report.training_summary import (
     LOSER_COLUMNS,
     SIZES,
@@ -41,7 +41,7 @@ MEMORY_COLOURS = {
     "optimizer": "#009e73",
     "activations": "#cc79a7",
     "workspace": "#d55e00",
-    "free": "rgba(150,150,150,0.25)",
+    "free": FREE,
 }
 LOSER_COLOUR = "#0088cc"
 CAPTIONS = {
@@ -50,50 +50,33 @@ CAPTIONS = {
     "mfu": "The plan, the best of every other way to divide a layer, and the plan with one thing changed. What does "
     "not fit in memory is left out.",
 }
-ONE_BAR_HEIGHT = 190
-LINE_HEIGHT = 34
+PLAN, ALTERNATIVE = "plan", "alternative"
 
 
 def training_page(plan: TrainingPlan) -> str:
     """The whole file's text."""
-    figures: dict[str, Figure] = {}
-    return render_page(
-        figures,
-        plan=training_plan_to_json(plan),
-        plan_reader="",
+    predicted = plan.predicted
+    return render(
+        "training.html.jinja",
         title=title(plan),
         subtitle=subtitle(plan),
-        given=hidden_summary(plan.predicted).capitalize(),
+        given=hidden_summary(predicted).capitalize(),
         search=search_summary(plan),
-        phases=[_phase(plan, figures)],
-        loser_columns=LOSER_COLUMNS,
-        charts=[],
-        more_nodes=[],
-    )
-
-
-def _phase(plan: TrainingPlan, figures: dict[str, Figure]) -> dict[str, Any]:
-    predicted = plan.predicted
-    return {
-        "name": "train",
-        "title": "Train",
-        "headline": headline(plan),
-        "verdict": f"The fullest device holds {summary}" if (summary := memory_summary(plan)) else "",
-        "cards": [
+        headline=headline(plan),
+        verdict=f"The fullest device holds {summary}" if (summary := memory_summary(plan)) else "",
+        cards=[
             ("a step", milliseconds(predicted.iteration_s)),
-            ("tokens/s", number(predicted.tokens_per_s)),
             ("tokens/s per device", number(predicted.tokens_per_s_per_device)),
             ("MFU", f"{predicted.mfu:.1%}"),
-            ("devices", f"{plan.layout.num_devices:,}"),
         ],
-        "facts": facts(plan),
-        "losers_title": "Other ways to train, and the plan with one thing changed",
-        "losers_note": SIZES.capitalize(),
-        "losers": [_unbroken(loser_row(rejected, plan)) for rejected in plan.rejected],
-        "conditions": (),
-        "notes": plan.notes,
-        "charts": list(_charts(plan, figures)),
-    }
+        facts=facts(plan),
+        losers_note=SIZES.capitalize(),
+        loser_columns=LOSER_COLUMNS,
+        losers=[_unbroken(loser_row(rejected, plan)) for rejected in plan.rejected],
+        notes=plan.notes,
+        drawings=_drawings(plan),
+        plan_json=inside_script(training_plan_to_json(plan)),
+    )
 
 
 def _unbroken(row: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,29 +84,33 @@ def _unbroken(row: tuple[str, ...]) -> tuple[str, ...]:
     return (*(cell.replace(" ", "\u00a0") for cell in row[:-1]), row[-1])
 
 
-def _charts(plan: TrainingPlan, figures: dict[str, Figure]) -> list[dict[str, Any]]:
-    drawn = [("step", "One step", step_figure(plan)), ("mfu", "Model FLOPs utilization", mfu_figure(plan))]
+def _drawings(plan: TrainingPlan) -> list[Drawing]:
+    drawn = [("step", "One step", step_chart(plan)), ("mfu", "Model FLOPs utilization", mfu_chart(plan))]
     if memory_summary(plan):
-        drawn.insert(1, ("memory", "Memory of a device", memory_figure(plan)))
-    return [chart(f"train-{name}", words, CAPTIONS[name], drawing, figures) for name, words, drawing in drawn]
+        drawn.insert(1, ("memory", "Memory of a device", memory_chart(plan)))
+    return [draw(f"train-{name}", words, CAPTIONS[name], chart) for name, words, chart in drawn]
 
 
-def step_figure(plan: TrainingPlan) -> Figure:
+def step_chart(plan: TrainingPlan) -> BlockChart:
     """One bar, as long as the step."""
     scale_s, unit = time_unit(plan.predicted.iteration_s)
-    parts = [(part.name, part.seconds / scale_s) for part in step_parts(plan.predicted)]
-    return _one_bar("step", parts, STEP_COLOURS, f"Time of one step ({unit})", unit)
+    parts = {part.name: part.seconds / scale_s for part in step_parts(plan.predicted)}
+    x = Axis(title=f"Time of one step ({unit})")
+    return BlockChart(x=x, blocks=stacked({"": parts}, unit), colours=STEP_COLOURS)
 
 
-def memory_figure(plan: TrainingPlan) -> Figure:
+def memory_chart(plan: TrainingPlan) -> BlockChart:
     """One bar, as long as the memory that can be used."""
     memory = plan.predicted.memory_bytes
-    parts = [*memory_parts(plan.predicted), ("free", max(0.0, memory["usable"] - memory["total"]))]
-    scaled = [(name, num_bytes / 1e9) for name, num_bytes in parts]
-    return _one_bar(plan.device, scaled, MEMORY_COLOURS, "Memory of one device (GB)", "GB")
+    parts = dict(memory_parts(plan.predicted)) | {"free": max(0.0, memory["usable"] - memory["total"])}
+    scaled = {name: num_bytes / 1e9 for name, num_bytes in parts.items()}
+    colours = {name: MEMORY_COLOURS[name] for name in scaled}
+    return BlockChart(
+        x=Axis(title="Memory of one device (GB)"), blocks=stacked({plan.device: scaled}, "GB"), colours=colours
+    )
 
 
-def mfu_figure(plan: TrainingPlan) -> Figure:
+def mfu_chart(plan: TrainingPlan) -> BlockChart:
     """One bar per way to train, the plan's first."""
     alternatives = [
         (rejected.name, rejected.predicted.mfu)
@@ -131,29 +118,15 @@ def mfu_figure(plan: TrainingPlan) -> Figure:
         if rejected.predicted is not None and fits(rejected)
     ]
     bars = [(f"plan: {strategy(plan.layout)}", plan.predicted.mfu), *alternatives]
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [name for name, _ in bars],
-        "x": [100 * mfu for _, mfu in bars],
-        "marker": {"color": [MARK] + [LOSER_COLOUR] * len(alternatives)},
-        "hovertemplate": "%{y}<br>MFU %{x:.4g}%<extra></extra>",
-    }
-    lines, height = axis("", autorange="reversed"), 120 + LINE_HEIGHT * len(bars)
-    return figure([trace], x=axis("MFU (%)", rangemode="tozero"), y=lines, height=height, bargap=0.35)
-
-
-def _one_bar(category: str, parts: list[tuple[str, float]], colours: dict[str, str], words: str, unit: str) -> Figure:
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [category],
-            "x": [value],
-            "marker": {"color": colours[name]},
-            "hovertemplate": f"{name}: %{{x:.4g}} {unit}<extra></extra>",
-        }
-        for name, value in parts
-    ]
-    return figure(traces, x=axis(words, tickformat=",~r"), y=axis(""), height=ONE_BAR_HEIGHT, barmode="stack")
+    blocks = tuple(
+        Block(
+            row=name,
+            start=0.0,
+            length=100 * mfu,
+            group=ALTERNATIVE if index else PLAN,
+            text=f"{mfu:.1%}",
+            tip=f"{name}\nMFU {mfu:.1%}",
+        )
+        for index, (name, mfu) in enumerate(bars)
+    )
+    return BlockChart(x=Axis(title="MFU (%)"), blocks=blocks, colours={PLAN: MARK, ALTERNATIVE: LOSER_COLOUR})

@@ -1,5 +1,6 @@
 """How layouts, sizes and rates are called wherever a plan is shown: one wording for terminal, page and manifests."""
 
+import math
 from collections.abc import Sequence
 
 from antiphon.specs.plan import DeviceUse, Layout, Objective, Parallel, PhaseName, PhasePlan, Predicted
@@ -16,6 +17,7 @@ OBJECTIVE_UNITS: dict[Objective, str] = {
     "per-cost": "tokens/s per unit of price",
     "per-power": "tokens/s per watt",
 }
+NOTHING = 1e-9
 OBJECTIVE_FIELDS: dict[Objective, str] = {"per-gpu": "per_gpu", "per-cost": "per_cost", "per-power": "per_power"}
 
 
@@ -31,11 +33,18 @@ def score(predicted: Predicted, objective: Objective) -> float | None:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits, thousands grouped; ``"unknown"`` for None."""
+    """Three significant digits, thousands grouped, no exponent; ``"unknown"`` for None."""
     if value is None:
         return "unknown"
-    digits = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return f"{digits} {unit}".rstrip()
+    return f"{f'{value:,.0f}' if abs(value) >= 100 else _three_digits(value)} {unit}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    """Never with an exponent; what rounding left of nothing is 0."""
+    if abs(value) < NOTHING:
+        return "0"
+    digits = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -46,7 +55,7 @@ def milliseconds(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    return number(seconds * 1e3, "ms") if seconds >= 1e-3 else number(seconds * 1e6, "µs")
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:

@@ -6,6 +6,7 @@ A child starts with them blocked (`blocked`), because it needs a moment until it
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -25,3 +26,19 @@ def ignore() -> None:
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Within it, SIGTERM ends the program as `sys.exit` does, so that what has to be closed is closed; a second one
+    meanwhile is ignored. For the main thread of a command that has no other way to end."""
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)

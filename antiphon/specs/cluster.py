@@ -17,6 +17,7 @@ Links are one direction. A group's `price` and `power_w` replace the device's. J
 full. Rejected: one file of fields per group on the command line, which nobody could keep or share.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -104,7 +105,8 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """Groups of nodes on one fabric. `oversubscription` divides the fabric's bandwidth between nodes (1: none)."""
+    """Groups of nodes on one fabric. `oversubscription` divides the fabric's bandwidth between nodes (1: none);
+    `calibrated`: the day on which its efficiencies were found, YYYY-MM-DD, where they were."""
 
     name: str
     groups: tuple[NodeGroup, ...]
@@ -112,9 +114,12 @@ class ClusterSpec:
     scale_out_latency_s: float = 5e-6
     oversubscription: float = 1.0
     efficiency: EfficiencySpec = field(default_factory=EfficiencySpec)
+    calibrated: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
+        if self.calibrated and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.calibrated):
+            raise UserError(f"cluster {self.name}: calibrated is {self.calibrated!r}: write a day, such as 2026-11-21")
         if not self.groups:
             raise UserError(f"cluster {self.name}: it has no nodes: give at least one group")
         names = [group.device.name for group in self.groups]

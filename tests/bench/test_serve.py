@@ -4,11 +4,16 @@ Peers run in their own processes as real ones do; only their engines are invente
 take a second to measure.
 """
 
+import contextlib
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 
@@ -141,3 +146,45 @@ def test_antiphon_is_measured_though_the_default_peers_are_missing(
 def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["antiphon"])
     typer.main.get_command(command.app)(["serve", *map(str, arguments)], standalone_mode=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
+def test_sigterm_leaves_no_stopped_worker(model: Path) -> None:
+    """A contestant that waits for its turn is stopped: it cannot see that the benchmark has gone."""
+    layouts = [
+        "--layouts",
+        "colocated,1+1/m1",
+        "--peers",
+        "",
+        "--prefill",
+        "",
+        "--concurrency",
+        "1",
+        "--rounds",
+        "1000",
+    ]
+    sizes = ["--input-tokens", "4", "--output-tokens", "2", "--threads", "1"]
+    command = [sys.executable, "-m", "antiphon.cli.main", "bench", "serve", str(model), *layouts, *sizes]
+    bench = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        workers = _stopped_workers(bench)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert alive == []
+    finally:
+        for process in [*bench.children(recursive=True), bench] if bench.is_running() else []:
+            process.kill()
+
+
+def _stopped_workers(bench: psutil.Popen) -> list[psutil.Process]:
+    """All worker processes, as soon as every contestant was paused at least once."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert bench.poll() is None, bench.stderr.read()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers = [child for child in bench.children() if "antiphon.serve.worker.process" in child.cmdline()]
+            if len(workers) == 3 and any(worker.status() == psutil.STATUS_STOPPED for worker in workers):
+                return workers
+        time.sleep(0.05)
+    raise AssertionError("no worker was ever stopped")

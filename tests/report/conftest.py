@@ -106,7 +106,7 @@ def phase_contents(name: str, phase: PhasePlan, scale: float) -> PhaseContents:
     return PhaseContents(
         name="decode" if name == "decode" else "prefill",
         phase=phase,
-        clouds=points(scale * 1.1),
+        tokens_per_request=219.0 if name == "decode" else 941.0,
         fronts=points(scale),
         bars=bars(),
         bars_title="Two layers of the pipeline",

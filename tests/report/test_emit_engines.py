@@ -1,8 +1,11 @@
 """Settings for engines that run attention and experts together: the right candidate, its sizes, what is lost."""
 
+import itertools
+import json
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,22 +13,40 @@ from antiphon.base.errors import ResourceError
 from antiphon.report.colocated import Target, nearest_colocated
 from antiphon.report.contents import Report
 from antiphon.report.emit_engines import sglang_command, vllm_command
-from antiphon.specs.plan import Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
+from antiphon.specs.cluster import load_cluster
+from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.workload import SloSpec
+from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 
+EVEN = WorkloadSpec(
+    name="even",
+    input_tokens=LengthSpec(median=571),
+    output_tokens=LengthSpec(median=159),
+    slo=SloSpec(tpot_s=0.15),
+)
 TARGET = Target(
     model="mistralai/Mixtral-8x22B",
     precision=PrecisionSpec(),
-    slo=SloSpec(tpot_s=0.15),
-    memory_reserve=0.1,
-    devices_per_node=8,
+    workload=EVEN,
+    cluster=load_cluster("msi-hetero"),
 )
+RELEASES = {
+    engine: json.loads((Path(__file__).parent / "data" / f"{engine}_flags.json").read_text())
+    for engine in ("vllm", "sglang")
+}
+LINEAR = tuple(((expert // 2, 1.0),) for expert in range(16))
+REPLICATED = (*LINEAR[:15], ((0, 0.5), (7, 0.5)))
 
 
-def colocated(report: Report, parallel: Parallel, batch: int = 640, layout: Layout = "hybrid") -> Plan:
-    """The report's plan with a decode phase that is colocated in these sizes."""
-    decode = replace(report.plan.phases["decode"], layout=layout, parallel=parallel, batch=batch, placement=())
+def decode_only(report: Report) -> Plan:
+    return replace(report.plan, phases={"decode": report.plan.phases["decode"]})
+
+
+def colocated(report: Report, parallel: Parallel, batch: int = 640, layout: Layout = "hybrid", **more: object) -> Plan:
+    """The report's plan with a decode phase alone, colocated in these sizes on H20."""
+    devices = (DeviceUse(role="both", device="H20", num_devices=16),)
+    changes = {"placement": (), "devices": devices, "micro_batches": 1, **more}
+    decode = replace(report.plan.phases["decode"], layout=layout, parallel=parallel, batch=batch, **changes)  # type: ignore[arg-type]
     return replace(report.plan, phases={"decode": decode})
 
 
@@ -50,10 +71,10 @@ def comments(text: str) -> str:
 
 
 def test_the_best_colocated_loser_is_taken(report: Report) -> None:
-    nearest = nearest_colocated(report.plan, TARGET.slo)
+    nearest = nearest_colocated(report.plan, "decode", TARGET.workload.slo)
     assert nearest.layout == "hybrid"
     assert nearest.why_not == ""
-    assert nearest.requests_per_rank == 160
+    assert nearest.per_rank == 160
     assert nearest.devices_per_stage == 8
 
 
@@ -61,9 +82,9 @@ def test_one_that_keeps_the_target_comes_before_a_faster_one(report: Report) -> 
     decode = report.plan.phases["decode"]
     fast = replace(decode.rejected[0], predicted=Predicted(tpot_s=0.4, per_gpu=95.0, per_cost=60.0))
     plan = replace(report.plan, phases={"decode": replace(decode, rejected=(fast, *decode.rejected[1:]))})
-    assert nearest_colocated(plan, TARGET.slo).layout == "tp_pp"
+    assert nearest_colocated(plan, "decode", TARGET.workload.slo).layout == "tp_pp"
     only_fast = replace(report.plan, phases={"decode": replace(decode, rejected=(fast,))})
-    nearest = nearest_colocated(only_fast, TARGET.slo)
+    nearest = nearest_colocated(only_fast, "decode", TARGET.workload.slo)
     assert nearest.why_not == "a token takes 400 ms, the target is 150 ms"
     assert "#   - a promise: a token takes 400 ms, the target is 150 ms" in vllm_command(only_fast, TARGET)
 
@@ -72,11 +93,11 @@ def test_nothing_colocated_runs(report: Report) -> None:
     decode = replace(report.plan.phases["decode"], rejected=(Rejected(layout="dp_ep", reason="12 GB are missing"),))
     plan = replace(report.plan, phases={"decode": decode})
     with pytest.raises(ResourceError, match=r"no colocated layout of mixtral-8x22b runs .*DP \+ EP: 12 GB are missing"):
-        nearest_colocated(plan, TARGET.slo)
+        nearest_colocated(plan, "decode", TARGET.workload.slo)
 
 
 def test_vllm_on_one_node(report: Report) -> None:
-    text = vllm_command(report.plan, TARGET)
+    text = vllm_command(decode_only(report), TARGET)
     assert commands(text) == [
         {
             "vllm": None,
@@ -85,7 +106,9 @@ def test_vllm_on_one_node(report: Report) -> None:
             "--tensor-parallel-size": "2",
             "--data-parallel-size": "4",
             "--enable-expert-parallel": None,
+            "--all2all-backend": "deepep_low_latency",
             "--max-num-seqs": "160",
+            "--max-num-batched-tokens": "8192",
             "--gpu-memory-utilization": "0.90",
             "--kv-cache-dtype": "auto",
             "--dtype": "bfloat16",
@@ -99,16 +122,17 @@ def test_vllm_on_one_node(report: Report) -> None:
 
 
 def test_sglang_on_one_node(report: Report) -> None:
-    (options,) = commands(sglang_command(report.plan, TARGET))
+    (options,) = commands(sglang_command(decode_only(report), TARGET))
     assert options == {
         "python": None,
         "-m": None,
         "sglang.launch_server": None,
         "--model-path": "mistralai/Mixtral-8x22B",
         "--tp-size": "8",
-        "--dp-size": "4",
-        "--enable-dp-attention": None,
+        "--attn-dp-size": "4",
         "--ep-size": "8",
+        "--moe-a2a-backend": "deepep",
+        "--deepep-mode": "low_latency",
         "--max-running-requests": "640",
         "--mem-fraction-static": "0.90",
         "--kv-cache-dtype": "auto",
@@ -118,16 +142,16 @@ def test_sglang_on_one_node(report: Report) -> None:
 
 def test_formats(report: Report) -> None:
     fp8 = replace(TARGET, precision=PrecisionSpec(weights="fp8", kv="fp8", dispatch="fp8", compute="fp8"))
-    (vllm,) = commands(vllm_command(report.plan, fp8))
+    (vllm,) = commands(vllm_command(decode_only(report), fp8))
     assert (vllm["--kv-cache-dtype"], vllm["--quantization"]) == ("fp8", "fp8")
     assert "--dtype" not in vllm
-    text = sglang_command(report.plan, fp8)
+    text = sglang_command(decode_only(report), fp8)
     assert commands(text)[0]["--kv-cache-dtype"] == "fp8_e4m3"
     assert "#   - rows sent as fp8 and back as bfloat16: SGLang's exchange decides" in comments(text)
     int4 = replace(TARGET, precision=PrecisionSpec(weights="int4"))
-    (vllm,) = commands(vllm_command(report.plan, int4))
+    (vllm,) = commands(vllm_command(decode_only(report), int4))
     assert not {"--quantization", "--dtype"} & vllm.keys()
-    assert "int4 weights: give vLLM a checkpoint that is quantised already" in vllm_command(report.plan, int4)
+    assert "int4 weights: give vLLM a checkpoint that is quantised already" in vllm_command(decode_only(report), int4)
 
 
 def test_a_pipeline_over_nodes_needs_ray(report: Report) -> None:
@@ -158,7 +182,7 @@ def test_data_parallel_ranks_over_odd_nodes(report: Report) -> None:
     assert "# on the first of 3 nodes" in text
     assert "# the last one runs fewer ranks: --data-parallel-size-local 1 there" in text
     (sglang,) = commands(sglang_command(plan, TARGET))
-    assert (sglang["--tp-size"], sglang["--dp-size"], sglang["--nnodes"]) == ("15", "5", "2")
+    assert (sglang["--tp-size"], sglang["--attn-dp-size"], sglang["--nnodes"]) == ("15", "5", "3"), "five on each"
 
 
 def test_sizes_vllm_cannot_express_are_said(report: Report) -> None:
@@ -170,7 +194,126 @@ def test_sizes_vllm_cannot_express_are_said(report: Report) -> None:
 
 
 def test_a_plan_of_prefill_alone(report: Report) -> None:
-    prefill: PhasePlan = report.plan.phases["prefill"]
-    text = vllm_command(replace(report.plan, phases={"prefill": prefill}), TARGET)
+    """Tokens of a pass are a limit of tokens, not of requests."""
+    prefill: PhasePlan = replace(report.plan.phases["prefill"], batch=10_001)
+    plan = replace(report.plan, phases={"prefill": prefill})
+    text = vllm_command(plan, TARGET)
     assert "prefill, workload msi-production" in text
     assert "400 ms to the first token" in text
+    (vllm,) = commands(text)
+    assert vllm["--max-num-batched-tokens"] == "2501"
+    assert "--max-num-seqs" not in vllm
+    assert vllm["--all2all-backend"] == "deepep_high_throughput"
+    (sglang,) = commands(sglang_command(plan, TARGET))
+    assert (sglang["--chunked-prefill-size"], sglang["--deepep-mode"]) == ("10001", "normal")
+    assert "--max-running-requests" not in sglang
+
+
+def test_two_phases_are_two_servers(report: Report) -> None:
+    prefill, decode = commands(vllm_command(report.plan, TARGET))
+    for server in (prefill, decode):
+        assert json.loads(str(server["--kv-transfer-config"]))["kv_connector"] == "NixlConnector"
+    assert ("--max-num-seqs" in prefill, "--max-num-seqs" in decode) == (False, True)
+    modes = [server["--disaggregation-mode"] for server in commands(sglang_command(report.plan, TARGET))]
+    assert modes == ["prefill", "decode"]
+    assert sglang_command(report.plan, TARGET).startswith("# two kinds of server: SGLang's router")
+
+
+EP8 = Parallel(attention_tp=2, attention_dp=4, expert_ep=8)
+
+
+def test_overlap_and_balance_are_asked_for(report: Report) -> None:
+    plan = colocated(report, EP8, micro_batches=2, placement=REPLICATED)
+    (vllm,) = commands(vllm_command(plan, TARGET))
+    assert "--enable-dbo" in vllm
+    assert "--enable-eplb" in vllm
+    assert json.loads(str(vllm["--eplb-config"])) == {"num_redundant_experts": 8}, "17 copies fill 24 places of 8 ranks"
+    (sglang,) = commands(sglang_command(plan, TARGET))
+    assert {"--enable-two-batch-overlap", "--enable-eplb"} <= sglang.keys()
+    assert sglang["--ep-num-redundant-experts"] == "8"
+    assert "which experts have replicas: the engine chooses" in comments(vllm_command(plan, TARGET))
+    more = colocated(report, EP8, micro_batches=3)
+    assert "3 micro-batches at once: the engine overlaps two" in comments(vllm_command(more, TARGET))
+
+
+def test_nothing_is_asked_for_that_the_plan_does_not_have(report: Report) -> None:
+    plan = colocated(report, EP8, placement=LINEAR)
+    asked = commands(vllm_command(plan, TARGET))[0].keys() | commands(sglang_command(plan, TARGET))[0].keys()
+    assert not {"--enable-dbo", "--enable-eplb", "--enable-two-batch-overlap"} & asked
+    skewed = replace(TARGET, workload=replace(EVEN, expert_loads=(0.3, *[0.7 / 15] * 15)))
+    (vllm,) = commands(vllm_command(plan, skewed))
+    assert json.loads(str(vllm["--eplb-config"])) == {"num_redundant_experts": 0}
+    (sglang,) = commands(sglang_command(plan, skewed))
+    assert "--enable-eplb" in sglang
+    assert "--ep-num-redundant-experts" not in sglang
+    uneven = colocated(report, replace(EP8, attention_dp=3, expert_ep=6), placement=LINEAR)
+    (vllm,) = commands(vllm_command(uneven, TARGET))
+    assert json.loads(str(vllm["--eplb-config"])) == {"num_redundant_experts": 2}, "16 experts on 6 ranks, 3 each"
+    staged = colocated(report, replace(EP8, pp=2), micro_batches=2)
+    assert "--enable-dbo" not in commands(vllm_command(staged, TARGET))[0]
+
+
+def test_who_sends_rows_depends_on_the_device(report: Report) -> None:
+    for cluster, device, vllm_name, sglang_name in (
+        ("mix-ascend", "910B", None, None),
+        ("msi-hetero", "H20", "deepep_low_latency", "deepep"),
+    ):
+        target = replace(TARGET, cluster=load_cluster(cluster))
+        use = next(group.device.name for group in target.cluster.groups if device in group.device.name)
+        plan = colocated(report, EP8, devices=(DeviceUse(role="both", device=use, num_devices=8),))
+        assert commands(vllm_command(plan, target))[0].get("--all2all-backend") == vllm_name
+        assert commands(sglang_command(plan, target))[0].get("--moe-a2a-backend") == sglang_name
+
+
+def test_the_order_of_ranks_is_told_where_it_costs(report: Report) -> None:
+    """Two stages of eight devices on two nodes: SGLang keeps a stage on a node, vLLM a copy."""
+    plan = colocated(report, replace(EP8, pp=2))
+    assert "its experts exchange rows between nodes" in comments(vllm_command(plan, TARGET))
+    assert "between nodes" not in comments(sglang_command(plan, TARGET))
+    small = colocated(report, Parallel(attention_dp=4, expert_ep=4, pp=2))
+    assert "between nodes" not in comments(vllm_command(small, TARGET))
+
+
+def test_copies_wider_than_a_node_span_nodes(report: Report) -> None:
+    plan = colocated(report, Parallel(attention_tp=8, attention_dp=2, expert_ep=16, pp=2))
+    text = vllm_command(plan, TARGET)
+    assert "VLLM_RAY_DP_PACK_STRATEGY=span vllm serve" in text
+    assert commands(text)[0]["--data-parallel-backend"] == "ray"
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_every_flag_is_one_the_release_takes(report: Report, phase: str) -> None:
+    """Switches without a value, values that are among the choices."""
+    sizes = [(1, 1, 1), (2, 4, 1), (8, 2, 1), (2, 4, 2), (3, 5, 1), (8, 1, 2), (1, 32, 1)]
+    formats = [PrecisionSpec(), PrecisionSpec(weights="fp8", kv="fp8", compute="fp8"), PrecisionSpec(weights="int4")]
+    for (tp, dp, pp), micro_batches, precision in itertools.product(sizes, (1, 2), formats):
+        parallel = Parallel(attention_tp=tp, attention_dp=dp, expert_ep=tp * dp, pp=pp)
+        placement = tuple((((expert + 1) % (tp * dp), 1.0),) for expert in range(16))
+        made = colocated(report, parallel, micro_batches=micro_batches, placement=placement).phases["decode"]
+        other = "decode" if phase == "prefill" else "prefill"
+        for phases in ({phase: made}, {phase: made, other: report.plan.phases[other]}):
+            plan = replace(report.plan, phases=phases)  # type: ignore[arg-type]
+            target = replace(TARGET, precision=precision, workload=replace(EVEN, expert_loads=(0.5, 0.25, 0.25)))
+            for engine, text in (("vllm", vllm_command(plan, target)), ("sglang", sglang_command(plan, target))):
+                for command in commands(text):
+                    check_flags(engine, command)
+
+
+def test_the_command_says_for_which_release_it_is(report: Report) -> None:
+    plan = decode_only(report)
+    for engine, text in (("vllm", vllm_command(plan, TARGET)), ("sglang", sglang_command(plan, TARGET))):
+        said = text.split(":")[0].split()[-1]
+        assert RELEASES[engine]["version"].startswith(said)
+
+
+def check_flags(engine: str, command: dict[str, str | None]) -> None:
+    for name, value in command.items():
+        if not name.startswith("--"):
+            continue
+        takes = RELEASES[engine]["flags"][name]
+        if takes == "switch":
+            assert value is None, name
+        elif takes == "value":
+            assert value, name
+        else:
+            assert value in takes, name

@@ -1,9 +1,12 @@
 """The manifest: what Kubernetes reads, that its commands are this program's own, odd counts, what is refused."""
 
+import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import typer
 import yaml
@@ -15,6 +18,7 @@ from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.specs.plan import Plan
 
 KINDS = {"H20": "gpu", "L40S": "gpu"}
+SCHEMAS = json.loads((Path(__file__).parent / "data" / "kubernetes_schemas.json").read_text())
 
 
 def manifest(plan: Plan, num_experts: int = 8) -> dict[str, Any]:
@@ -23,6 +27,14 @@ def manifest(plan: Plan, num_experts: int = 8) -> dict[str, Any]:
     objects = list(yaml.safe_load_all(text))
     assert len({item["kind"] for item in objects}) == len(objects)
     return {item["kind"]: item for item in objects}
+
+
+def faults(item: dict[str, Any]) -> list[str]:
+    """What of an object the published schema of its kind does not take."""
+    schema = {**SCHEMAS["kinds"][item["kind"]], "$defs": SCHEMAS["$defs"]}
+    return [
+        f"{error.instance_path}: {error.message}" for error in jsonschema_rs.validator_for(schema).iter_errors(item)
+    ]
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:
@@ -117,3 +129,26 @@ def test_scripts_are_blocks_of_lines(report: Report) -> None:
     assert "- |-\n" in text
     assert "exec antiphon serve /models/mixtral \\\n" in text
     assert "*id" not in text
+
+
+def test_every_object_keeps_its_published_schema(report: Report) -> None:
+    decode = report.plan.phases["decode"]
+    sizes = replace(decode.parallel, attention_dp=1)
+    plans = [
+        report.plan,
+        replace(report.plan, phases={"decode": replace(decode, num_instances=7)}),
+        replace(report.plan, phases={"decode": replace(decode, parallel=sizes)}),
+    ]
+    for plan in plans:
+        for item in manifest(plan).values():
+            assert faults(item) == []
+
+
+def test_the_schemas_find_faults(report: Report) -> None:
+    group = manifest(report.plan)["LeaderWorkerSet"]
+    template = group["spec"]["leaderWorkerTemplate"]
+    template["restartPolicy"] = "Sometimes"
+    template["workerTemplate"]["spec"]["containers"][0]["volumeMount"] = []
+    template["leaderTemplate"]["spec"]["containers"][0]["ports"] = [{"containerPort": "http"}]
+    group["spec"]["startupPolicies"] = "LeaderCreated"
+    assert len(faults(group)) == 4

@@ -1,14 +1,18 @@
-"""The page: nothing from elsewhere, figures that are the report's own numbers, the plan inside it."""
+"""The page: nothing from elsewhere, charts that are the report's own numbers, the plan inside it."""
 
 import json
 import re
+from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
-from typing import Any
 
-import plotly.graph_objects as go
 import pytest
 
-from antiphon.report.contents import Report
+from antiphon.cost.profile import MachineFacts, Profile
+from antiphon.report.answer import answer, sources, three_numbers
+from antiphon.report.chart import LineChart
+from antiphon.report.contents import Points, Report
+from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
 from antiphon.report.page import html_page
 from antiphon.report.words import LAYOUT_TITLES
 from antiphon.specs.plan import plan_from_json
@@ -55,16 +59,17 @@ class Page(HTMLParser):
             self.words.append(" ".join(data.split()))
 
 
-@pytest.fixture(scope="module")
-def page(report: Report) -> Page:
-    return Page(html_page(report))
+LAUNCH = [("This engine", "antiphon serve /models/mixtral --plan plan.json"), ("vLLM", "# lost: <all>")]
 
 
 @pytest.fixture(scope="module")
-def figures(page: Page) -> dict[str, Any]:
-    found = json.loads(page.elements["figures"])
-    assert isinstance(found, dict)
-    return found
+def text(report: Report) -> str:
+    return html_page(report, LAUNCH)
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return Page(text)
 
 
 def test_nothing_is_loaded(page: Page) -> None:
@@ -79,57 +84,70 @@ def test_the_plan_is_inside_and_whole(page: Page, report: Report) -> None:
     assert plan_from_json(json.loads(page.elements["plan"])) == report.plan
 
 
-def test_every_figure_has_its_place(page: Page, figures: dict[str, Any]) -> None:
-    parts = ("pareto", "gantt", "memory", "parts")
-    assert set(figures) == {f"{phase}-{part}" for phase in ("prefill", "decode") for part in parts} | {"sensitivity-0"}
-    assert set(figures) <= set(page.ids)
+def test_every_figure_has_its_place(page: Page) -> None:
+    parts = ("deployment", "frontier", "pipeline", "memory", "parts")
+    figures = {f"{phase}-{part}" for phase in ("prefill", "decode") for part in parts} | {"sensitivity-0"}
+    assert figures <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_plotly_knows_every_attribute(figures: dict[str, Any]) -> None:
-    for figure in figures.values():
-        assert go.Figure(figure).data
+def test_it_is_small_and_prints_no_exponents(text: str, page: Page, report: Report) -> None:
+    assert len(text) < 200_000
+    assert not re.search(r"[0-9]e[-+]?[0-9]", " ".join(page.words))
+    many = tuple(range(1, 2000))
+    front = Points(
+        layout="hybrid",
+        latency_s=tuple(0.001 * step for step in many),
+        scores=tuple(float(step) for step in many),
+        labels=tuple(f"A 16×TP1, E 16×TP1, PP2, batch {step}; 32 × H20" for step in many),
+    )
+    phases = tuple(replace(contents, fronts=(front,) * 4) for contents in report.phases)
+    assert len(html_page(replace(report, phases=phases), LAUNCH)) < 1_500_000
 
 
-def test_every_axis_with_numbers_names_its_unit(figures: dict[str, Any]) -> None:
-    for name, figure in figures.items():
-        layout = figure["layout"]
-        assert re.search(r"\((ms|µs|GB)\)$", layout["xaxis"]["title"]["text"]), name
-        if "autorange" not in layout["yaxis"]:
-            assert layout["yaxis"]["title"]["text"] == "Tokens/s per unit of price"
+def decode_frontier(report: Report) -> LineChart:
+    return frontier_chart(report.phases[1], "per-cost", report.workload.slo)
 
 
-def test_the_pareto_figure_shows_the_candidates(figures: dict[str, Any], report: Report) -> None:
+def test_the_frontier_marks_the_chosen_and_the_best_of_each_layout(report: Report) -> None:
     contents = report.phases[1]
-    traces = figures["decode-pareto"]["data"]
-    fronts = [trace for trace in traces if trace.get("meta") == "front"]
-    assert [trace["name"] for trace in fronts] == [LAYOUT_TITLES[front.layout] for front in contents.fronts]
-    for trace, front in zip(fronts, contents.fronts, strict=True):
-        assert trace["x"] == pytest.approx([1e3 * latency_s for latency_s in front.latency_s])
-        assert trace["y"] == list(front.scores)
-        assert trace["text"] == list(front.labels)
-    clouds = [trace for trace in traces if trace["mode"] == "markers" and trace["name"] != "chosen plan"]
-    assert [trace["y"] for trace in clouds] == [list(cloud.scores) for cloud in contents.clouds]
-    (chosen,) = [trace for trace in traces if trace["name"] == "chosen plan"]
-    assert (chosen["x"], chosen["y"]) == ([90.0], [contents.phase.predicted.per_cost])
-    (line,) = figures["decode-pareto"]["layout"]["shapes"]
-    assert line["x0"] == line["x1"] == 150.0
-    (words,) = figures["decode-pareto"]["layout"]["annotations"]
-    assert words["text"] == "target 150 ms"
-    assert 10 ** words["x"] == pytest.approx(150.0)
+    chart = decode_frontier(report)
+    assert [line.name for line in chart.lines] == [LAYOUT_TITLES[front.layout] for front in contents.fronts]
+    for line, front in zip(chart.lines, contents.fronts, strict=True):
+        assert line.x == pytest.approx([1e3 * latency_s for latency_s in front.latency_s])
+        assert line.y == front.scores
+    chosen, *others = chart.spots
+    assert (chosen.x, chosen.y, chosen.is_chosen) == (90.0, contents.phase.predicted.per_cost, True)
+    assert [spot.words.split(",")[0] for spot in others] == ["runner-up: hybrid TP-EP", "TP + PP"]
+    assert chart.mark == (150.0, "target 150 ms")
+    assert chart.x.low == pytest.approx(72.0), "half the target, or left of a marked point"
+    assert chart.x.high == 225.0
+    assert not chart.x.is_logarithmic
 
 
-def test_a_phase_without_a_target_has_no_line(figures: dict[str, Any]) -> None:
-    assert "shapes" not in figures["prefill-pareto"]["layout"]
-    assert figures["prefill-pareto"]["layout"]["xaxis"]["title"]["text"] == "Time to first token (ms)"
+def test_the_frontier_leaves_out_what_is_far_from_the_choice(report: Report) -> None:
+    contents = report.phases[1]
+    slow, *others = contents.phase.rejected
+    assert slow.predicted is not None
+    slow = replace(slow, predicted=replace(slow.predicted, tpot_s=1.0))
+    far = replace(contents, phase=replace(contents.phase, rejected=(slow, *others)))
+    chart = frontier_chart(far, "per-cost", report.workload.slo)
+    assert len(chart.spots) == 2
+    assert chart.x.high == 225.0
 
 
-def test_the_gantt_chart_shows_every_bar(figures: dict[str, Any], report: Report) -> None:
+def test_a_phase_without_a_target_has_no_line(report: Report) -> None:
+    chart = frontier_chart(report.phases[0], "per-cost", report.workload.slo)
+    assert chart.mark is None
+    assert chart.x.title == "Time to first token (ms)"
+
+
+def test_the_pipeline_shows_every_bar(report: Report) -> None:
     bars = report.phases[1].bars
+    chart = pipeline_chart(bars)
     drawn = {
-        (track, round(base, 6), round(base + length, 6), text, trace["name"])
-        for trace in figures["decode-gantt"]["data"]
-        for track, base, length, text in zip(trace["y"], trace["base"], trace["x"], trace["text"], strict=True)
+        (block.row, round(block.start, 6), round(block.start + block.length, 6), block.text, block.group)
+        for block in chart.blocks
     }
     assert drawn == {
         (
@@ -141,37 +159,65 @@ def test_the_gantt_chart_shows_every_bar(figures: dict[str, Any], report: Report
         )
         for bar in bars
     }
-    order = figures["decode-gantt"]["layout"]["yaxis"]["categoryarray"]
-    assert order == ["attention", "to experts", "experts", "to attention"]
+    assert chart.rows == ["attention", "to experts", "experts", "to attention"]
 
 
-def test_the_memory_figure_adds_up_to_the_device(figures: dict[str, Any], report: Report) -> None:
-    traces = {trace["name"]: trace for trace in figures["decode-memory"]["data"]}
-    for index, use in enumerate(report.phases[1].memory):
-        values = {name: trace["x"][index] for name, trace in traces.items()}
+def test_the_memory_chart_adds_up_to_the_device(report: Report) -> None:
+    memory = report.phases[1].memory
+    blocks = memory_chart(memory).blocks
+    for use in memory:
+        values = {block.group: block.length for block in blocks if block.row == f"{use.role}, {use.device}"}
         assert values["weights"] == use.weight_bytes / 1e9
         assert values["KV cache"] == use.kv_bytes / 1e9
         assert values["reserve"] == use.reserve_bytes / 1e9
         assert sum(values.values()) == pytest.approx(use.capacity_bytes / 1e9)
-        assert traces["weights"]["y"][index] == f"{use.role}, {use.device}"
 
 
-def test_the_parts_figure_adds_up_to_each_parts_time(figures: dict[str, Any], report: Report) -> None:
-    traces = {trace["name"]: trace for trace in figures["decode-parts"]["data"]}
-    for index, (name, part) in enumerate(report.phases[1].parts.items()):
-        assert traces["compute"]["y"][index] == name
-        assert traces["compute"]["x"][index] == pytest.approx(1e6 * float(part.compute_s))
-        assert traces["scale-out network"]["x"][index] == pytest.approx(1e6 * float(part.scale_out_s))
-        assert sum(trace["x"][index] for trace in traces.values()) == pytest.approx(1e6 * float(part.total_s))
+def test_the_parts_chart_adds_up_to_each_parts_time(report: Report) -> None:
+    parts = report.phases[1].parts
+    blocks = parts_chart(parts).blocks
+    for name, part in parts.items():
+        values = {block.group: block.length for block in blocks if block.row == name}
+        assert values["compute"] == pytest.approx(1e6 * float(part.compute_s))
+        assert values["scale-out network"] == pytest.approx(1e6 * float(part.scale_out_s))
+        assert sum(values.values()) == pytest.approx(1e6 * float(part.total_s))
+        ends = [block.start + block.length for block in blocks if block.row == name]
+        assert ends[-1] == pytest.approx(1e6 * float(part.total_s)), "end to end"
 
 
-def test_the_sensitivity_figure_leaves_gaps(figures: dict[str, Any], report: Report) -> None:
+def test_the_sensitivity_chart_leaves_gaps(report: Report) -> None:
     (sensitivity,) = report.sensitivity
-    figure = figures["sensitivity-0"]
-    assert [trace["y"] for trace in figure["data"]] == [list(scores) for scores in sensitivity.scores.values()]
-    assert figure["data"][1]["y"][0] is None
-    assert all(trace["x"] == list(sensitivity.values) for trace in figure["data"])
-    assert figure["layout"]["shapes"][0]["x0"] == 150.0
+    chart = sensitivity_chart(sensitivity, "per-cost")
+    assert [line.y for line in chart.lines] == list(sensitivity.scores.values())
+    assert chart.lines[1].y[0] is None
+    assert all(line.x == sensitivity.values for line in chart.lines)
+    assert chart.mark == (150.0, "this plan")
+
+
+def test_the_answer_is_a_sentence_with_three_numbers(report: Report) -> None:
+    alone = replace(report, phases=report.phases[1:])
+    assert answer(alone) == (
+        "Run decode with attention on 16 × H20 and experts on 8 × L40S: "
+        "1.41 times the tokens/s per unit of price of the best hybrid TP-EP"
+    )
+    assert [value for _, value in three_numbers(alone)] == ["90 ms", "2,400", "62.5"]
+    assert answer(report).endswith(": together they take 2.3 requests/s on 40 devices"), "2,160 / 941, not 2,400 / 219"
+    assert [value for _, value in three_numbers(report)] == ["400 ms", "90 ms", "12.6"], "2.295 x 219 / 40"
+
+
+def test_sources_have_an_age(report: Report) -> None:
+    cluster = replace(report.cluster, calibrated="2026-01-02")
+    machine = MachineFacts(name="my machine", num_cores=2, memory_bytes=2**30)
+    profile = Profile(
+        command="antiphon profile m", created="2026-01-31T10:00:00", machine=machine, model="m", dtype="bfloat16",
+        attention=(), experts=(),
+    )  # fmt: skip
+    now = datetime(2026, 2, 1, 12, tzinfo=UTC)
+    measured, calibration, *others = sources(replace(report, cluster=cluster, profile=profile), now)
+    assert measured == ("measured", "on my machine, 2026-01-31T10:00:00, 1 day old; antiphon profile m")
+    assert calibration == ("calibration of 2026-01-02, 30 days old", cluster.efficiency.source)
+    assert [name for name, _ in others] == ["cluster msi-hetero", "H20", "L40S"]
+    assert sources(replace(report, cluster=replace(cluster, calibrated="")), now)[0][0] == "calibration"
 
 
 def test_the_words_are_there(page: Page, report: Report) -> None:
@@ -181,6 +227,16 @@ def test_the_words_are_there(page: Page, report: Report) -> None:
             assert loser.reason in text
     assert "Disaggregate here: 1.41 times the best hybrid TP-EP in tokens/s per unit of price." in text
     assert "Do not disaggregate here: attention computes as long as experts do" in text
+    assert "End to end: prefill and decode" in text
     assert "16 × H20 attention, 8 × L40S experts" in text
     assert "10,000 candidates considered in 1.25 s" in text
     assert "420 µs ≥ 540 µs" in text
+    assert LAUNCH[0][1] in text
+    assert "# lost: <all>" in text
+    assert report.cluster.efficiency.source in text
+    assert "together 40 67.8 15.6 kW" in text
+
+
+def test_one_phase_says_that_it_is_one(report: Report) -> None:
+    assert "Decode only: prefill is not counted." in html_page(replace(report, phases=report.phases[1:]), LAUNCH)
+    assert "Prefill only: decode is not counted." in html_page(replace(report, phases=report.phases[:1]), LAUNCH)

@@ -31,6 +31,7 @@ def test_it_says_the_answer_and_why_the_others_lost(report: Report) -> None:
         for loser in contents.phase.rejected:
             assert loser.reason in text
     assert "attention 210 µs memory bandwidth 71%, compute 14%, scale-up network 10%, fixed cost 5%" in text
+    assert "End to end: prefill and decode, each with its own devices, sized for the same requests/s" in text
     assert "note: expert 7 is popular: it has two replicas" in text
 
 

@@ -5,11 +5,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
-from antiphon.report.training_page import training_page
+from antiphon.report.training_page import memory_chart, mfu_chart, step_chart, training_page
 from antiphon.report.training_summary import (
     LOSER_COLUMNS,
     facts,
@@ -133,7 +132,7 @@ def test_a_plan_that_says_little_still_has_a_report() -> None:
     assert "layers exchange nothing" in " ".join(text.split())
     assert memory_summary(bare) == ""
     assert dict(facts(bare))["step waits for"] == "unknown"
-    assert figures_of(training_page(bare)).keys() == {"train-step", "train-mfu"}
+    assert 'id="train-memory"' not in training_page(bare)
 
 
 def test_sizes_in_a_few_columns() -> None:
@@ -156,12 +155,6 @@ def element(page: str, name: str) -> Any:
     return json.loads(found.group(1))
 
 
-def figures_of(page: str) -> dict[str, Any]:
-    found = element(page, "figures")
-    assert isinstance(found, dict)
-    return found
-
-
 @pytest.fixture(scope="module")
 def page() -> str:
     return training_page(PLAN)
@@ -173,17 +166,15 @@ def test_the_plan_is_in_the_page(page: str) -> None:
     assert "default-src 'none'" in page
 
 
-def test_figures_are_the_plans_numbers(page: str) -> None:
-    figures = figures_of(page)
-    assert figures.keys() == {"train-step", "train-memory", "train-mfu"}
-    step, memory, mfu = (figures[f"train-{name}"]["data"] for name in ("step", "memory", "mfu"))
-    assert sum(trace["x"][0] for trace in step) == pytest.approx(PREDICTED.iteration_s)
-    assert {trace["name"]: trace["x"][0] for trace in memory}["free"] == pytest.approx(12.0)
-    assert sum(trace["x"][0] for trace in memory) == pytest.approx(72.0)
-    assert mfu[0]["y"] == ["plan: SP+EP", "TP+TP", "without overlap"]
-    assert mfu[0]["x"] == pytest.approx([32.0, 25.6, 29.0])
-    for drawing in figures.values():
-        go.Figure(data=drawing["data"], layout=drawing["layout"])
+def test_charts_are_the_plans_numbers(page: str) -> None:
+    for name in ("train-step", "train-memory", "train-mfu"):
+        assert page.count(f'id="{name}"') == 1
+    step, memory, mfu = (chart(PLAN).blocks for chart in (step_chart, memory_chart, mfu_chart))
+    assert sum(block.length for block in step) == pytest.approx(PREDICTED.iteration_s)
+    assert {block.group: block.length for block in memory}["free"] == pytest.approx(12.0)
+    assert sum(block.length for block in memory) == pytest.approx(72.0)
+    assert [block.row for block in mfu] == ["plan: SP+EP", "TP+TP", "without overlap"]
+    assert [block.length for block in mfu] == pytest.approx([32.0, 25.6, 29.0])
 
 
 def test_every_alternative_is_in_the_pages_table(page: str) -> None:

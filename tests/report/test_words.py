@@ -3,7 +3,7 @@
 import pytest
 
 from antiphon.report.contents import Report
-from antiphon.report.summary import given, placement_summary, subtitle, verdict
+from antiphon.report.summary import given, placement_summary, reasons, subtitle, verdict
 from antiphon.report.words import (
     degrees_text,
     gigabytes,
@@ -14,7 +14,7 @@ from antiphon.report.words import (
     short_degrees,
     time_unit,
 )
-from antiphon.specs.plan import Parallel
+from antiphon.specs.plan import Parallel, Rejected
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,16 @@ def test_times(seconds: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "unknown"), (12345.6, "12,346"), (99.96, "100"), (1.234, "1.23"), (0.0, "0")]
+    ("value", "text"),
+    [
+        (None, "unknown"),
+        (12345.6, "12,346"),
+        (99.96, "100"),
+        (1.234, "1.23"),
+        (0.0, "0"),
+        (8.07e-17, "0"),
+        (0.0000123, "0.0000123"),
+    ],
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
@@ -73,3 +82,15 @@ def test_sentences(report: Report) -> None:
     assert verdict(decode, "per-cost") == f"Disaggregate here: {gain}"
     assert placement_summary(decode.phase) == "8 experts on 8 workers, 1 to 2 each; 1 expert with replicas"
     assert num_devices(decode.phase) == 24
+
+
+def test_reasons_that_differ_in_numbers_alone_are_told_once() -> None:
+    losers = (
+        Rejected(layout="tp_pp", reason="1978 tokens/s, 100.0% of 1979"),
+        Rejected(layout="hybrid", reason="its weights do not fit"),
+        Rejected(layout="dp_ep", reason="1,649 tokens/s, 83% of 1979"),
+    )
+    assert reasons(losers) == [
+        ("TP + PP and DP + EP", "1978 tokens/s, 100.0% of 1979"),
+        ("hybrid TP-EP", "its weights do not fit"),
+    ]

@@ -125,6 +125,7 @@ H20 = '[[groups]]\ndevice = "H20"\nnum_nodes = 1\n'
         (H20 + H20, r"groups \['H20', 'H20'\] repeat a device"),
         (H20 + "[efficiency]\ngemm = 1.5", r"mine\.toml: efficiency: gemm is 1.5: it must be above 0 and at most 1"),
         (H20 + "[efficiency]\ngem = 0.5", r"efficiency: unknown key gem: did you mean gemm\?"),
+        ('calibrated = "soon"\n' + H20, "calibrated is 'soon': write a day, such as 2026-11-21"),
         ("oversubscription = 0.5\n" + H20, "oversubscription is 0.5: it must be at least 1"),
         ("scale_up_latency_s = -1\n" + H20, "scale_up_latency_s is -1.0: it must be at least 0"),
         ("oversubscriptoin = 1\n" + H20, r"unknown key oversubscriptoin: did you mean oversubscription\?"),
