@@ -71,14 +71,15 @@ class Network:
     """The network as the devices of one group of nodes see it. `domain`: devices that the scale-up link joins (by
     candidate, where they differ).
 
-    `collective_s`: fixed time of one collective beyond latency; `overlap`: fraction of hideable communication that
-    really is hidden.
+    `collective_s`: fixed time of one collective beyond latency; `exchange_s`: of one way of rows to their experts;
+    `overlap`: fraction of hideable communication that really is hidden.
     """
 
     scale_up: Link
     scale_out: Link
     domain: Number
     collective_s: Number = 0.0
+    exchange_s: Number = 0.0
     overlap: float = 1.0
 
     def link(self, span_devices: int) -> Link:
@@ -173,6 +174,7 @@ def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
         ),
         domain=group.scale_up_domain,
         collective_s=efficiency.collective_s,
+        exchange_s=efficiency.exchange_s,
         overlap=efficiency.overlap,
     )
 

@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.m2n import expected_distinct
+from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
@@ -107,6 +107,7 @@ class SearchLimits:
     """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `micro_batches`, `attention_dp`,
     `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `fused`: whether hybrid TP-EP overlaps
     its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
+    `per_node`: whether rows may travel once per node and be forwarded there.
     `max_batch_per_worker`: sequences of one attention worker and micro-batch at most. `extra_slots`: replicas of hot
     experts per worker that are tried where popularity is unequal. `pins`: what is fixed for every layout."""
 
@@ -119,6 +120,7 @@ class SearchLimits:
     pp: tuple[int, ...] = ()
     fused: bool = True
     sliced: bool = True
+    per_node: bool = True
     max_batch_per_worker: int | None = None
     extra_slots: tuple[int, ...] = (0, 1)
     pins: Pins = field(default_factory=Pins)
@@ -202,10 +204,19 @@ class Setting:
 
     @cached_property
     def distinct(self) -> FloatArray:
-        """Expected destinations of a row, by number of expert workers (index 0 is not used)."""
-        experts = self.model.router.num_experts
-        counts = np.maximum(np.arange(experts + 1), 1)
-        return np.asarray(expected_distinct(experts, self.model.router.top_k, counts))
+        """Expected destinations of a row, by number of expert workers, or of nodes that share the experts out (index 0
+        is not used)."""
+        router = self.model.router
+        counts = np.maximum(np.arange(router.num_experts + 1), 1)
+        return np.asarray(
+            expected_distinct(
+                router.num_experts,
+                router.top_k,
+                counts,
+                num_groups=router.num_groups,
+                top_k_groups=router.top_k_groups,
+            )
+        )
 
     def busiest(self, num_workers: int, slots: int) -> float:
         """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement."""

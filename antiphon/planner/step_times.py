@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from antiphon.cost.dispatch import Spread
 from antiphon.cost.hybrid import Degrees, layer_exchange
 from antiphon.cost.m2n import Side, m2n
 from antiphon.cost.network import Link
@@ -136,7 +137,7 @@ def _exchanges(setting: Setting, candidates: Candidates, group: Group) -> tuple[
     measured = _measured_exchange(setting, candidates, rows_at_fullest, there_bytes, back_bytes)
     if measured is not None:
         return measured
-    fixed_s = setting.cluster.efficiency.collective_s
+    fixed_s = setting.cluster.efficiency.exchange_s
     dispatch = m2n(
         attention, experts, rows_sent=rows, rows_received=rows_at_fullest, row_bytes=there_bytes, fixed_s=fixed_s
     )
@@ -191,16 +192,25 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> P
     )
     tokens_each = candidates.batch * candidates.attention_dp / candidates.expert_ep
     distinct = setting.distinct[candidates.expert_ep]
+    net = replace(setting.networks[group.attention_kind], domain=pieces)
+    together = net.ranks_per_domain(degrees.expert_ep, degrees.expert_tp)
+    spread = Spread(
+        num_ranks=degrees.expert_ep,
+        ranks_per_domain=together,
+        ranks_per_row=distinct,
+        domains_per_row=setting.distinct[np.ceil(candidates.expert_ep / np.asarray(together)).astype(np.int64)],
+    )
     fullest: Number = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
     return layer_exchange(
-        replace(setting.networks[group.attention_kind], domain=pieces),
+        net,
         degrees,
+        spread,
         rows=real(candidates.batch),
         row_bytes=model.hidden_size * row_bytes_of(precision),
-        sends_per_row=distinct,
         dispatch_row_bytes=model.hidden_size * precision.dispatch_bytes,
         combine_row_bytes=model.hidden_size * precision.combine_bytes,
         fused=setting.limits.fused,
         sliced=not group.whole_rows,
+        per_node=setting.limits.per_node,
         busiest=fullest / (tokens_each * distinct),
     )

@@ -213,7 +213,7 @@ def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray)
     experts = Side(num_workers=int(one.expert_ep[0]), tp=int(one.expert_tp[0]), link=links[1])
     there, back = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
     at_fullest = sizes_up_to(float(rows[-1]) * num_senders)
-    fixed_s = setting.cluster.efficiency.collective_s
+    fixed_s = setting.cluster.efficiency.exchange_s
     if setting.profile is not None and setting.profile.messages:
         times = setting.profile.messages[0].times
 

@@ -27,6 +27,15 @@ from antiphon.specs.catalog import shipped_file
 from antiphon.specs.device import DeviceSpec, device_from_table, device_to_json, load_device
 from antiphon.specs.strict_table import Positive, Table, read_table
 
+_NOT_NEGATIVE = (
+    "scale_up_half_bytes",
+    "scale_out_half_bytes",
+    "kernel_s",
+    "collective_s",
+    "exchange_s",
+    "layer_overhead_s",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencySpec:
@@ -37,7 +46,8 @@ class EfficiencySpec:
     prefill. `memory`: fraction of memory bandwidth when streaming weights or KV. `scale_up`, `scale_out`: fraction of
     link bandwidth of a large message. `scale_up_half_bytes`, `scale_out_half_bytes`: message size at which half of that
     is reached (Util(x) = x / (x + half)). `kernel_s`: fixed time of one kernel (launch, tail). `collective_s`: fixed
-    time of one collective or M2N exchange beyond the wire latency. `layer_overhead_s`: what a layer costs beside what
+    time of one collective beyond the wire latency; `exchange_s`: of one way of rows to their experts or back, which is
+    another kernel. `layer_overhead_s`: what a layer costs beside what
     is modelled (norms, router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights
     and KV (activations, workspace, runtime). `overlap`: fraction of hideable communication that really is hidden.
     `source`: how these were found.
@@ -47,21 +57,22 @@ class EfficiencySpec:
     attention: float = 0.5
     memory: float = 0.8
     scale_up: float = 0.75
-    scale_out: float = 0.8
+    scale_out: float = 0.92
     scale_up_half_bytes: float = 256e3
-    scale_out_half_bytes: float = 64e3
+    scale_out_half_bytes: float = 2e3
     kernel_s: float = 4e-6
     collective_s: float = 10e-6
+    exchange_s: float = 35e-6
     layer_overhead_s: float = 10e-6
     memory_reserve: float = 0.1
     overlap: float = 0.9
-    source: str = "default: typical of tuned GPU serving software, fitted to nothing"
+    source: str = "default: set by published tables of kernels and exchanges (docs/calibration.md), fitted to no system"
 
     def __post_init__(self) -> None:
         for name in ("gemm", "attention", "memory", "scale_up", "scale_out"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be above 0 and at most 1")
-        for name in ("scale_up_half_bytes", "scale_out_half_bytes", "kernel_s", "collective_s", "layer_overhead_s"):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be at least 0")
         for name in ("memory_reserve", "overlap"):
