@@ -92,11 +92,13 @@ def _overlapped(
     fused_s = (fused_combine_s if combine else fused_dispatch_s)(num_nodes, inter_s, intra_s)
     hidden = exchange.scale_out_s + gather.scale_up_s - fused_s
     hidden = network.overlap * np.where(np.asarray(num_nodes) > 1, np.maximum(hidden, 0.0), 0.0)
+    saved = np.asarray(num_nodes > 1) & (np.asarray(gather.total_s) > 0)
     from_up = np.asarray(gather.scale_up_s <= exchange.scale_out_s)
     return Parts(
         scale_up_s=together.scale_up_s - np.where(from_up, hidden, 0.0),
         scale_out_s=together.scale_out_s - np.where(from_up, 0.0, hidden),
-        fixed_s=together.fixed_s,
+        # one kernel in place of two
+        fixed_s=together.fixed_s - np.where(saved, np.minimum(exchange.fixed_s, gather.fixed_s), 0.0),
     )
 
 

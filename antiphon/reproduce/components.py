@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from antiphon.cost.attention import query_tile
 from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.dispatch import Spread, direct, once_per_node
 from antiphon.cost.network import Network, network
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
+from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.measured import Cell, Measured, MeasuredKind, measured
 
@@ -100,6 +102,40 @@ def _per_node(device: DeviceSpec, case: Case) -> Compared:
     )
 
 
+def _product(device: DeviceSpec, case: Case) -> Compared:
+    groups, m, n, k = (int(case.get(name, 1)) for name in ("groups", "m", "n", "k"))
+    parts = grouped_gemm(roof(device, EfficiencySpec(), "fp8"), groups * m, groups, k, n, 1.0, (k + 2 * n) / (k + n))
+    what = f"{m} x {n} x {k}" + (f", {groups} groups" if "groups" in case else "")
+    flops = 2.0 * groups * m * n * k
+    return Compared(what=what, theirs_s=flops / (float(case["tflops"]) * 1e12), ours_s=float(parts.total_s))
+
+
+def _absorbed(device: DeviceSpec, case: Case) -> Compared:
+    """DeepSeek-V3's cached row of 576, of which 512 are the value."""
+    sequences, queries, heads, context = (int(case[name]) for name in ("sequences", "queries", "heads", "context"))
+    roofs_ = roofs(device, EfficiencySpec())
+    width = query_tile(roofs_, queries * heads, shared=True) * (576 + 512)
+    moved = sequences * (context * 576 + queries * heads * (576 + 512)) * 2.0
+    parts = kernel(roofs_.attention, 2.0 * sequences * context * width, moved)
+    return Compared(
+        what=f"{queries} x {heads} query rows, context {context}",
+        theirs_s=float(case["time_ms"]) * 1e-3,
+        ours_s=float(parts.total_s),
+    )
+
+
+def _whole(device: DeviceSpec, case: Case) -> Compared:
+    sequences, tokens, heads, head_dim = (int(case[name]) for name in ("sequences", "tokens", "heads", "head_dim"))
+    pairs = tokens * ((tokens + 1) / 2 if case["causal"] == "yes" else tokens)
+    moved = 4 * sequences * tokens * heads * head_dim * 2.0
+    parts = kernel(roofs(device, EfficiencySpec()).attention, 4.0 * sequences * pairs * heads * head_dim, moved)
+    return Compared(
+        what=f"{heads} heads of {head_dim}" + (", causal" if case["causal"] == "yes" else ""),
+        theirs_s=float(case["time_ms"]) * 1e-3,
+        ours_s=float(parts.total_s),
+    )
+
+
 def _row_bytes(case: Case) -> float:
     return FP8_ROW if case["way"] == "dispatch" else BF16_ROW
 
@@ -107,6 +143,9 @@ def _row_bytes(case: Case) -> float:
 ANSWERS: dict[MeasuredKind, Callable[[DeviceSpec, Case], Compared]] = {
     "rows sent direct": _direct,
     "rows sent once per node": _per_node,
+    "products": _product,
+    "absorbed attention": _absorbed,
+    "whole attention": _whole,
 }
 
 INTRODUCTION = """# Calibration of the parts

@@ -19,7 +19,9 @@ from typing import Literal
 from antiphon.specs.catalog import DATA
 from antiphon.specs.strict_table import read_table
 
-MeasuredKind = Literal["rows sent direct", "rows sent once per node"]
+MeasuredKind = Literal[
+    "rows sent direct", "rows sent once per node", "products", "absorbed attention", "whole attention"
+]
 Cell = str | int | float
 
 
