@@ -12,6 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
 from antiphon.reproduce.claim import PAPERS, Claim, Row, predictions
+from antiphon.reproduce.components import calibration_page
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.run import reproduce as run_claims
 from antiphon.reproduce.run import select
@@ -27,10 +28,20 @@ def reproduce(
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write the page docs/reproduction.md.")
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="Write the page docs/calibration.md, nothing else."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """The papers' figures and tables, theirs beside ours. All rows without ID; rows that do not hold say why."""
     check_output_file("--markdown", markdown)
+    check_output_file("--calibration", calibration)
+    if calibration is not None:
+        if ids or paper or list_only or markdown is not None or json is not None:
+            raise UserError("--calibration writes a page of its own: leave out the other options and the ids")
+        write_page(calibration, calibration_page(), "--calibration")
+        return
     claims = select(ids or (), paper)
     if list_only:
         if markdown is not None:
@@ -47,7 +58,7 @@ def reproduce(
     show(f"{sum(row.holds for row in rows)} of {len(rows)} rows hold", json=json)
     emit_json(json, {"bench": "reproduce", **provenance(), "rows": [row.to_json() for row in rows]})
     if markdown is not None:
-        write_page(markdown, page(rows))
+        write_page(markdown, page(rows), "--markdown")
 
 
 def list_table(claims: Sequence[Claim]) -> RenderableType:
@@ -93,7 +104,7 @@ def _cells(row: Row) -> tuple[object, ...]:
     return (mark, row.id, row.what, *values, row.unit, tolerance_text(row), row.kind)
 
 
-def write_page(path: Path, text: str) -> None:
+def write_page(path: Path, text: str, option: str) -> None:
     """The page appears whole or not at all."""
-    with whole_file("--markdown", path) as partial:
+    with whole_file(option, path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ the KV cache, which then would be missing.
 import numpy as np
 
 from antiphon.cost.parts import Number, Parts, select
-from antiphon.cost.roofline import Roofs, gemm, kernel, row_bytes_of
+from antiphon.cost.roofline import LEAST_TILE_ROWS, Roofs, gemm, kernel, row_bytes_of
 from antiphon.cost.shapes import (
     STATE_BYTES,
     Matrix,
@@ -41,20 +41,23 @@ def attention_decode(
     tp: Number,
     precision: PrecisionSpec,
     *,
+    queries: int = 1,
     moe_layer: bool = True,
     with_shared: bool = True,
 ) -> Parts:
     """One layer, one new token for each of `batch` sequences that have `context` tokens (mean, the new one included).
 
-    `moe_layer`: with gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
+    `queries`: rows of each sequence that read its context together (the new token and proposed ones). `moe_layer`: with
+    gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
     attention = model.attention
     visible = visible_tokens(attention, context)
     read_bytes = batch * visible * attended_width(attention, tp) * precision.kv_bytes
-    scores = _scores(model, roofs, batch, batch * visible, read_bytes, tp, precision, absorbed=True)
-    scores = scores + indexing(model, roofs, batch, batch * context, batch * context, precision)
+    rows = batch * queries
+    scores = _scores(model, roofs, rows, rows * visible, read_bytes, tp, precision, absorbed=True, queries=queries)
+    scores = scores + indexing(model, roofs, rows, rows * context, batch * context, precision)
     return _mixed(
-        model, roofs, batch, batch, tp, precision, _projections(model, roofs, batch, tp, precision) + scores
-    ) + _rest(model, roofs, batch, tp, precision, moe_layer, with_shared)
+        model, roofs, rows, batch, tp, precision, _projections(model, roofs, rows, tp, precision) + scores
+    ) + _rest(model, roofs, rows, tp, precision, moe_layer, with_shared)
 
 
 def attention_prefill(
@@ -111,6 +114,15 @@ def output_head(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precis
 def elementwise(roofs: Roofs, num_elements: Number, precision: PrecisionSpec) -> Parts:
     """A kernel that reads and writes `num_elements` in all and computes next to nothing."""
     return kernel(roofs.gemm, 0.0, num_elements * row_bytes_of(precision))
+
+
+def query_tile(roofs: Roofs, num_rows: Number, *, shared: bool) -> Number:
+    """Query rows that a kernel computes for one key: where all of them share it (absorbed latent attention), they fill
+    tiles of 64."""
+    if not (shared and roofs.attention.num_processors):
+        return num_rows
+    filled: Number = LEAST_TILE_ROWS * np.ceil(np.asarray(num_rows) / LEAST_TILE_ROWS)
+    return filled
 
 
 def _apply(roofs: Roofs, matrix: Matrix, rows: Number, precision: PrecisionSpec) -> Parts:
@@ -176,15 +188,18 @@ def _scores(
     precision: PrecisionSpec,
     *,
     absorbed: bool,
+    queries: int = 1,
 ) -> Parts:
     """Rotation and the write to the cache, then scores and values over all (row, visible token) pairs."""
     attention = model.attention
     heads = local_heads(attention, tp)
+    shared = absorbed and attention.latent is not None
+    tile = query_tile(roofs, heads * queries, shared=shared) / queries
     width = score_width(attention, absorbed)
     written = rows * cached_width(attention, tp) * precision.kv_bytes
     rows_bytes = rows * heads * width * row_bytes_of(precision)
     rotated = kernel(roofs.gemm, 0.0, written + rows * heads * attention.head_dim * row_bytes_of(precision))
-    return rotated + kernel(roofs.attention, 2 * pairs * heads * width, read_bytes + rows_bytes)
+    return rotated + kernel(roofs.attention, 2 * pairs * tile * width, read_bytes + rows_bytes)
 
 
 def _rest(

@@ -2,7 +2,7 @@
 
 `layer_exchange` is the cost used by the planner, on the real two-level network, every byte counted:
 1. Attention: reduce-scatter over its TP group; each device then owns 1/tp of its group's rows.
-2. Dispatch: each device sends its rows to the EP ranks their experts are on (all-to-all, one device per rank), then
+2. Dispatch: each device sends its rows to the EP ranks their experts are on (`cost.dispatch`, a device per rank), then
    all-gather within the expert TP group. Combine mirrors it: reduce-scatter, all-to-all. At last the all-gather that
    completes step 1. d_DP =, > or < d_EP only change how rows are shared out, not the formula.
 3. Fused (section III-D): the all-to-all goes round by round, and the all-gather or reduce-scatter of the rows of one
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from antiphon.cost.dispatch import Spread, dispatch
 from antiphon.cost.network import Network
 from antiphon.cost.parts import Number, Parts
 
@@ -33,54 +34,57 @@ class Degrees:
 def layer_exchange(
     network: Network,
     degrees: Degrees,
+    spread: Spread,
     *,
     rows: Number,
     row_bytes: Number,
-    sends_per_row: Number,
     dispatch_row_bytes: Number | None = None,
     combine_row_bytes: Number | None = None,
     fused: bool = True,
     sliced: bool = True,
+    per_node: bool = True,
     busiest: Number = 1.0,
 ) -> Parts:
     """All communication of one MoE layer, as seen by the busiest device.
 
     `rows`: new tokens of one DP rank. `row_bytes`: hidden size * bytes, of rows between devices of a TP group; the
-    other two of rows between EP ranks (None: the same). `sends_per_row`: EP ranks a row goes to
-    (`m2n.expected_distinct`, or top_k for engines that send a copy per expert). `sliced` False: every device of an
-    attention TP group sends all its rows (no reduce-scatter; expert TP groups then need no all-gather).
-    `busiest`: rows of the busiest EP rank over the mean."""
+    other two of rows between EP ranks (None: the same). `spread`: where a row goes. `sliced` False: every device of an
+    attention TP group sends all its rows (no reduce-scatter; expert TP groups then need no all-gather). `per_node`:
+    rows may travel once per node. `busiest`: rows of the busiest EP rank over the mean."""
     sync = network.all_reduce(rows * row_bytes, degrees.attention_tp)
     there = row_bytes if dispatch_row_bytes is None else dispatch_row_bytes
     back = row_bytes if combine_row_bytes is None else combine_row_bytes
-    sent = rows * sends_per_row * busiest / (degrees.attention_tp if sliced else 1)
-    arrived = rows * degrees.attention_dp * sends_per_row * busiest / degrees.expert_ep
+    sent = rows * busiest / (degrees.attention_tp if sliced else 1)
+    arrived = rows * degrees.attention_dp * spread.ranks_per_row * busiest / degrees.expert_ep
+    to_experts = dispatch(network, spread, sent, there, per_node=per_node)
+    from_experts = dispatch(network, spread, sent, back, per_node=per_node)
     if not sliced:
-        exchange = _all_to_all(network, degrees, sent * there) + _all_to_all(network, degrees, sent * back)
-        return sync + exchange + network.all_reduce(arrived * row_bytes, degrees.expert_tp)
-    dispatch = _overlapped(network, degrees, sent * there, arrived * there, combine=False, fused=fused)
-    combine = _overlapped(network, degrees, sent * back, arrived * row_bytes, combine=True, fused=fused)
-    return sync + dispatch + combine
-
-
-def _all_to_all(network: Network, degrees: Degrees, size_bytes: Number) -> Parts:
-    together = network.ranks_per_domain(degrees.expert_ep, degrees.expert_tp)
-    return network.all_to_all(size_bytes, degrees.expert_ep, together)
+        return sync + to_experts + from_experts + network.all_reduce(arrived * row_bytes, degrees.expert_tp)
+    return (
+        sync
+        + _overlapped(network, degrees, spread, to_experts, arrived * there, combine=False, fused=fused)
+        + _overlapped(network, degrees, spread, from_experts, arrived * row_bytes, combine=True, fused=fused)
+    )
 
 
 def _overlapped(
-    network: Network, degrees: Degrees, sent_bytes: Number, arrived_bytes: Number, *, combine: bool, fused: bool
+    network: Network,
+    degrees: Degrees,
+    spread: Spread,
+    exchange: Parts,
+    arrived_bytes: Number,
+    *,
+    combine: bool,
+    fused: bool,
 ) -> Parts:
-    """All-to-all and the TP group's all-gather (reduce-scatter): one after the other, or fused where that is faster.
+    """The exchange and the TP group's all-gather (reduce-scatter): one after the other, or fused where that is faster.
 
     Fused, the inner collective is cut into rounds, each with its own latency and messages."""
-    exchange = _all_to_all(network, degrees, sent_bytes)
     gather = network.all_gather(arrived_bytes, degrees.expert_tp)
     together = exchange + gather
     if not fused:
         return together
-    ranks = network.ranks_per_domain(degrees.expert_ep, degrees.expert_tp)
-    num_nodes = np.ceil(degrees.expert_ep / np.asarray(ranks))
+    num_nodes = spread.num_domains
     num_sends = np.maximum(num_nodes - 1, 1)
     num_gathers = num_nodes if combine else num_sends
     inter_s = exchange.scale_out_s / num_sends
@@ -88,11 +92,13 @@ def _overlapped(
     fused_s = (fused_combine_s if combine else fused_dispatch_s)(num_nodes, inter_s, intra_s)
     hidden = exchange.scale_out_s + gather.scale_up_s - fused_s
     hidden = network.overlap * np.where(np.asarray(num_nodes) > 1, np.maximum(hidden, 0.0), 0.0)
+    saved = np.asarray(num_nodes > 1) & (np.asarray(gather.total_s) > 0)
     from_up = np.asarray(gather.scale_up_s <= exchange.scale_out_s)
     return Parts(
         scale_up_s=together.scale_up_s - np.where(from_up, hidden, 0.0),
         scale_out_s=together.scale_out_s - np.where(from_up, 0.0, hidden),
-        fixed_s=together.fixed_s,
+        # one kernel in place of two
+        fixed_s=together.fixed_s - np.where(saved, np.minimum(exchange.fixed_s, gather.fixed_s), 0.0),
     )
 
 

@@ -1,11 +1,11 @@
 """M2N: attention workers send rows to expert workers, and results come back. Time one way, and what is sent.
 
-1. A row goes to each expert worker that holds at least one of its top-k experts, once: the expected number of distinct
-   destinations is less than k as soon as a worker holds several experts.
+1. A row goes to each expert worker that holds at least one of its top-k experts, once (`cost.destinations`).
 2. Every device of a worker of `tp` devices sends (or receives) its share of a row; between workers of unequal tp the
    row is cut into max(tp_a, tp_e) pieces, so that the wider side sends one piece per device.
 3. One way takes as long as the slower side: the busiest sender's messages one after another on its link, or the
    busiest receiver's on its own (MegaScale-Infer eq. 6 in bytes; Util is of one message, not of the sum).
+4. No worker is sent an empty message: there are at most as many as rows.
 
 Rejected: eq. 6 to the letter. It counts elements, and applies Util to all of a device's bytes as if they were one
 message.
@@ -26,35 +26,6 @@ class Side:
     num_workers: Number
     tp: Number
     link: Link
-
-
-def probability_of_none(num_experts: Number, top_k: Number, num_held: Number) -> Number:
-    """C(E - held, k) / C(E, k): that none of a row's k experts is among `num_held` of E, all choices equally likely.
-
-    `num_held` need not be whole: an expert with two equal replicas counts half on each."""
-    experts, chosen, held = np.broadcast_arrays(
-        *(np.asarray(value, dtype=np.float64) for value in (num_experts, top_k, num_held))
-    )
-    missed = np.ones(experts.shape)
-    for draw in range(int(np.max(chosen, initial=0))):
-        left = np.maximum(experts - draw, 1.0)
-        missed = np.where(draw < chosen, missed * np.clip((left - held) / left, 0.0, 1.0), missed)
-    result: Number = missed if missed.ndim else float(missed)
-    return result
-
-
-def expected_distinct(num_experts: Number, top_k: Number, num_workers: Number) -> Number:
-    """Expected number of expert workers that a row must be sent to, experts spread as evenly as they divide.
-
-    N (1 - C(E - E/N, k) / C(E, k)) where N divides E; else E mod N workers hold one expert more. With replicas, E is
-    still the number of experts: each worker serves E / N of them."""
-    workers = np.asarray(num_workers, dtype=np.float64)
-    held = np.floor(num_experts / workers)
-    num_larger = num_experts - held * workers
-    larger = num_larger * (1 - np.asarray(probability_of_none(num_experts, top_k, held + 1)))
-    smaller = (workers - num_larger) * (1 - np.asarray(probability_of_none(num_experts, top_k, held)))
-    result: Number = larger + smaller
-    return result
 
 
 def message_bytes(rows_per_pair: Number, row_bytes: Number, sending_tp: Number, receiving_tp: Number) -> Number:
@@ -84,6 +55,6 @@ def m2n(
 
 
 def _side_s(side: Side, num_peers: Number, rows: Number, row_bytes: Number, pieces: Number) -> Number:
-    """One device's messages with all workers of the other side: ceil(pieces / tp) for each of them."""
-    num_messages = num_peers * np.ceil(pieces / np.asarray(side.tp))
-    return side.link.send_s(rows * row_bytes / side.tp / num_messages, num_messages)
+    """One device's messages with the workers of the other side: ceil(pieces / tp) for each that has a row."""
+    num_messages = np.minimum(num_peers, rows) * np.ceil(pieces / np.asarray(side.tp))
+    return side.link.send_s(rows * row_bytes / side.tp / np.maximum(num_messages, 1e-12), num_messages)

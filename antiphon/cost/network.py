@@ -8,7 +8,8 @@ them in one scale-up domain.
 2. Across domains the ranks of equal place form rings, of `size / ranks_per_domain`: reduce-scatter inside, then across;
    all-gather across, then inside; all-reduce both. Dependent rounds pay the link's latency each.
 3. All-to-all sends each pair its block directly, all at once; the two levels are different wires, the longer counts.
-4. Where `ranks_per_domain` does not divide `degree`, a flat ring runs over all, each round as slow as its slowest link.
+4. Where `ranks_per_domain` does not divide `degree`, or the library knows no levels (`flat_rings`), one ring runs over
+   all, each round as slow as its slowest link.
 5. A message of x bytes reaches the fraction x / (x + half) of the bandwidth: each message costs `half` bytes more.
 
 Rejected: the proportionalities of MixServe's eq. 1-3 as costs. They leave out latency and divide by the degree twice in
@@ -71,15 +72,17 @@ class Network:
     """The network as the devices of one group of nodes see it. `domain`: devices that the scale-up link joins (by
     candidate, where they differ).
 
-    `collective_s`: fixed time of one collective beyond latency; `overlap`: fraction of hideable communication that
-    really is hidden.
+    `collective_s`: fixed time of one collective beyond latency; `exchange_s`: of one way of rows to their experts;
+    `overlap`: fraction of hideable communication that really is hidden; `flat_rings`: see above.
     """
 
     scale_up: Link
     scale_out: Link
     domain: Number
     collective_s: Number = 0.0
+    exchange_s: Number = 0.0
     overlap: float = 1.0
+    flat_rings: bool = False
 
     def link(self, span_devices: int) -> Link:
         """The link that joins `span_devices` neighbouring devices: scale-up if they fit in one domain (of one size)."""
@@ -117,6 +120,8 @@ class Network:
         else:
             num_passes = 2 if name == "all_reduce" else 1
             even = np.asarray(degree) % np.asarray(together) == 0
+            if self.flat_rings:
+                even = np.asarray(degree) <= together
             sent = select(
                 even,
                 num_passes * self._two_level_pass(size_bytes, degree, together),
@@ -173,7 +178,9 @@ def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
         ),
         domain=group.scale_up_domain,
         collective_s=efficiency.collective_s,
+        exchange_s=efficiency.exchange_s,
         overlap=efficiency.overlap,
+        flat_rings=efficiency.flat_rings,
     )
 
 

@@ -1,14 +1,19 @@
-"""The roofline: a kernel takes as long as its arithmetic or its memory traffic, whichever is longer, plus its launch.
+"""How long a kernel takes: arithmetic and memory traffic beside each other, and what starts and ends it.
 
-    T = max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) + num_kernels * kernel_s
+    T = sqrt(arithmetic^2 + traffic^2) + num_kernels * kernel_s
+    arithmetic = flops / (peak * sustained * efficiency) + waves * tile_s,    traffic = bytes / (bandwidth * efficiency)
 
-Efficiencies are the cluster's one calibration (`EfficiencySpec`), the same for every model and layout. A matrix product
-of rows [rows, inner] and a weight [inner, outputs] has 2 * rows * inner * outputs FLOPs; weights are read once, rows
-are read and written once. With few rows the weights' bytes dominate: that is what batching cures. Of a grouped product
-only the touched experts' weights are read.
+1. The two hide each other only where one is much longer; as long as each other, they take 1.4 times as long as one.
+2. A product of rows [rows, inner] and a weight [inner, outputs] has 2 * rows * inner * outputs FLOPs. Its outputs are
+   cut into tiles of 128 x 128, which the device's processors take in waves: each wave costs `tile_s` to begin and end,
+   and a quarter of one is lost at the end. A small `inner` or few outputs make a product inefficient that way.
+3. Weights are read once, rows read and written once. With few rows the weights' bytes dominate: batching cures that.
+   Of a grouped product only the touched experts' weights are read, and each expert's rows fill tiles of 64 at least.
+4. Efficiencies are the cluster's one calibration (`EfficiencySpec`), the same for every model and layout.
 
-Rejected: an efficiency by shape fitted to single results. It explains what was fitted and predicts nothing; where
-shapes matter, a measured profile (`cost.profile`) takes the roofline's place.
+`docs/calibration.md` holds this against published tables of products and attention. Rejected: an efficiency for each
+table's shapes. It explains what was measured and says nothing about the shape between; where a machine was measured
+(`cost.profile`), that takes the formula's place.
 """
 
 from dataclasses import dataclass
@@ -21,14 +26,21 @@ from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import ComputeDtype, DeviceSpec
 from antiphon.specs.precision import PrecisionSpec
 
+TILE = 128
+LEAST_TILE_ROWS = 64
+LOST_OF_LAST_WAVE = 0.25
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
-    """What one device really reaches: arithmetic, memory bandwidth, and the fixed time of a kernel."""
+    """What one device really reaches: arithmetic, memory bandwidth, the fixed time of a kernel and of a wave of tiles.
+    `num_processors`: tiles at a time; 0: products are not cut into tiles."""
 
     flops_per_s: Number
     bytes_per_s: Number
     kernel_s: Number = 0.0
+    tile_s: Number = 0.0
+    num_processors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +62,11 @@ def roof(
     """The roof of one device for one kind of kernel. `UserError` if it cannot compute in `compute`."""
     fraction = efficiency.gemm if kind == "gemm" else efficiency.attention
     return Roof(
-        flops_per_s=device.peak_flops_per_s(compute) * fraction,
+        flops_per_s=device.peak_flops_per_s(compute) * device.sustained * fraction,
         bytes_per_s=device.memory_bytes_per_s * efficiency.memory,
         kernel_s=efficiency.kernel_s,
+        tile_s=efficiency.tile_s,
+        num_processors=device.num_processors or 0,
     )
 
 
@@ -66,16 +80,22 @@ def roofs(device: DeviceSpec, efficiency: EfficiencySpec, compute: ComputeDtype 
     )
 
 
-def kernel(roof: Roof, flops: Number, moved_bytes: Number, num_kernels: Number = 1) -> Parts:
-    """Time of `num_kernels` kernels that do `flops` and move `moved_bytes` together. With neither, none is run."""
+def kernel(roof: Roof, flops: Number, moved_bytes: Number, num_kernels: Number = 1, num_outputs: Number = 0.0) -> Parts:
+    """Time of `num_kernels` kernels that do `flops` and move `moved_bytes` together. With neither, none is run.
+    `num_outputs`: elements of a product's result, which are made in tiles; 0: no product."""
     compute_s = np.asarray(flops / roof.flops_per_s, dtype=np.float64)
+    if roof.num_processors:
+        waves = np.asarray(num_outputs) / (TILE * TILE * roof.num_processors)
+        lost = LOST_OF_LAST_WAVE * np.minimum(waves, 1.0)
+        share_lost = lost / np.maximum(waves, 1e-12)
+        compute_s = np.where(waves > 0, compute_s * (1 + share_lost) + (waves + lost) * roof.tile_s, compute_s)
     memory_s = np.asarray(moved_bytes / roof.bytes_per_s, dtype=np.float64)
     by_compute = compute_s >= memory_s
-    runs = (compute_s > 0) | (memory_s > 0)
+    both_s = np.hypot(compute_s, memory_s)
     return Parts(
-        compute_s=np.where(by_compute, compute_s, 0.0),
-        memory_s=np.where(by_compute, 0.0, memory_s),
-        fixed_s=np.where(runs, num_kernels * roof.kernel_s, 0.0),
+        compute_s=np.where(by_compute, both_s, 0.0),
+        memory_s=np.where(by_compute, 0.0, both_s),
+        fixed_s=np.where(both_s > 0, num_kernels * roof.kernel_s, 0.0),
     )
 
 
@@ -103,6 +123,8 @@ def grouped_gemm(
     row_bytes: Number,
 ) -> Parts:
     """`rows` over all experts together, of whose weights `num_touched` are read. One kernel."""
-    flops = 2 * rows * inner * outputs
+    some = np.asarray(rows) > 0
+    computed = np.where(some, np.maximum(rows, LEAST_TILE_ROWS * num_touched), 0.0) if roof.num_processors else rows
     moved = num_touched * inner * outputs * weight_bytes + rows * (inner + outputs) * row_bytes
-    return kernel(roof, flops, np.where(np.asarray(rows) > 0, moved, 0.0))
+    flops, num_outputs = 2 * computed * inner * outputs, computed * outputs
+    return kernel(roof, flops, np.where(some, moved, 0.0), num_outputs=num_outputs)

@@ -7,7 +7,8 @@ fraction of expert i's rows that worker j serves.
 
 1. Spare slots become copies, one by one, of the expert with the largest cost per copy.
 2. Copies are placed in falling order of cost on the least loaded worker that has a slot and not yet that expert.
-3. The best of this, of the same without copies, and of the contiguous split is taken, so it never loses to the latter.
+3. Where slots allow it, experts are also laid end to end and cut into equal parts, one for each worker: an even load.
+4. The best of these, of step 2 without copies, and of the contiguous split is taken, so it never loses to the latter.
 
 Without copies and with enough slots step 2 is longest-processing-time-first: at most 4/3 - 1/(3 N) of the optimum.
 Rejected: an integer program. It is exact, and too slow to be solved while serving.
@@ -51,6 +52,19 @@ def contiguous(num_experts: int, num_workers: int) -> FloatArray:
     return fractions
 
 
+def cut_evenly(costs: FloatArray, num_workers: int) -> FloatArray:
+    """Fractions [experts, workers] of experts laid end to end by cost and cut into equal parts. Costs are not all 0."""
+    ends = np.cumsum(costs) / costs.sum() * num_workers
+    starts = np.concatenate([[0.0], ends[:-1]])
+    workers = np.arange(num_workers)
+    overlaps = np.minimum(ends[:, None], workers + 1) - np.maximum(starts[:, None], workers)
+    overlaps = np.where(overlaps > 1e-9, overlaps, 0.0)
+    nothing = overlaps.sum(axis=1) == 0  # an expert without cost lies where it is
+    overlaps[nothing, np.minimum(starts[nothing].astype(np.int64), num_workers - 1)] = 1.0
+    fractions: FloatArray = overlaps / overlaps.sum(axis=1, keepdims=True)
+    return fractions
+
+
 def balance(
     loads: Sequence[float] | FloatArray, num_workers: int, slots_per_worker: int | None = None, *, floor: float = 0.0
 ) -> FloatArray:
@@ -70,6 +84,9 @@ def balance(
     choices = [_greedy(costs, copies, num_workers, slots) for copies in _copy_counts(costs, num_workers, slots)]
     if num_workers <= costs.size:
         choices.append(contiguous(costs.size, num_workers))
+    if costs.sum() > 0:
+        even = cut_evenly(costs, num_workers)
+        choices += [even] if int((even > 0).sum(axis=0).max()) <= slots else []
     return min(choices, key=lambda fractions: (float(worker_costs(fractions, costs).max()), int((fractions > 0).sum())))
 
 

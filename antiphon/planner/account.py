@@ -30,7 +30,8 @@ def account(setting: Setting, one: Candidates, num_instances: int) -> dict[str, 
     """Resource-seconds per token by item of `ITEMS`; they add up to 1 / score."""
     weights, parts = resource_weights(setting), step_parts_of(setting, one)
     outcome = outcome_at(setting, one, np.array([num_instances]))
-    step_s, tokens = float(outcome.step_s[0]), float(one.instance_batch[0])
+    step_s = float(outcome.step_s[0])
+    tokens = float(outcome.capacity[0]) * step_s
     attention_weight = weights[int(one.attention_kind[0])] * int(one.attention_devices[0])
     expert_weight = weights[int(one.expert_kind[0])] * int(one.expert_devices[0])
     apart = one.layout_of(0) == "disaggregated"
@@ -42,7 +43,9 @@ def account(setting: Setting, one: Candidates, num_instances: int) -> dict[str, 
     _book(times, "attention", parts.attention.moe_layer.at(0), layers * attention_weight)
     _book(times, "experts", parts.experts.at(0), layers * (expert_weight if apart else attention_weight))
     if not apart:
-        _book(times, "communication", parts.dispatch.at(0), layers * attention_weight)
+        exchange = parts.dispatch.at(0)
+        shown = float(np.asarray(parts.exposed_s).reshape(-1)[0]) / max(float(exchange.total_s), 1e-30)
+        _book(times, "communication", exchange * shown, layers * attention_weight)
         times["communication"] += m * float(parts.hop.at(0).total_s) * attention_weight
     dense_s = num_dense * share * float(parts.attention.dense_layer.at(0).total_s)
     head_s = float(parts.attention.head.at(0).total_s)

@@ -97,7 +97,7 @@ def _cache_limit(setting: Setting, candidates: Candidates) -> FloatArray:
     if setting.phase == "decode":
         return sequences_that_fit(setting, candidates, lengths.held_tokens) // m
     fitting = sequences_that_fit(setting, candidates, lengths.tail_prompt)
-    return np.where(fitting >= m, np.floor(fitting * lengths.tail_prompt / m), 0.0)
+    return np.where(fitting >= m, np.floor(fitting * setting.new_tokens(lengths.tail_prompt) / m), 0.0)
 
 
 def activation_limit(setting: Setting, candidates: Candidates) -> FloatArray:
@@ -105,10 +105,11 @@ def activation_limit(setting: Setting, candidates: Candidates) -> FloatArray:
     model, precision = setting.model, setting.precision
     of_attention = attention_activation_bytes(model, 1.0, real(candidates.attention_tp), precision)
     share = setting.busiest_each(candidates.expert_ep, candidates.slots)
+    per_sequence = setting.workload.rows_per_step if setting.phase == "decode" else 1
     pairs_per_row = candidates.attention_dp * model.router.top_k * share
     of_experts = expert_activation_bytes(model, pairs_per_row, real(candidates.expert_tp), precision)
     apart = candidates.is_disaggregated
     reserve = _reserve(setting, candidates.attention_kind)
     together = reserve / (of_attention + of_experts)
     beside = np.minimum(reserve / of_attention, _reserve(setting, candidates.expert_kind) / of_experts)
-    return np.asarray(np.where(apart, beside, together))
+    return np.asarray(np.where(apart, beside, together) / per_sequence)

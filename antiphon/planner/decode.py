@@ -34,10 +34,11 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
     """What the candidates do at their own batch."""
     times = step_times(setting, candidates)
     in_flight = candidates.instance_batch.astype(np.float64)
-    capacity = in_flight / times.step_s
+    tpot_s = times.step_s / setting.workload.tokens_per_step
+    capacity = in_flight / tpot_s
     workload, lengths = setting.workload, setting.lengths
     target_s = workload.slo.tpot_s
-    too_slow = times.step_s > (np.inf if target_s is None else target_s)
+    too_slow = tpot_s > (np.inf if target_s is None else target_s)
     if workload.max_batch is not None:  # of the whole system
         instances = np.clip(workload.max_batch // candidates.instance_batch, 1, instances)
     if workload.requests_per_s is None:
@@ -46,7 +47,7 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         tokens_per_s = capacity * used
     else:
         tokens = workload.requests_per_s * lengths.output
-        each = _mean_in_flight(in_flight, lengths.tail_z) / times.step_s
+        each = _mean_in_flight(in_flight, lengths.tail_z) / tpot_s
         used = np.clip(np.ceil(tokens / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
         too_few = used > instances
         used = np.minimum(used, instances)
@@ -59,7 +60,7 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         t_a_s=times.t_a_s,
         t_e_s=times.t_e_s,
         t_c_s=times.t_c_s,
-        tpot_s=times.step_s.copy(),
+        tpot_s=tpot_s,
         ttft_s=nothing,
         queueing_s=nothing.copy(),
         capacity=capacity,
@@ -80,6 +81,7 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
     target_s = setting.workload.slo.tpot_s
     if target_s is None:
         return limits.copy()
+    target_s = target_s * setting.workload.tokens_per_step  # of a step
     result = np.zeros(len(candidates), dtype=np.int64)
     at_limit_s = step_times(setting, candidates.with_batch(limits)).step_s
     result[at_limit_s <= target_s] = limits[at_limit_s <= target_s]

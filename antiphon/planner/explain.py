@@ -106,6 +106,8 @@ def why_slower(
     head = f"{mine:.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:.4g}"
     if mine >= best * (1 - 1e-6) and pairs is not None:
         return f"{head} by itself; {_why_not_paired(setting, table.candidates.layout_of(loser), pairs)}"
+    if mine > best * (1 + 1e-6):
+        return f"{head}: a tie within what the model can tell apart; {table.candidates.layout_of(winner)} is simpler"
     if mine >= best * (1 - 1e-6):
         return f"{head}: equal, and chosen against for its longer step or its more devices"
     per_token = f"{_small(accounts[0][item])} {small} a token against {_small(accounts[1][item])}"

@@ -18,6 +18,7 @@ from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
 from antiphon.placement.balance import balance, placement_of
 from antiphon.planner import decode, prefill
+from antiphon.planner.bands import band
 from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates, IntArray, candidates_of, real
 from antiphon.planner.degrees import piece_of
@@ -45,6 +46,7 @@ def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instance
         num_instances=instances,
         micro_batches=int(one.micro_batches[0]),
         batch=int(one.instance_batch[0]),
+        two_batches=bool(np.any(step_parts_of(setting, one).in_halves)),
         devices=devices_of(setting, one, instances),
         placement=placement_of(fractions),
         predicted=predicted_of(setting, one, instances),
@@ -123,6 +125,7 @@ def predicted_of(setting: Setting, one: Candidates, num_instances: int) -> Predi
         tokens_per_s=tokens_per_s,
         per_gpu=tokens_per_s / sum(use.num_devices for use in uses),
         per_cost=_known(tokens_per_s / cost),
+        band=band(setting, one),
         per_power=tokens_per_s / sum(use.num_devices * devices[use.device].power_w for use in uses),
         t_a_s=float(outcome.t_a_s[0]),
         t_e_s=float(outcome.t_e_s[0]),

@@ -44,12 +44,12 @@ def prefill_outcome(setting: Setting, candidates: Candidates, limits: IntArray, 
         better = _is_better(tried, best.take(open_index))
         best.put(open_index[better], tried.take(better))
         # passes that hold the whole prompt and are too late stay too late when they get longer
-        open_index = open_index[(tried.why_not != TTFT) | (tokens < setting.lengths.tail_prompt)]
+        open_index = open_index[(tried.why_not != TTFT) | (tokens < setting.new_tokens(setting.lengths.tail_prompt))]
     return best
 
 
 def _tokens(setting: Setting, limits: IntArray, num_prompts: float) -> IntArray:
-    return np.minimum(limits, math.ceil(num_prompts * setting.lengths.prompt))
+    return np.minimum(limits, math.ceil(num_prompts * setting.new_tokens(setting.lengths.prompt)))
 
 
 def _is_better(tried: Outcome, best: Outcome) -> BoolArray:
@@ -64,8 +64,8 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
     """What the candidates do at their own batch."""
     times, lengths, workload = step_times(setting, candidates), setting.lengths, setting.workload
     tokens = candidates.instance_batch.astype(np.float64)
-    capacity = tokens / times.step_s
-    passes = np.maximum(lengths.tail_prompt / candidates.batch, 1.0)
+    capacity = tokens / times.step_s / (1 - workload.prefix_hit)  # cached tokens of prompts count as done
+    passes = np.maximum(setting.new_tokens(lengths.tail_prompt) / candidates.batch, 1.0)
     service_s = passes * times.step_s + transfer_s(setting, candidates)
     rho = most_utilization(setting, times, capacity, service_s)
     rate = workload.requests_per_s

@@ -1,7 +1,8 @@
 """`make_plan`: from model, cluster and workload to a plan, with every layout that lost and why.
 
 1. By phase: the space (devices, then memory), all candidates' numbers at once, the best by objective.
-2. Both phases: numbers of prefill and decode instances that keep each other busy (`planner.rate_match`).
+2. One phase: the simplest layout that the model cannot tell from the best (`planner.bands`). Both phases: numbers of
+   prefill and decode instances that keep each other busy (`planner.rate_match`).
 3. The best candidate of every other layout is explained against the winner (`planner.explain`).
 4. Nothing feasible: `NoPlan` with the nearest promise, rate or size.
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from antiphon.base.errors import UserError
 from antiphon.cost.profile import Profile
+from antiphon.planner.bands import simplest_of_ties
 from antiphon.planner.decode import decode_outcome
 from antiphon.planner.explain import rejected_layouts
 from antiphon.planner.no_plan import NoPlan, no_plan
@@ -73,8 +75,8 @@ def make_plan(
         limits=limits,
     )
     tables = {name: evaluate_phase(setting, layouts, on_progress) for name, setting in settings.items()}
-    chosen = _choose(settings, tables)
-    plans = {name: _explained(settings[name], tables[name], chosen, name, layouts) for name in settings}
+    chosen, ties = _choose(settings, tables)
+    plans = {name: _explained(settings[name], tables[name], chosen, ties, name, layouts) for name in settings}
     plan = Plan(
         model=model_name,
         cluster=cluster.name,
@@ -159,22 +161,26 @@ def table_of(setting: Setting, space: Space) -> CandidateTable:
 
 def _choose(
     settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]
-) -> Match | dict[PhaseName, int]:
+) -> tuple[Match | dict[PhaseName, int], dict[PhaseName, str]]:
+    """What is recommended, and what is to be said of ties: one phase alone takes the simplest of them."""
     best: dict[PhaseName, int] = {}
     for name, table in tables.items():
         index = table.best(settings[name].objective)
         if index is None:
             raise no_plan(settings[name], table)
         best[name] = index
-    if len(tables) == 1:
-        return best
-    return rate_match(settings, tables)
+    if len(tables) > 1:
+        return rate_match(settings, tables), {}
+    ((name, index),) = best.items()
+    simplest, said = simplest_of_ties(settings[name], tables[name], index)
+    return {name: simplest}, {name: said} if said else {}
 
 
 def _explained(
     setting: Setting,
     table: CandidateTable,
     chosen: Match | dict[PhaseName, int],
+    ties: dict[PhaseName, str],
     name: PhaseName,
     layouts: tuple[Layout, ...],
 ) -> PhasePlan:
@@ -185,7 +191,8 @@ def _explained(
         index, instances, notes, pairs = chosen[name], None, (), None
     plan = phase_plan(setting, table, index, instances)
     rejected = rejected_layouts(setting, table, index, layouts, pairs)
-    return replace(plan, rejected=rejected, notes=(*notes, *_notes_of(setting, plan)))
+    tie = [ties[name]] if name in ties else []
+    return replace(plan, rejected=rejected, notes=(*notes, *tie, *_notes_of(setting, plan)))
 
 
 def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:

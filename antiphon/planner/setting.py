@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.m2n import expected_distinct
+from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
@@ -107,8 +107,11 @@ class SearchLimits:
     """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `micro_batches`, `attention_dp`,
     `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `fused`: whether hybrid TP-EP overlaps
     its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
-    `max_batch_per_worker`: sequences of one attention worker and micro-batch at most. `extra_slots`: replicas of hot
-    experts per worker that are tried where popularity is unequal. `pins`: what is fixed for every layout."""
+    `overlapped`: whether colocated layouts may hide an exchange behind arithmetic. `per_node`: whether rows may travel
+    once per node and be forwarded there. `whole_prompts`: passes of prefill take prompts as they come, though no rate
+    and no promise say so (see `Setting.takes_whole_prompts`). `max_batch_per_worker`: sequences of one attention worker
+    and micro-batch at most. `extra_slots`: replicas of experts per worker that are tried. `pins`: what is fixed for
+    every layout."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -119,6 +122,9 @@ class SearchLimits:
     pp: tuple[int, ...] = ()
     fused: bool = True
     sliced: bool = True
+    overlapped: bool = True
+    per_node: bool = True
+    whole_prompts: bool = False
     max_batch_per_worker: int | None = None
     extra_slots: tuple[int, ...] = (0, 1)
     pins: Pins = field(default_factory=Pins)
@@ -161,6 +167,11 @@ class Setting:
                 f"workload {self.workload.name}: expert_loads has {len(loads)} shares, the model "
                 f"{self.model.router.num_experts} experts: give one per expert"
             )
+        if self.profile is not None and (self.workload.draft_tokens or self.workload.prefix_hit):
+            raise UserError(
+                f"workload {self.workload.name} has draft_tokens or prefix_hit, which no profile measures: leave out "
+                "--profile"
+            )
         unpriced = [group.device.name for group in self.cluster.groups if group.device.price is None]
         if self.objective == "per-cost" and unpriced:
             raise UserError(f"nobody states a price of {', '.join(unpriced)}: give one (--price {unpriced[0]}=...)")
@@ -172,6 +183,17 @@ class Setting:
     @cached_property
     def lengths(self) -> LengthFacts:
         return length_facts(self.workload)
+
+    def new_tokens(self, prompt: float) -> float:
+        """Tokens of a prompt that are not in the prefix cache."""
+        return prompt * (1 - self.workload.prefix_hit)
+
+    @property
+    def takes_whole_prompts(self) -> bool:
+        """Whether a pass of prefill takes the prompts that are there, and workers with shorter ones wait. With a queue
+        that never ends (no rate, no promise) chunks fill every worker's pass."""
+        online = self.workload.requests_per_s is not None or self.workload.slo.ttft_s is not None
+        return online or self.limits.whole_prompts
 
     @cached_property
     def roofs(self) -> tuple[Roofs, ...]:
@@ -202,14 +224,25 @@ class Setting:
 
     @cached_property
     def distinct(self) -> FloatArray:
-        """Expected destinations of a row, by number of expert workers (index 0 is not used)."""
-        experts = self.model.router.num_experts
-        counts = np.maximum(np.arange(experts + 1), 1)
-        return np.asarray(expected_distinct(experts, self.model.router.top_k, counts))
+        """Expected destinations of a row, by number of expert workers, or of nodes that share the experts out (index 0
+        is not used)."""
+        router = self.model.router
+        counts = np.maximum(np.arange(router.num_experts + 1), 1)
+        return np.asarray(
+            expected_distinct(
+                router.num_experts,
+                router.top_k,
+                counts,
+                num_groups=router.num_groups,
+                top_k_groups=router.top_k_groups,
+            )
+        )
 
     def busiest(self, num_workers: int, slots: int) -> float:
-        """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement."""
-        return _placed(self.shares, num_workers, slots)[0]
+        """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement; a
+        slot may stay empty."""
+        least = -(-len(self.shares) // num_workers)
+        return min(_placed(self.shares, num_workers, used)[0] for used in range(least, slots + 1))
 
     def slots_used(self, num_workers: int, slots: int) -> int:
         """Experts that the fullest worker really holds under that placement: copies may leave slots empty."""
@@ -227,12 +260,15 @@ class Setting:
 
     def busiest_each(self, num_workers: IntArray, slots: IntArray) -> FloatArray:
         """`busiest` by candidate."""
-        if not self.is_skewed:
-            experts = self.model.router.num_experts
-            return np.asarray(np.ceil(experts / num_workers) / experts)
-        pairs, where = np.unique(np.stack([num_workers, slots]), axis=1, return_inverse=True)
-        values = np.array([self.busiest(int(workers), int(held)) for workers, held in pairs.T])
-        return values[where.reshape(-1)].reshape(num_workers.shape)
+        experts = self.model.router.num_experts
+        shares = np.asarray(np.ceil(experts / num_workers) / experts)
+        # equal popularity: only copies of experts can level out what does not divide
+        placed = (num_workers * slots > experts) & (experts % num_workers > 0) | self.is_skewed
+        if placed.any():
+            pairs, where = np.unique(np.stack([num_workers[placed], slots[placed]]), axis=1, return_inverse=True)
+            values = np.array([self.busiest(int(workers), int(held)) for workers, held in pairs.T])
+            shares[placed] = values[where.reshape(-1)]
+        return shares
 
 
 @functools.lru_cache(maxsize=10_000)

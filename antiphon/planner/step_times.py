@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from antiphon.cost.dispatch import Spread
 from antiphon.cost.hybrid import Degrees, layer_exchange
 from antiphon.cost.m2n import Side, m2n
 from antiphon.cost.network import Link
@@ -23,6 +24,7 @@ from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.ping_pong import layer_time
 from antiphon.cost.profile import profiled_messages
 from antiphon.cost.roofline import row_bytes_of
+from antiphon.cost.schedules import beside_dispatch_s, two_batches_s
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.instance_packing import widest_domain
@@ -31,15 +33,19 @@ from antiphon.planner.worker_times import (
     AttentionTimes,
     attention_times,
     expert_times,
+    rows_each,
     rows_of_fullest,
     rows_received,
+    shared_expert_s,
+    slowest_rows,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
     """What a step is made of, per layer and micro-batch, and the step itself. `combine`: the way back; colocated
-    layouts exchange both ways in `dispatch`."""
+    layouts exchange both ways in `dispatch`, of which `exposed_s` adds to attention and experts under the schedule
+    taken; `in_halves`: that schedule cuts the micro-batch in two."""
 
     attention: AttentionTimes
     experts: Parts
@@ -47,6 +53,8 @@ class StepParts:
     combine: Parts
     hop: Parts
     step_s: FloatArray
+    exposed_s: Number = 0.0
+    in_halves: Number = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +82,13 @@ class Group:
 def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     """Times of all candidates at their batch."""
     columns = np.zeros((4, len(candidates)))
+    # each proposed token takes one more layer
+    drafts = setting.workload.draft_tokens if setting.phase == "decode" else 0
+    drafting = 1 + drafts / setting.model.num_layers
     for group, where in groups_of(setting, candidates):
         parts = step_parts(setting, candidates.take(where), group)
         back = np.maximum(parts.dispatch.total_s, parts.combine.total_s) if group.apart else parts.dispatch.total_s / 2
-        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, parts.step_s)
+        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, parts.step_s * drafting)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
     return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
@@ -130,13 +141,13 @@ def _exchanges(setting: Setting, candidates: Candidates, group: Group) -> tuple[
     links = [_link(setting, kind, group.near) for kind in (group.attention_kind, group.expert_kind)]
     attention = Side(num_workers=real(candidates.attention_dp), tp=real(candidates.attention_tp), link=links[0])
     experts = Side(num_workers=real(candidates.expert_ep), tp=real(candidates.expert_tp), link=links[1])
-    rows = candidates.batch * setting.distinct[candidates.expert_ep]
+    rows = slowest_rows(setting, candidates) * setting.distinct[candidates.expert_ep]
     rows_at_fullest = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
     there_bytes, back_bytes = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
     measured = _measured_exchange(setting, candidates, rows_at_fullest, there_bytes, back_bytes)
     if measured is not None:
         return measured
-    fixed_s = setting.cluster.efficiency.collective_s
+    fixed_s = setting.cluster.efficiency.exchange_s
     dispatch = m2n(
         attention, experts, rows_sent=rows, rows_received=rows_at_fullest, row_bytes=there_bytes, fixed_s=fixed_s
     )
@@ -164,19 +175,62 @@ def _measured_exchange(
 
 def _colocated(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
     kind, model, precision = group.attention_kind, setting.model, setting.precision
-    attention = attention_times(setting, candidates, kind, gathers=False)
-    experts = expert_times(setting, candidates, kind, with_sync=False)
-    exchange = _layer_exchange(setting, candidates, group)
-    layer_s = attention.moe_layer.total_s + exchange.total_s + experts.total_s
+    work = _colocated_work(setting, candidates, group)
+    attention, experts, exchange = work
+    layer_s, in_halves = _best_schedule(setting, candidates, group, work)
     num_dense = model.num_layers - model.num_moe_layers
     layers_s = model.num_moe_layers * layer_s + num_dense * attention.dense_layer.total_s
     pp = real(candidates.pp)
     # the slowest stage has ceil(L / pp) of L layers; the head is on the last one
     stage_s = layers_s * share_of(model.num_layers, pp) / model.num_layers + attention.head.total_s
-    hop_bytes = candidates.batch * model.hidden_size * precision.combine_bytes / candidates.attention_tp
+    hop_bytes = rows_each(setting, candidates) * model.hidden_size * precision.combine_bytes / candidates.attention_tp
     hop = setting.networks[kind].point_to_point(np.where(pp > 1, hop_bytes, 0.0), across=not group.near)
-    step_s = np.asarray(pp * (stage_s + hop.total_s))
-    return StepParts(attention=attention, experts=experts, dispatch=exchange, combine=Parts(), hop=hop, step_s=step_s)
+    return StepParts(
+        attention=attention,
+        experts=experts,
+        dispatch=exchange,
+        combine=Parts(),
+        hop=hop,
+        step_s=np.asarray(pp * (stage_s + hop.total_s)),
+        exposed_s=layer_s - attention.moe_layer.total_s - experts.total_s,
+        in_halves=in_halves,
+    )
+
+
+def _colocated_work(setting: Setting, candidates: Candidates, group: Group) -> tuple[AttentionTimes, Parts, Parts]:
+    """Attention, experts and exchange of a micro-batch, each alone."""
+    attention = attention_times(setting, candidates, group.attention_kind, gathers=False)
+    experts = expert_times(setting, candidates, group.attention_kind, with_sync=False)
+    return attention, experts, _layer_exchange(setting, candidates, group)
+
+
+def _best_schedule(
+    setting: Setting, candidates: Candidates, group: Group, work: tuple[AttentionTimes, Parts, Parts]
+) -> tuple[Number, Number]:
+    """Time of one layer, and whether its micro-batch is cut in two. Only exchanges of rows are overlapped: layouts
+    without expert parallelism have none."""
+    attention, experts, exchange = work
+    computed = attention.moe_layer.total_s + experts.total_s
+    serial = computed + exchange.total_s
+    if not setting.limits.overlapped:
+        return serial, np.zeros(len(candidates))
+    overlap, has_rows = setting.cluster.efficiency.overlap, candidates.expert_ep > 1
+    beside = beside_dispatch_s(
+        serial, shared_expert_s(setting, candidates, group.attention_kind), exchange.total_s, overlap
+    )
+    first, second, third = _colocated_work(setting, candidates.with_batch((candidates.batch + 1) // 2), group)
+    half_s = (first.moe_layer.total_s + second.total_s) * _slowed_by_exchange(setting, group)
+    # the fixed part of an exchange is its kernels' own work on the device: only the wire's part can be hidden
+    halves = two_batches_s(half_s + third.fixed_s, third.total_s - third.fixed_s, overlap)
+    best = np.where(has_rows, np.minimum(beside, halves), serial)
+    return best, np.where(has_rows & (np.asarray(halves) < beside), 1.0, 0.0)
+
+
+def _slowed_by_exchange(setting: Setting, group: Group) -> float:
+    """Arithmetic beside an exchange over the same alone: prefill's exchange kernels hold some processors, decode's none
+    while they wait."""
+    num, held = setting.roofs[group.attention_kind].gemm.num_processors, setting.cluster.efficiency.exchange_processors
+    return num / (num - held) if setting.phase == "prefill" and num > held else 1.0
 
 
 def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> Parts:
@@ -189,18 +243,27 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> P
         expert_tp=real(candidates.expert_tp),
         expert_ep=real(candidates.expert_ep),
     )
-    tokens_each = candidates.batch * candidates.attention_dp / candidates.expert_ep
+    tokens_each = rows_each(setting, candidates) * candidates.attention_dp / candidates.expert_ep
     distinct = setting.distinct[candidates.expert_ep]
+    net = replace(setting.networks[group.attention_kind], domain=pieces)
+    together = net.ranks_per_domain(degrees.expert_ep, degrees.expert_tp)
+    spread = Spread(
+        num_ranks=degrees.expert_ep,
+        ranks_per_domain=together,
+        ranks_per_row=distinct,
+        domains_per_row=setting.distinct[np.ceil(candidates.expert_ep / np.asarray(together)).astype(np.int64)],
+    )
     fullest: Number = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
     return layer_exchange(
-        replace(setting.networks[group.attention_kind], domain=pieces),
+        net,
         degrees,
-        rows=real(candidates.batch),
+        spread,
+        rows=slowest_rows(setting, candidates),
         row_bytes=model.hidden_size * row_bytes_of(precision),
-        sends_per_row=distinct,
         dispatch_row_bytes=model.hidden_size * precision.dispatch_bytes,
         combine_row_bytes=model.hidden_size * precision.combine_bytes,
         fused=setting.limits.fused,
         sliced=not group.whole_rows,
+        per_node=setting.limits.per_node and setting.phase == "prefill",
         busiest=fullest / (tokens_each * distinct),
     )

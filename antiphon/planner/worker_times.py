@@ -1,7 +1,8 @@
 """T_a and T_e of one layer and micro-batch on one worker, as the slowest of its kind: the pieces of every layout.
 
-1. Attention, by roofline or measured table, plus the synchronisation of its TP group. Decode: the slowest attention
-   worker has the longest contexts, by the expected maximum over workers (`cost.skew.barrier_factor`).
+1. Attention, by roofline or measured table, plus the synchronisation of its TP group. The slowest attention worker
+   has the longest contexts (decode) or the longest prompts (prefill), by the expected maximum over workers
+   (`cost.skew.barrier_factor`).
 2. Experts: rows of the fullest worker, by popularity and placement, and by chance (expected maximum over as many
    workers as can be that popular), plus the synchronisation of its TP group where the layout's exchange does not hold
    it.
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.cost.attention import attention_decode, attention_prefill, output_head
+from antiphon.cost.attention import attention_decode, attention_prefill, dense_feed_forward, output_head
 from antiphon.cost.experts import expert_feed_forward
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
@@ -34,12 +35,29 @@ class AttentionTimes:
     head: Parts
 
 
+def rows_each(setting: Setting, candidates: Candidates) -> FloatArray:
+    """Rows of one micro-batch and attention worker, on average: tokens in prefill; in decode sequences, and rows for
+    their proposed tokens."""
+    per_step = setting.workload.rows_per_step if setting.phase == "decode" else 1
+    return real(candidates.batch) * per_step
+
+
+def slowest_rows(setting: Setting, candidates: Candidates) -> FloatArray:
+    """Rows of one micro-batch on the attention worker that the others wait for. A pass of whole prompts has as many
+    tokens as they happen to have: the longest sum of all workers' (and, in a pipeline, micro-batches') prompts."""
+    rows, lengths = rows_each(setting, candidates), setting.lengths
+    if setting.phase == "decode" or not setting.takes_whole_prompts:
+        return rows
+    cv = lengths.prompt_cv / np.sqrt(np.maximum(rows / setting.new_tokens(lengths.prompt), 1.0))
+    return np.asarray(rows * barrier_factor(real(candidates.attention_dp * candidates.pp), cv))
+
+
 def attention_times(setting: Setting, candidates: Candidates, kind: int, *, gathers: bool) -> AttentionTimes:
     """All candidates have attention on devices of `kind`. `gathers`: results come back in pieces, one per device of the
     TP group, and are gathered there (disaggregated); otherwise the exchange's cost holds the synchronisation of MoE
     layers."""
     model, net = setting.model, setting.networks[kind]
-    tp, batch = real(candidates.attention_tp), real(candidates.batch)
+    tp, batch = real(candidates.attention_tp), slowest_rows(setting, candidates)
     if not gathers:
         pieces: Any = candidates.piece_devices
         net = replace(net, domain=pieces)  # ranks of a stage that share a domain
@@ -51,23 +69,39 @@ def attention_times(setting: Setting, candidates: Candidates, kind: int, *, gath
     dense = Parts()
     if model.num_moe_layers < model.num_layers:
         dense = attention_layer(setting, candidates, kind, "dense") + 2 * sync
-    rows = batch if setting.phase == "decode" else np.maximum(batch / setting.lengths.prompt, 1.0)
+    rows = batch
+    if setting.phase == "prefill":
+        rows = np.maximum(batch / setting.new_tokens(setting.lengths.prompt), 1.0)
     return AttentionTimes(moe_layer=moe, dense_layer=dense, head=_head(setting, rows, kind, tp))
 
 
 def attention_layer(setting: Setting, candidates: Candidates, kind: int, layer: LayerKind) -> Parts:
     """One layer without synchronisation, on the slowest attention worker."""
-    tp, batch, lengths = real(candidates.attention_tp), real(candidates.batch), setting.lengths
+    tp, batch, lengths = real(candidates.attention_tp), slowest_rows(setting, candidates), setting.lengths
     is_moe = layer == "moe"
     if setting.phase == "decode":
         context: Number = decode_context(setting, candidates)
         modelled = attention_decode(
-            setting.model, setting.roofs[kind], batch, context, tp, setting.precision, moe_layer=is_moe
+            setting.model,
+            setting.roofs[kind],
+            real(candidates.batch),
+            context,
+            tp,
+            setting.precision,
+            queries=setting.workload.rows_per_step,
+            moe_layer=is_moe,
         )
     else:
-        context = lengths.prompt_by_token
+        context = setting.new_tokens(lengths.prompt_by_token)
         modelled = attention_prefill(
-            setting.model, setting.roofs[kind], batch, context, tp, setting.precision, moe_layer=is_moe
+            setting.model,
+            setting.roofs[kind],
+            batch,
+            context,
+            tp,
+            setting.precision,
+            past=lengths.prompt_by_token - context,
+            moe_layer=is_moe,
         )
     if setting.profile is None:
         return modelled
@@ -91,9 +125,9 @@ def decode_context(setting: Setting, candidates: Candidates) -> FloatArray:
 
 def rows_of_fullest(setting: Setting, candidates: Candidates) -> FloatArray:
     """(token, expert) pairs of one micro-batch at the fullest expert worker (EP rank)."""
-    pairs = candidates.batch * candidates.attention_dp * setting.model.router.top_k
+    pairs = rows_each(setting, candidates) * candidates.attention_dp * setting.model.router.top_k
     share = setting.busiest_each(candidates.expert_ep, candidates.slots)
-    return np.asarray(expected_max_rows(real(pairs), 1 / share))
+    return np.asarray(expected_max_rows(pairs, 1 / share))
 
 
 def expert_times(setting: Setting, candidates: Candidates, kind: int, *, with_sync: bool) -> Parts:
@@ -122,9 +156,23 @@ def expert_layer(setting: Setting, rows: FloatArray, held: FloatArray, kind: int
     return modelled
 
 
+def shared_expert_s(setting: Setting, candidates: Candidates, kind: int) -> Number:
+    """Of an attention layer's time, that of its shared expert."""
+    model = setting.model
+    tp = real(candidates.attention_tp)
+    return dense_feed_forward(
+        model,
+        setting.roofs[kind],
+        slowest_rows(setting, candidates),
+        model.feed_forward.shared_intermediate,
+        tp,
+        setting.precision,
+    ).total_s
+
+
 def rows_received(setting: Setting, candidates: Candidates, pairs: FloatArray) -> FloatArray:
     """Token rows at the fullest expert worker: each token once, however many of its experts are there."""
-    tokens = candidates.batch * candidates.attention_dp
+    tokens = rows_each(setting, candidates) * candidates.attention_dp
     per_worker = setting.distinct[candidates.expert_ep] / candidates.expert_ep
     mean_pairs = tokens * setting.model.router.top_k / candidates.expert_ep
     return np.asarray(np.minimum(tokens * per_worker * (pairs / mean_pairs), tokens))

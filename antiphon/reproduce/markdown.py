@@ -10,6 +10,7 @@ from dataclasses import fields
 
 from antiphon.reproduce import shipped
 from antiphon.reproduce.claim import PAPERS, Row, Value, predictions
+from antiphon.reproduce.deployments import section
 from antiphon.specs.cluster import EfficiencySpec
 
 MARK = {True: "yes", False: "**no**"}
@@ -39,7 +40,7 @@ def page(rows: Sequence[Row]) -> str:
         if of_paper:
             count = f"{sum(row.holds for row in of_paper)} of {len(of_paper)} hold"
             parts.append(f"## {paper}: {title}\n\n{count}.\n\n{_table(of_paper)}")
-    parts += [_misses(rows), _calibrations(rows)]
+    parts += [section(), _misses(rows), _calibrations(rows)]
     return "\n".join(part for part in parts if part)
 
 

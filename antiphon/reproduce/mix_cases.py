@@ -6,7 +6,9 @@ Not stated in the paper and taken here, for all rows:
 2. TTFT is eq. 9 without waiting: a pass with the prompts of all sixteen. At 2 to 8 requests/s and the printed ITL every
    configuration is over capacity, so that eq. 7 has no finite wait.
 3. Throughput is eq. 11 times sixteen. DP+EP does not share rows out among a TP group (eq. 12); hybrid TP-EP does (eq.
-   13).
+   13). No layout sends rows once per node, and none but the
+   fused one hides them.
+   A pass takes whole prompts, so DP ranks wait for the one with the longest.
 4. DeepSeek-R1 in its published FP8 on the H20, in BF16 on the 910B, which has no FP8.
 """
 
@@ -83,6 +85,9 @@ def _prepared(model: str, cluster_name: str, case: Case, phase: PhaseName) -> tu
         pp=(case.pp,),
         fused=case.fused,
         sliced=case.layout == "hybrid",
+        overlapped=False,
+        per_node=False,
+        whole_prompts=True,
         extra_slots=(0,),
     )
     precision = PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from antiphon.base.errors import UserError
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.micro_batches import chunk_cost, split_into_micro_batches
@@ -110,6 +111,11 @@ class StepPricer:
     """Prices steps of one instance of a phase of a plan."""
 
     def __init__(self, setting: Setting, one: Candidates, tables: StepTables) -> None:
+        if setting.workload.draft_tokens or setting.workload.prefix_hit:
+            raise UserError(
+                f"workload {setting.workload.name} has draft_tokens or prefix_hit: leave both out; the simulation adds "
+                "one token a step and finds cached prefixes itself"
+            )
         model = setting.model
         self._tables = tables
         self._num_moe = model.num_moe_layers

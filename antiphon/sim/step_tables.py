@@ -65,8 +65,9 @@ class MessageTable:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTables:
-    """All tables of one phase of a plan. `messages` None: colocated, and `exchange`, `hop` count instead, by rows of a
-    DP rank. `dense` None: all layers have experts. `distinct`: expected expert workers that a row goes to."""
+    """All tables of one phase of a plan. `messages` None: colocated, and `exchange` (what of it is not hidden), `hop`
+    count instead, by rows of a DP rank. `dense` None: all layers have experts. `distinct`: expected expert workers
+    that a row goes to."""
 
     moe: AttentionTable
     dense: AttentionTable | None
@@ -97,7 +98,7 @@ def step_tables(setting: Setting, one: Candidates, *, most_rows: float, most_con
         head=line(rows, lambda _: parts.attention.head.total_s),
         experts=_experts(setting, one, grid, pairs, expert_kind, apart=group.apart),
         messages=_messages(setting, one, group, rows) if group.apart else None,
-        exchange=line(rows, lambda _: parts.dispatch.total_s),
+        exchange=line(rows, lambda _: parts.exposed_s),
         hop=line(rows, lambda _: parts.hop.total_s),
         distinct=float(setting.distinct[int(one.expert_ep[0])]),
         mean_fullest=line(rows, lambda _: rows_of_fullest(setting, grid)),
@@ -213,7 +214,7 @@ def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray)
     experts = Side(num_workers=int(one.expert_ep[0]), tp=int(one.expert_tp[0]), link=links[1])
     there, back = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
     at_fullest = sizes_up_to(float(rows[-1]) * num_senders)
-    fixed_s = setting.cluster.efficiency.collective_s
+    fixed_s = setting.cluster.efficiency.exchange_s
     if setting.profile is not None and setting.profile.messages:
         times = setting.profile.messages[0].times
 

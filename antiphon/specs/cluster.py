@@ -28,41 +28,59 @@ from antiphon.specs.catalog import shipped_file
 from antiphon.specs.device import DeviceSpec, device_from_table, device_to_json, load_device
 from antiphon.specs.strict_table import Positive, Table, read_table
 
+_NOT_NEGATIVE = (
+    "scale_up_half_bytes",
+    "scale_out_half_bytes",
+    "kernel_s",
+    "tile_s",
+    "collective_s",
+    "exchange_s",
+    "exchange_processors",
+    "layer_overhead_s",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencySpec:
     """How much of the peaks a cluster's software reaches: ONE calibration per cluster, stated, shared by all that is
     computed for it.
 
-    `gemm`: fraction of peak FLOP/s of a large matrix product; `attention` the same for attention's own products in
-    prefill. `memory`: fraction of memory bandwidth when streaming weights or KV. `scale_up`, `scale_out`: fraction of
+    `gemm`: fraction of sustained FLOP/s of a large matrix product; `attention` the same for attention's own products.
+    `memory`: fraction of memory bandwidth when streaming weights or KV. `scale_up`, `scale_out`: fraction of
     link bandwidth of a large message. `scale_up_half_bytes`, `scale_out_half_bytes`: message size at which half of that
-    is reached (Util(x) = x / (x + half)). `kernel_s`: fixed time of one kernel (launch, tail). `collective_s`: fixed
-    time of one collective or M2N exchange beyond the wire latency. `layer_overhead_s`: what a layer costs beside what
-    is modelled (norms, router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights
-    and KV (activations, workspace, runtime). `overlap`: fraction of hideable communication that really is hidden.
+    is reached (Util(x) = x / (x + half)). `kernel_s`: fixed time of one kernel (launch, tail); `tile_s`: what a wave of
+    output tiles of a product takes to begin and end. `collective_s`: fixed time of one collective beyond the wire
+    latency; `exchange_s`: of one way of rows to their experts or back, which is another kernel; `exchange_processors`:
+    processors that this kernel holds in prefill. `layer_overhead_s`: what a layer costs beside what is modelled (norms,
+    router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights and KV (activations,
+    workspace, runtime). `overlap`: fraction of hideable communication that really is hidden. `flat_rings`: whether
+    collectives over several nodes run in one ring over all devices, as libraries do that know no levels.
     `source`: how these were found.
     """
 
-    gemm: float = 0.7
-    attention: float = 0.5
-    memory: float = 0.8
+    gemm: float = 0.88
+    attention: float = 0.78
+    memory: float = 0.88
     scale_up: float = 0.75
-    scale_out: float = 0.8
+    scale_out: float = 0.92
     scale_up_half_bytes: float = 256e3
-    scale_out_half_bytes: float = 64e3
-    kernel_s: float = 4e-6
+    scale_out_half_bytes: float = 2e3
+    kernel_s: float = 2e-6
+    tile_s: float = 1.3e-6
     collective_s: float = 10e-6
+    exchange_s: float = 35e-6
+    exchange_processors: int = 24
     layer_overhead_s: float = 10e-6
     memory_reserve: float = 0.1
     overlap: float = 0.9
-    source: str = "default: typical of tuned GPU serving software, fitted to nothing"
+    flat_rings: bool = False
+    source: str = "default: set by published tables of kernels and exchanges (docs/calibration.md), fitted to no system"
 
     def __post_init__(self) -> None:
         for name in ("gemm", "attention", "memory", "scale_up", "scale_out"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be above 0 and at most 1")
-        for name in ("scale_up_half_bytes", "scale_out_half_bytes", "kernel_s", "collective_s", "layer_overhead_s"):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be at least 0")
         for name in ("memory_reserve", "overlap"):

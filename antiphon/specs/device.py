@@ -24,6 +24,8 @@ class DeviceSpec:
     `flops_per_s`: dense peak by compute dtype; a dtype that is missing cannot be computed in.
     `scale_up_domain`: how many devices the scale-up link connects at most (8: one server; 72: GB200 NVL72; 1: none).
     `scale_up_spans_nodes`: whether that link leaves the server (NVL72), so that a domain may be larger than a node.
+    `sustained`: fraction of the peak rates that is left at the clock a loaded device settles at. `num_processors`: how
+    many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: not known, tiles are free.
     `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where nobody states one.
     `sources`: field name -> where its number is from.
     """
@@ -39,6 +41,8 @@ class DeviceSpec:
     power_w: Positive
     price: Positive | None = None
     scale_up_spans_nodes: bool = False
+    sustained: float = 1.0
+    num_processors: int | None = None
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,6 +53,10 @@ class DeviceSpec:
             raise UserError(f"device {self.name}: scale_up_domain is {self.scale_up_domain}: it must be at least 1")
         if not self.flops_per_s or not all(rate > 0 for rate in self.flops_per_s.values()):
             raise UserError(f"device {self.name}: flops_per_s is {self.flops_per_s}: give at least one rate above 0")
+        if not 0 < self.sustained <= 1:
+            raise UserError(f"device {self.name}: sustained is {self.sustained}: it must be above 0 and at most 1")
+        if self.num_processors is not None and self.num_processors < 1:
+            raise UserError(f"device {self.name}: num_processors is {self.num_processors}: it must be at least 1")
         if self.price is not None and not self.price > 0:
             raise UserError(f"device {self.name}: price is {self.price}: it must be above 0")
 

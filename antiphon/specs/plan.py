@@ -63,7 +63,8 @@ class Predicted:
     `per_gpu`, `per_cost`, `per_power`: tokens/s by device, by unit of relative price, by watt. `t_a_s`, `t_e_s`,
     `t_c_s`: one layer and micro-batch of attention, experts, one way of exchange (MegaScale-Infer section 4.1).
     `memory_bytes`: of the fullest device by role. `bound_by`: what each part waits for, such as
-    ``{"attention": "memory bandwidth"}``.
+    ``{"attention": "memory bandwidth"}``. `band`: what is measured is expected within this fraction of the rates, four
+    times out of five.
     """
 
     tpot_s: float | None = None
@@ -72,6 +73,7 @@ class Predicted:
     per_gpu: float = 0.0
     per_cost: float | None = None
     per_power: float = 0.0
+    band: float | None = None
     t_a_s: float | None = None
     t_e_s: float | None = None
     t_c_s: float | None = None
@@ -95,14 +97,17 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """How one phase is run. `batch`: requests in flight per instance (decode) or tokens of a pass (prefill);
-    `placement[e]` lists (expert worker or EP rank, fraction of expert e's tokens), fractions adding up to 1."""
+    """How one phase is run. `batch`: requests in flight per instance (decode) or tokens of a pass (prefill).
+    `two_batches`: each micro-batch is cut in halves, of which one computes while the other's rows are exchanged
+    (colocated layouts). `placement[e]` lists (expert worker or EP rank, fraction of expert e's tokens), fractions
+    adding up to 1."""
 
     layout: Layout
     parallel: Parallel
     num_instances: int = 1
     micro_batches: int
     batch: int
+    two_batches: bool = False
     devices: tuple[DeviceUse, ...] = ()
     placement: tuple[tuple[tuple[int, float], ...], ...]
     predicted: Predicted
@@ -169,6 +174,7 @@ def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:
         "num_instances": phase.num_instances,
         "micro_batches": phase.micro_batches,
         "batch": phase.batch,
+        "two_batches": phase.two_batches,
         "devices": [asdict(use) for use in phase.devices],
         "placement": {
             str(expert): {str(worker): fraction for worker, fraction in shares}

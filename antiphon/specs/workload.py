@@ -23,7 +23,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.specs.catalog import shipped_file
-from antiphon.specs.strict_table import Positive, Table, is_number, read_table
+from antiphon.specs.strict_table import CountFromZero, Positive, Table, is_number, read_table
 from antiphon.specs.trace_file import Trace, read_trace
 
 MOST_SKEW = 100.0  # beyond it all rows go to one expert, and shares leave the range of numbers
@@ -85,7 +85,10 @@ class WorkloadSpec:
     law of expert popularity (0: uniform); `expert_loads`: measured shares instead, one per expert, adding up to 1.
     `arrivals_s`: when each request of a trace came, in order (the traces of lengths are in the same order).
     `max_batch`: requests in flight in the whole system at most; `max_length`: tokens of a prompt and its output
-    together at most; None: as many as fit. `source`: where the numbers are from."""
+    together at most; None: as many as fit. `prefix_hit`: fraction of the prompts' tokens whose keys and values are
+    cached from earlier requests. `draft_tokens`: tokens that a step proposes beside the next one (multi-token
+    prediction), each accepted with probability `accept_rate` if those before it are. `source`: where the numbers are
+    from."""
 
     name: str = "workload"
     input_tokens: LengthSpec
@@ -97,6 +100,9 @@ class WorkloadSpec:
     arrivals_s: tuple[float, ...] = ()
     max_batch: int | None = None
     max_length: int | None = None
+    prefix_hit: float = 0.0
+    draft_tokens: CountFromZero = 0
+    accept_rate: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -111,6 +117,15 @@ class WorkloadSpec:
             )
 
     def _check_limits(self) -> None:
+        if not 0 <= self.prefix_hit < 1:
+            raise UserError(f"workload: prefix_hit is {self.prefix_hit}: it must be at least 0 and below 1")
+        if not 0 <= self.accept_rate <= 1:
+            raise UserError(f"workload: accept_rate is {self.accept_rate}: it must be from 0 to 1")
+        if self.draft_tokens < 0 or (self.accept_rate > 0) != (self.draft_tokens > 0):
+            raise UserError(
+                f"workload: draft_tokens is {self.draft_tokens} and accept_rate {self.accept_rate}: "
+                "give both above 0, or leave both out"
+            )
         for name in ("max_batch", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -123,6 +138,16 @@ class WorkloadSpec:
                 f"workload: {len(self.arrivals_s)} arrivals for {len(lengths[0])} inputs and {len(lengths[1])} outputs:"
                 f" give as many of each"
             )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one sequence in a step of decode: the next token's, and those of the proposed ones."""
+        return 1 + self.draft_tokens
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step adds to a sequence, on average: 1 + p + p^2 + ..."""
+        return sum(self.accept_rate**count for count in range(self.draft_tokens + 1)) if self.draft_tokens else 1.0
 
     @property
     def decode_context(self) -> float:

@@ -28,6 +28,7 @@ PERFECT = EfficiencySpec(
     scale_out_half_bytes=0.0,
     kernel_s=0.0,
     collective_s=0.0,
+    exchange_s=0.0,
     layer_overhead_s=0.0,
     memory_reserve=0.0,
     overlap=1.0,

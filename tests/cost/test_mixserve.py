@@ -8,10 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost import hybrid, queueing
+from antiphon.cost.dispatch import Spread
 from antiphon.cost.hybrid import Degrees, layer_exchange
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import network
 from tests.cost.specimens import PERFECT, round_cluster, round_group
+
+
+def spread_over(degrees: Degrees, ranks_per_domain: int, ranks_per_row: float = 2) -> Spread:
+    """Each row to two ranks, in two domains where there are two."""
+    num_domains = math.ceil(degrees.expert_ep / ranks_per_domain)
+    return Spread(
+        num_ranks=degrees.expert_ep,
+        ranks_per_domain=ranks_per_domain,
+        ranks_per_row=ranks_per_row,
+        domains_per_row=min(ranks_per_row, num_domains),
+    )
+
 
 NETWORK = network(round_cluster(), round_group())  # 1 GB/s inside a domain of 4, 0.1 GB/s per device across
 
@@ -102,16 +115,16 @@ def test_fused_time_equals_the_rounds_by_clock(num_nodes: int, inter: int, intra
 def test_exchange_of_a_hybrid_layer_by_hand() -> None:
     """3 nodes of 4, TP 4 inside, DP = EP = 3 between; 100 rows of 30 kB per node, each to 2 nodes."""
     degrees = Degrees(attention_tp=4, attention_dp=3, expert_tp=4, expert_ep=3)
-    parts = layer_exchange(NETWORK, degrees, rows=100, row_bytes=30e3, sends_per_row=2, fused=False)
+    parts = layer_exchange(NETWORK, degrees, spread_over(degrees, 1), rows=100, row_bytes=30e3, fused=False)
     # AR of 3 MB: 2 * 3/4 * 3 ms. Each way: a device sends 25 rows twice, 1.5 MB, of which 2/3 leave the node;
     # 200 rows arrive at a node, 6 MB gathered: 4.5 ms.
     assert parts.scale_out_s == pytest.approx(2 * 1.0 * 10e-3)
     assert parts.scale_up_s == pytest.approx(4.5e-3 + 2 * 4.5e-3)
     # Fused dispatch, 2 rounds: 5 ms a round outside, 2.25 inside: hides 2.25. Combine, 3 inside of 1.5: hides 3.
-    fused = layer_exchange(NETWORK, degrees, rows=100, row_bytes=30e3, sends_per_row=2, fused=True)
+    fused = layer_exchange(NETWORK, degrees, spread_over(degrees, 1), rows=100, row_bytes=30e3, fused=True)
     assert fused.total_s == pytest.approx(float(parts.total_s) - 2.25e-3 - 3e-3)
     half = replace(NETWORK, overlap=0.5)
-    partly = layer_exchange(half, degrees, rows=100, row_bytes=30e3, sends_per_row=2, fused=True)
+    partly = layer_exchange(half, degrees, spread_over(degrees, 1), rows=100, row_bytes=30e3, fused=True)
     assert partly.total_s == pytest.approx(float(parts.total_s) - 1.125e-3 - 1.5e-3)
 
 
@@ -120,7 +133,8 @@ def test_fusing_small_rounds_is_left_to_whom_it_helps() -> None:
     wires = network(round_cluster(scale_up_latency_s=1e-3), round_group())
     degrees = Degrees(attention_tp=4, attention_dp=3, expert_tp=4, expert_ep=3)
     fused, apart = (
-        layer_exchange(wires, degrees, rows=1, row_bytes=3e3, sends_per_row=2, fused=choice) for choice in (True, False)
+        layer_exchange(wires, degrees, spread_over(degrees, 1), rows=1, row_bytes=3e3, fused=choice)
+        for choice in (True, False)
     )
     assert fused.total_s == apart.total_s
 
@@ -129,7 +143,9 @@ def test_formats_of_dispatch_and_combine_count_separately() -> None:
     degrees = Degrees(attention_tp=1, attention_dp=3, expert_tp=1, expert_ep=3)
     network_of_ones = network(round_cluster(), round_group(devices_per_node=1, scale_up_domain=1, num_nodes=3))
     both, fp8 = (
-        layer_exchange(network_of_ones, degrees, rows=9, row_bytes=2e3, sends_per_row=2, dispatch_row_bytes=there)
+        layer_exchange(
+            network_of_ones, degrees, spread_over(degrees, 1), rows=9, row_bytes=2e3, dispatch_row_bytes=there
+        )
         for there in (None, 1e3)
     )
     assert both.scale_out_s == pytest.approx(2 * 9 * 2 * 2e3 * 2 / 3 / 4e8)
@@ -139,7 +155,9 @@ def test_formats_of_dispatch_and_combine_count_separately() -> None:
 def test_unsliced_ranks_send_all_their_rows() -> None:
     degrees = Degrees(attention_tp=4, attention_dp=3, expert_tp=1, expert_ep=12)
     sliced, whole = (
-        layer_exchange(NETWORK, degrees, rows=100, row_bytes=30e3, sends_per_row=2, sliced=choice)
+        layer_exchange(
+            NETWORK, degrees, spread_over(degrees, 4), rows=100, row_bytes=30e3, sliced=choice, per_node=False
+        )
         for choice in (True, False)
     )
     # Of 12 ranks 8 are in other nodes: 25 (100) rows twice, 2/3 of them across.
@@ -161,7 +179,8 @@ def test_fusing_and_bandwidth_never_slow_down(degrees: tuple[int, int, int, int]
 
     def seconds(group_changes: dict[str, float], fused: bool) -> float:
         wires = network(cluster, round_group(**group_changes))
-        return float(layer_exchange(wires, shape, rows=rows, row_bytes=8192, sends_per_row=2.5, fused=fused).total_s)
+        spread = spread_over(shape, max(min(4 // expert_tp, ep), 1), min(2.5, ep))
+        return float(layer_exchange(wires, shape, spread, rows=rows, row_bytes=8192, fused=fused).total_s)
 
     assert seconds({}, True) <= seconds({}, False) * (1 + 1e-12)
     assert seconds({"scale_up_bytes_per_s": 2e9}, True) <= seconds({}, True) * (1 + 1e-12)

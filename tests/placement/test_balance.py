@@ -107,3 +107,10 @@ def test_more_workers_than_experts_share_them() -> None:
 def test_mistakes_are_named(call: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         call()  # type: ignore[operator]
+
+
+def test_equal_experts_that_do_not_divide_are_cut_evenly_where_slots_allow() -> None:
+    """8 equal experts on 5 workers: with three slots each exactly a fifth, with two at best a quarter."""
+    even, coarse = (worker_costs(balance([1.0] * 8, 5, slots), np.ones(8)) for slots in (3, 2))
+    np.testing.assert_allclose(even, 8 / 5)
+    assert coarse.max() == pytest.approx(2.0)

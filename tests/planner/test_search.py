@@ -124,7 +124,7 @@ def test_a_skewed_plan_follows_from_its_fields_and_replicates_hot_experts() -> N
 def test_skew_is_never_faster() -> None:
     even = planned().plan.phases["decode"].predicted.per_gpu
     skewed = planned(workload=workload(expert_skew=1.2)).plan.phases["decode"].predicted.per_gpu
-    assert skewed < even
+    assert skewed <= even, "equal where the plan has one EP rank"
 
 
 @settings(max_examples=20, deadline=None)

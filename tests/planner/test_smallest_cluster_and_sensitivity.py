@@ -81,7 +81,7 @@ def test_sensitivity_over_each_axis() -> None:
         assert set(points[0].best) == {"disaggregated", "hybrid", "tp_pp", "dp_ep"}
         steps = np.diff(best)
         assert (steps <= 1e-6).all() if over == "context" else (steps >= -1e-6 * max(best)).all()
-        assert best[0] != best[-1]
+        assert points[0].best != points[-1].best, "the best layout may be one that does not use it"
 
 
 def test_sensitivity_agrees_with_the_search_at_its_own_value() -> None:

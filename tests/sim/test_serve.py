@@ -115,7 +115,14 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_a_step_takes_what_the_planner_says_it_takes() -> None:
     """At the planned batch, equal lengths: the simulated step is the predicted one, for every layout."""
     of = workload(sigma=0.0, output_tokens=LengthSpec(median=200), input_tokens=LengthSpec(median=300))
-    for phase in (apart(batch=600), apart(attention=1, experts=5, m=3, batch=90), together(batch=300), together(pp=2)):
+    # one expert on each of five workers: what is planned for fewer may hold copies, which this placement has not
+    phases = (
+        apart(experts=5, batch=600),
+        apart(attention=1, experts=5, m=3, batch=90),
+        together(batch=300),
+        together(pp=2),
+    )
+    for phase in phases:
         made = plan(of, decode=phase)
         run = serve(made, of, num_requests=phase.batch, prefill="elsewhere")
         assert_conserved(run)
@@ -243,8 +250,7 @@ def test_moving_experts_helps_where_popularity_shifts() -> None:
     for replacement in moving.log.replacements:
         move = replacement.move
         assert move.busiest_after < move.busiest_before
-        assert move.num_moved > 0
-        assert move.pause_s > 0
+        assert (move.num_moved > 0) == (move.pause_s > 0), "other shares of the copies that are there need no move"
     balanced = [result_of(run).pools[0].expert_balancedness for run in (still, moving)]
     assert balanced[0] < balanced[1] <= 1
 

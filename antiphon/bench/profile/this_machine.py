@@ -174,6 +174,7 @@ def _efficiency(times: LocalTimes, model: ModelSpec, device: DeviceSpec) -> Effi
         scale_out_half_bytes=0.0,
         kernel_s=0.0,
         collective_s=one_row,
+        exchange_s=one_row,
         layer_overhead_s=fewest.step_s.y[0] / model.num_layers,
         source=f"antiphon profile of {times.model}: its experts at {experts.x[0]:.0f} and {experts.x[-1]:.0f} rows",
     )

@@ -14,7 +14,7 @@ that sends duplicates is a choice, not a law.
 
 import numpy as np
 
-from antiphon.cost.m2n import expected_distinct
+from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.parts import Number
 
 

@@ -1,0 +1,178 @@
+"""The cost model's parts held against published measurements of kernels and exchanges (`specs.measured`).
+
+Every table is asked of the functions the planner uses, with the defaults of `EfficiencySpec`, on the device it was
+measured on. No part is fitted to whole deployments here.
+
+Rejected: comparing whole layers only. Two wrong parts then cancel, and nobody sees it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from antiphon.cost.attention import query_tile
+from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.dispatch import Spread, direct, once_per_node
+from antiphon.cost.network import Network, network
+from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
+from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
+from antiphon.specs.device import DeviceSpec, load_device
+from antiphon.specs.measured import Cell, Measured, MeasuredKind, measured
+
+WITHIN = 0.15
+FP8_ROW, BF16_ROW = 7168 * (1 + 4 / 128), 7168 * 2.0  # FP8 with one 4-byte scale for each 128 elements
+LOW_LATENCY_TOKENS, NORMAL_TOKENS = 128, 4096
+Case = dict[str, Cell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One row of a published table: what was measured, their time and ours."""
+
+    what: str
+    theirs_s: float
+    ours_s: float
+
+    @property
+    def error(self) -> float:
+        """Ours over theirs, less one."""
+        return self.ours_s / self.theirs_s - 1
+
+
+def compared(table: Measured) -> list[Compared]:
+    """All rows of a table."""
+    device = load_device(table.device)
+    return [ANSWERS[table.kind](device, case) for case in table.each()]
+
+
+def spread_of_errors(kind: MeasuredKind) -> float:
+    """Root mean square of the logarithms of ours over theirs, over all tables of a kind."""
+    errors = [math.log(1 + row.error) for table in measured() if table.kind == kind for row in compared(table)]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
+
+
+def _network(device: DeviceSpec, num_ranks: int) -> tuple[Network, int]:
+    """Nodes of 8 with the device's own links, and how many ranks share one."""
+    group = NodeGroup(
+        device=device,
+        num_nodes=max(num_ranks // 8, 1),
+        devices_per_node=8,
+        scale_up_domain=8,
+        scale_up_bytes_per_s=device.scale_up_bytes_per_s,
+        node_scale_out_bytes_per_s=8 * device.scale_out_bytes_per_s,
+    )
+    return network(ClusterSpec(name=device.name, groups=(group,)), group), min(num_ranks, 8)
+
+
+def _spread(num_ranks: int, together: int) -> Spread:
+    """8 of 256 experts in at most 4 groups; in DeepEP's test a group is a node."""
+    num_nodes = num_ranks // together
+
+    def touched(num_workers: int) -> float:
+        return float(expected_distinct(256, 8, num_workers, num_groups=num_nodes, top_k_groups=min(num_nodes, 4)))
+
+    return Spread(
+        num_ranks=num_ranks,
+        ranks_per_domain=together,
+        ranks_per_row=touched(num_ranks),
+        domains_per_row=touched(num_nodes),
+    )
+
+
+def _direct(device: DeviceSpec, case: Case) -> Compared:
+    ranks = int(case["ranks"])
+    wires, together = _network(device, ranks)
+    copies = Spread(num_ranks=ranks, ranks_per_domain=together, ranks_per_row=8.0, domains_per_row=1.0)
+    parts = direct(wires, copies, LOW_LATENCY_TOKENS, _row_bytes(case))
+    return Compared(
+        what=f"{case['way']}, {ranks} ranks", theirs_s=float(case["time_us"]) * 1e-6, ours_s=float(parts.total_s)
+    )
+
+
+def _per_node(device: DeviceSpec, case: Case) -> Compared:
+    ranks = int(case["ranks"])
+    wires, together = _network(device, ranks)
+    spread, one_node = _spread(ranks, together), ranks == together
+    counted = NORMAL_TOKENS * float(spread.ranks_per_row if one_node else spread.domains_per_row) * _row_bytes(case)
+    parts = (direct if one_node else once_per_node)(wires, spread, NORMAL_TOKENS, _row_bytes(case))
+    return Compared(
+        what=f"{case['way']}, {ranks} ranks",
+        theirs_s=counted / (float(case["gb_per_s"]) * 1e9),
+        ours_s=float(parts.total_s),
+    )
+
+
+def _product(device: DeviceSpec, case: Case) -> Compared:
+    groups, m, n, k = (int(case.get(name, 1)) for name in ("groups", "m", "n", "k"))
+    parts = grouped_gemm(roof(device, EfficiencySpec(), "fp8"), groups * m, groups, k, n, 1.0, (k + 2 * n) / (k + n))
+    what = f"{m} x {n} x {k}" + (f", {groups} groups" if "groups" in case else "")
+    flops = 2.0 * groups * m * n * k
+    return Compared(what=what, theirs_s=flops / (float(case["tflops"]) * 1e12), ours_s=float(parts.total_s))
+
+
+def _absorbed(device: DeviceSpec, case: Case) -> Compared:
+    """DeepSeek-V3's cached row of 576, of which 512 are the value."""
+    sequences, queries, heads, context = (int(case[name]) for name in ("sequences", "queries", "heads", "context"))
+    roofs_ = roofs(device, EfficiencySpec())
+    width = query_tile(roofs_, queries * heads, shared=True) * (576 + 512)
+    moved = sequences * (context * 576 + queries * heads * (576 + 512)) * 2.0
+    parts = kernel(roofs_.attention, 2.0 * sequences * context * width, moved)
+    return Compared(
+        what=f"{queries} x {heads} query rows, context {context}",
+        theirs_s=float(case["time_ms"]) * 1e-3,
+        ours_s=float(parts.total_s),
+    )
+
+
+def _whole(device: DeviceSpec, case: Case) -> Compared:
+    sequences, tokens, heads, head_dim = (int(case[name]) for name in ("sequences", "tokens", "heads", "head_dim"))
+    pairs = tokens * ((tokens + 1) / 2 if case["causal"] == "yes" else tokens)
+    moved = 4 * sequences * tokens * heads * head_dim * 2.0
+    parts = kernel(roofs(device, EfficiencySpec()).attention, 4.0 * sequences * pairs * heads * head_dim, moved)
+    return Compared(
+        what=f"{heads} heads of {head_dim}" + (", causal" if case["causal"] == "yes" else ""),
+        theirs_s=float(case["time_ms"]) * 1e-3,
+        ours_s=float(parts.total_s),
+    )
+
+
+def _row_bytes(case: Case) -> float:
+    return FP8_ROW if case["way"] == "dispatch" else BF16_ROW
+
+
+ANSWERS: dict[MeasuredKind, Callable[[DeviceSpec, Case], Compared]] = {
+    "rows sent direct": _direct,
+    "rows sent once per node": _per_node,
+    "products": _product,
+    "absorbed attention": _absorbed,
+    "whole attention": _whole,
+}
+
+INTRODUCTION = """# Calibration of the parts
+
+Generated by `antiphon reproduce --calibration docs/calibration.md`; do not edit. Published measurements of kernels and
+exchanges beside what the planner's cost model says of them with the defaults of `EfficiencySpec`. The files are
+`antiphon/specs/data/measured/*.toml`; each states its source.
+"""
+
+
+def calibration_page() -> str:
+    """The whole page, ending with a line break."""
+    tables = [(table, compared(table)) for table in measured()]
+    lines = [
+        INTRODUCTION,
+        "| table | rows | within 15% | largest error | spread |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for table, rows in tables:
+        close = sum(abs(row.error) <= WITHIN for row in rows)
+        largest = max((row.error for row in rows), key=abs)
+        spread = math.sqrt(sum(math.log(1 + row.error) ** 2 for row in rows) / len(rows))
+        lines.append(f"| [{table.name}](#{table.name}) | {len(rows)} | {close} | {largest:+.0%} | {spread:.0%} |")
+    for table, rows in tables:
+        lines += ["", f"## {table.name}", "", f"{table.summary}; {table.device}. {' '.join(table.source.split())}", ""]
+        lines += ["| what | theirs, µs | ours, µs | error |", "| --- | ---: | ---: | ---: |"]
+        lines += [
+            f"| {row.what} | {row.theirs_s * 1e6:.4g} | {row.ours_s * 1e6:.4g} | {row.error:+.0%} |" for row in rows
+        ]
+    return "\n".join(lines) + "\n"
