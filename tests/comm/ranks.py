@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 240  # a busy machine is slow
+TIMEOUT_S = 480
 
 
 def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
