@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 480
+TIMEOUT_S = 280
 
 
 def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
