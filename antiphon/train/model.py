@@ -21,10 +21,12 @@ from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences
+from antiphon.train.capacity import RowNumbers
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.layer import MoeLayer, norm
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
+from antiphon.train.row_budget import RowBudget
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
@@ -65,8 +67,9 @@ class MoeModel(nn.Module):
         self.share = Share.of(spec, mesh.sizes, mesh.rank)
         register(self, outer_parameters(spec), "outer", first, partial(part_of, spec, self.share))
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel)
+        budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         self.layers = nn.ModuleList(
-            MoeLayer(spec, layer, self.share, dispatcher, first) for layer in range(spec.num_layers)
+            MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in range(spec.num_layers)
         )
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
@@ -101,6 +104,9 @@ class MoeModel(nn.Module):
 
     def _hidden(self, batch: Batch, routing: Routing, parallel: SequenceParallel) -> Tensor:
         """The residual stream behind the last layer, before the final norm, at this rank's positions."""
+        num_sequences, length = batch.ids_BS.shape
+        first_sequence = self.mesh.sizes.place(self.mesh.rank, "data") * num_sequences
+        routing.number_rows(RowNumbers(first_sequence, num_sequences, parallel.own, length))
         sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
         with self.spans.of("embedding"):
             x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS[:, slice(*parallel.own)]]
@@ -127,6 +133,7 @@ def dispatcher_of(mesh: Mesh, num_experts: int, config: ParallelConfig) -> Dispa
     group, slices = mesh.group("expert"), mesh.group("expert_tensor")
     experts = split_evenly(num_experts, group.size)
     first, last = experts[group.index]
+    assert group.size == 1 or config.dispatch != "auto", "choose_dispatch first"
     dispatcher: Dispatcher = LocalDispatcher(last - first)
     if group.size > 1 and config.dispatch == "gather_scatter":
         dispatcher = GatherScatter(group, dispatcher, (first, last))

@@ -5,7 +5,7 @@ cut; each pass adds its gradients to those of the passes before.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,12 +22,13 @@ from antiphon.train.spans import Spans
 
 @dataclass(frozen=True)
 class PassResult:
-    """Of all ranks: `loss` in nats a target, the `balance` loss, and `counts_LE`: rows by MoE layer and expert. The
-    losses of passes add up to those of their step."""
+    """Of all ranks: `loss` in nats a target, the `balance` loss, `counts_LE`: choices by MoE layer and expert, and
+    `dropped_L`: how many of a layer's no expert had room for. The losses of passes add up to those of their step."""
 
     loss: Tensor
     balance: Tensor
     counts_LE: Tensor
+    dropped_L: Tensor
 
 
 class Passes:
@@ -47,6 +48,7 @@ class Passes:
             run(AllReduce(self.model.mesh.stage, "loss"), loss.view(1)).squeeze(0),
             torch.stack([result.balance for result in results]).sum(),
             torch.stack([result.counts_LE for result in results]).sum(0).long(),
+            torch.stack([result.dropped_L for result in results]).sum(0),
         )
 
     def cause_of_nan(self, batches: Sequence[Batch]) -> str:
@@ -62,10 +64,12 @@ class Passes:
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Batch]) -> float:
-        """Nats a target over `batches` of all ranks, which have equally many; nothing is learned."""
+        """Nats a target over `batches` of all ranks, which have equally many; nothing is learned and, as when the model
+        is served, nothing dropped."""
+        losses = replace(self.losses, capacity=0.0, device_capacity=0.0)
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            sums[0] += self.model(batch, torch.tensor(1), self._routing(1.0)).double()
+            sums[0] += self.model(batch, torch.tensor(1), self._routing(1.0, losses)).double()
             sums[1] += self._own_targets(batch)
         total, targets = run(AllReduce(self.model.mesh.stage, "loss"), sums).tolist()
         return float(total / max(1.0, targets))
@@ -78,16 +82,17 @@ class Passes:
         """Targets that this rank counts: those at its positions."""
         return (self.model.own_targets(batch) != IGNORED).sum()
 
-    def _routing(self, share: float) -> Routing:
+    def _routing(self, share: float, losses: LossConfig) -> Routing:
         spec = self.model.spec
-        return Routing(spec.router, self.losses, self.model.mesh.stage, num_layers=spec.num_moe_layers, share=share)
+        return Routing(spec.router, losses, self.model.mesh.stage, num_layers=spec.num_moe_layers, share=share)
 
     def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> PassResult:
         """Forward and backward of one; its `loss` is this rank's part."""
-        routing = self._routing(1 / num_passes)
+        routing = self._routing(1 / num_passes, self.losses)
         loss = self.model(batch, num_targets, routing)
         with self.spans.backward(loss):
             loss.backward()
         facts = routing.all_facts()
         balance = torch.stack([balance_of(each) for each in facts]).mean() / num_passes
-        return PassResult(loss.detach(), balance, torch.stack([each.counts_E for each in facts]))
+        counts_LE = torch.stack([each.counts_E for each in facts])
+        return PassResult(loss.detach(), balance, counts_LE, torch.tensor(routing.dropped))

@@ -1,6 +1,6 @@
 """Loss and every parameter's gradient of the parallel forms, against one process, in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.train.harness import CONFIG
 
 RANKS, LENGTH, BATCH = 4, 11, 4
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
+DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
 LATENT: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "vocab_size": 320,
@@ -53,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd_heads": CONFIG | {"num_attention_heads": 6, "num_key_value_heads": 3},
     "olmoe": OLMOE,
     "deepseek_v3": LATENT,
+    "dropping": OLMOE,
 }
 
 
@@ -64,6 +66,7 @@ class Form:
     expert_tensor: int = 1
     dispatch: str = "all_to_all"
     deduplicate: bool = True
+    row_budget: float = 1.1
 
     def sizes(self) -> Sizes:
         return Sizes(
@@ -76,7 +79,11 @@ class Form:
 
     @property
     def parallel(self) -> ParallelConfig:
-        return ParallelConfig(dispatch=self.dispatch, deduplicate=self.deduplicate)  # type: ignore[arg-type]
+        return ParallelConfig(
+            dispatch=self.dispatch,  # type: ignore[arg-type]
+            deduplicate=self.deduplicate,
+            row_budget=self.row_budget,
+        )
 
 
 FORMS = (
@@ -90,7 +97,18 @@ FORMS = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2),
     Form(tensor=2, expert=4, dispatch="gather_scatter"),
 )
-CASES = [(name, form) for name in MODELS for form in FORMS]
+OVER_BUDGET = (  # some rows are worked on again in backward
+    Form(row_budget=0.5),
+    Form(expert=4, row_budget=0.5),
+    Form(sequence=2, expert=2, deduplicate=False, row_budget=0.3),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", row_budget=0.5),
+)
+FORMS_OF = dict.fromkeys(MODELS, FORMS) | {
+    "olmoe": FORMS + OVER_BUDGET,
+    "dropping": (FORMS[0], FORMS[3], FORMS[6], FORMS[7], OVER_BUDGET[4]),
+}
+CASES = [(name, form) for name, forms in FORMS_OF.items() for form in forms]
 
 
 def batch_of(rows: slice) -> Batch:
@@ -103,19 +121,22 @@ def batch_of(rows: slice) -> Batch:
     return Batch(ids[rows, :-1], targets[rows], positions[rows], documents[rows])
 
 
-def one_pass(spec: ModelSpec, mesh: Mesh, parallel: ParallelConfig) -> tuple[MoeModel, float, list[float]]:
-    """The model with its gradients; cross-entropy of the step; balance of each layer."""
+def one_pass(
+    spec: ModelSpec, mesh: Mesh, parallel: ParallelConfig, losses: LossConfig
+) -> tuple[MoeModel, float, list[float]]:
+    """The model with its gradients; cross-entropy of the step; balance of each layer, and what each layer dropped."""
     model = MoeModel(
         spec, mesh, max_positions=LENGTH, dtype=torch.float64, first=FirstValues(1, 0.2), parallel=parallel
     )
     model.double()
     size = BATCH // mesh.sizes.data
     data = mesh.sizes.place(mesh.rank, "data")
-    routing = Routing(spec.router, LOSSES, mesh.stage, num_layers=spec.num_moe_layers)
+    routing = Routing(spec.router, losses, mesh.stage, num_layers=spec.num_moe_layers)
     loss = model(batch_of(slice(data * size, (data + 1) * size)), torch.tensor(BATCH * (LENGTH - 1)), routing)
     loss.backward()
     total = run(AllReduce(mesh.stage, "loss"), loss.detach().view(1))
-    return model, float(total), [float(balance_of(facts)) for facts in routing.all_facts()]
+    assert all(routing.dropped) == (losses.capacity > 0)
+    return model, float(total), [*(float(balance_of(facts)) for facts in routing.all_facts()), *routing.dropped]
 
 
 def gradients(model: MoeModel, mesh: Mesh) -> dict[str, tuple[Tensor, Any]]:
@@ -131,16 +152,17 @@ def gradients(model: MoeModel, mesh: Mesh) -> dict[str, tuple[Tensor, Any]]:
 
 
 def differences(rank: int) -> dict[tuple[str, Form], tuple[float, float, float, str]]:
-    """By case: difference of the loss, of the balance losses, and of the gradient that differs most, relative to the
-    largest number in it."""
+    """By case: difference of the loss, of the balance losses (and of what was dropped), and of the gradient that
+    differs most, relative to the largest number in it."""
     found = {}
     for name, config in MODELS.items():
         spec = model_spec(config)
-        one, loss, balance = one_pass(spec, connect(Sizes(), 0), ParallelConfig())
+        losses = DROPPING if name == "dropping" else LOSSES
+        one, loss, balance = one_pass(spec, connect(Sizes(), 0), ParallelConfig(), losses)
         expected = gradients(one, one.mesh)
-        for form in FORMS:
+        for form in FORMS_OF[name]:
             mesh = connect(form.sizes(), rank, 60)
-            model, ours, our_balance = one_pass(spec, mesh, form.parallel)
+            model, ours, our_balance = one_pass(spec, mesh, form.parallel, losses)
             worst = (0.0, "")
             for purpose, (grad, part) in gradients(model, mesh).items():
                 wanted = part.of(expected[purpose][0])

@@ -1,8 +1,10 @@
 """`antiphon train --nproc N`: the losses of one process, on another number of ranks after every resume."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from antiphon.train.ranks import sizes_of
 from tests.train.harness import config_of, losses, write_run
 
 STAGES = (
-    (2, 2, ("parallel.expert=2", "parallel.sequence=2")),
+    (2, 2, ("parallel.expert=2", "parallel.sequence=2", "parallel.dispatch=auto")),
     (4, 4, ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "parallel.dispatch=gather_scatter")),
     (6, 1, ()),
 )
@@ -29,8 +31,9 @@ def train(file: Path, ranks: int, *changes: str) -> str:
 
 @pytest.mark.parametrize("model", [{}, {"num_experts": 6, "num_attention_heads": 2, "num_key_value_heads": 1}])
 def test_two_ranks_then_four_then_one(tmp_path: Path, model: dict[str, int]) -> None:
-    """Clipping is active, two micro-batches a step, five experts on two ranks, a KV head that does not divide."""
-    fixed = ("optimizer.schedule=constant", "micro_batch=2", "optimizer.clip=0.5")
+    """Clipping is active, rows are dropped, two micro-batches a step, five experts on two ranks, a KV head that does
+    not divide."""
+    fixed = ("optimizer.schedule=constant", "micro_batch=2", "optimizer.clip=0.5", "loss.capacity=1.1")
     alone, shared = write_run(tmp_path / "alone", **model), write_run(tmp_path / "shared", **model)
     train(alone, 1, *fixed)
     for steps, ranks, changes in STAGES:
@@ -39,6 +42,23 @@ def test_two_ranks_then_four_then_one(tmp_path: Path, model: dict[str, int]) -> 
     assert [step for step, _ in found] == list(range(6))
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+    assert_metrics(metrics_of(tmp_path / "alone"), metrics_of(tmp_path / "shared"))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def assert_metrics(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> None:
+    """What several ranks write besides: the chosen dispatch, bytes by collective, time of waiting."""
+    assert all(row.get("dispatch") in ("all_to_all", "gather_scatter") for row in shared[:2])
+    for row in shared[:4]:
+        assert row["collective_bytes"]["gradients.all_reduce"] > 0
+        assert row["exposed_comm_s"] > 0
+    assert not any("collective_bytes" in row for row in (*alone, *shared[4:]))
+    assert sum(sum(row["dropped_rows"]) for row in alone) > 0
+    assert [row["dropped_rows"] for row in shared] == [row["dropped_rows"] for row in alone]
 
 
 @pytest.mark.parametrize(
