@@ -21,6 +21,7 @@ from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.ranks import sizes_of
 from antiphon.train.setup import build_model, cache_of, prepare_data, tokenizer_of
+from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
 from antiphon.train.trainer import StepResult, Trainer
 
@@ -130,7 +131,7 @@ def export(
     config = config_of(facts["config"], f"{source}/run.json")
     spec = model_spec(facts["model_config"])
     model = build_model(spec, config, max_positions=1)
-    checkpoints.load(source, model, None)
+    checkpoints.load(source, model, Shards(model), None)
     tokenizer = tokenizer_of(config)
     beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
     with progress("exporting", format_amount=format_bytes) as report:

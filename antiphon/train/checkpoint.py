@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from antiphon.base.errors import CheckpointError
 from antiphon.comm.collectives import barrier
 from antiphon.train.config import TrainConfig
-from antiphon.train.gradients import held_tensors
 from antiphon.train.model import MoeModel
+from antiphon.train.optimizer import Optimizer
 from antiphon.train.partition import Part
+from antiphon.train.shards import Shards
+from antiphon.train.weights import attribute_of, parts_of
 
 _NAME = re.compile(r"step-(\d{8})")
 _VERSION = 2
@@ -59,7 +61,8 @@ def save(
     config: TrainConfig,
     model_config: dict[str, Any],
     model: MoeModel,
-    optimizer: torch.optim.Optimizer,
+    shards: Shards,
+    optimizer: Optimizer,
     state: RunState,
 ) -> Path:
     """Write a checkpoint and remove the oldest beyond `config.output.keep`. Blocks until it is on disk, and all ranks
@@ -75,7 +78,7 @@ def save(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         state_dict_saver.save(
-            _boxes(model, optimizer),
+            _boxes(model, shards, optimizer, state.step),
             checkpoint_id=partial,
             planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=world.process_group,
@@ -115,18 +118,15 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     return facts
 
 
-def load(checkpoint: Path, model: MoeModel, optimizer: torch.optim.Optimizer | None) -> RunState:
+def load(checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer | None) -> RunState:
     """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged."""
     facts = read_facts(checkpoint)
     world = model.mesh.world
-    if optimizer is not None:
-        for parameter in model.parameters():
-            optimizer.state[parameter] = _first_state(parameter, facts["state"]["step"])
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             state_dict_loader.load(
-                _boxes(model, optimizer),
+                _boxes(model, shards, optimizer, facts["state"]["step"]),
                 checkpoint_id=checkpoint,
                 planner=_LoadPlanner(),
                 process_group=world.process_group,
@@ -138,15 +138,8 @@ def load(checkpoint: Path, model: MoeModel, optimizer: torch.optim.Optimizer | N
             f"{checkpoint}: cannot be loaded ({reason}): it is damaged or of another model; remove it or change "
             "output.folder"
         ) from error
+    shards.end_step()
     return RunState(**facts["state"])
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _first_state(parameter: Tensor, step: int) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, its moments to be filled."""
-    return {"step": torch.tensor(float(step))} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
 
 
 @dataclass(frozen=True)
@@ -157,10 +150,6 @@ class Boxes:
     shape: tuple[int, ...]
     boxes: list[tuple[tuple[int, ...], Tensor]]
     written: bool
-
-    @staticmethod
-    def of(part: Part, tensor: Tensor, written: bool) -> "Boxes":
-        return Boxes(part.shape, list(part.boxes(tensor.detach().view(-1), 0)), written)
 
     def size(self) -> torch.Size:
         return torch.Size(self.shape)
@@ -205,16 +194,24 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found
 
 
-def _boxes(model: MoeModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Everything that is stored, by its name: the model's tensors and the optimizer's moments."""
-    found = {}
-    for held in held_tensors(model):
-        written = held.replicas.index == 0
-        found[f"model.{held.name}"] = Boxes.of(held.part, held.tensor, written)
-        if optimizer is not None and isinstance(held.tensor, nn.Parameter):
-            state = optimizer.state[held.tensor] or _first_state(held.tensor, 0)
-            for key in _MOMENTS:
-                found[f"optimizer.{held.name}.{key}"] = Boxes.of(held.part, state[key], written)
+def _boxes(model: MoeModel, shards: Shards, optimizer: Optimizer | None, step: int) -> dict[str, Any]:
+    """Everything that is stored, by its name: parameters, the optimizer's moments, and what is not trained."""
+    found: dict[str, Boxes] = {}
+
+    def add(name: str, part: Part, flat: Tensor, start: int, written: bool) -> None:
+        boxes = found.setdefault(name, Boxes(part.shape, [], written))
+        boxes.boxes.extend(part.boxes(flat.detach(), start))
+
+    for piece in shards.pieces:
+        add(f"model.{piece.name}", piece.part, piece.values, piece.start, piece.counted)
+    for key, piece, moment in () if optimizer is None else optimizer.moments(step):
+        add(f"optimizer.{piece.name}.{key}", piece.part, moment, piece.start, piece.counted)
+    for index, layer in enumerate(model.layers):
+        for purpose, part in parts_of(layer).items():
+            tensor = getattr(layer, attribute_of(purpose))
+            if not isinstance(tensor, nn.Parameter):
+                written = model.mesh.replicas(part.axes).index == 0
+                add(f"model.layers.{index}.{attribute_of(purpose)}", part, tensor.view(-1), 0, written)
     return found
 
 

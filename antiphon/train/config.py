@@ -36,7 +36,9 @@ class DataConfig:
     """`files`: patterns of text, `.jsonl` or `.parquet` files, less those that `exclude` matches; a text file is one
     document, a record's is under `text_key`. `tokenizer`: a folder or a `tokenizer.json` (empty: the model's folder).
     `held_out`: part of the documents that is never trained on. `cache`: folder of the token ids (empty: `tokens` in
-    the output folder). `document_masks`: documents packed into one sequence do not see each other."""
+    the output folder). `document_masks`: documents packed into one sequence do not see each other. `pieces`: training
+    documents are encoded in pieces of this many characters on average (0: whole), so that the model has seen what
+    follows when a prompt ends inside a token."""
 
     files: tuple[str, ...]
     exclude: tuple[str, ...] = ()
@@ -45,6 +47,7 @@ class DataConfig:
     held_out: NotNegative = 0.01
     cache: str = ""
     document_masks: bool = True
+    pieces: CountFromZero = 0
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -55,11 +58,14 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. The rate rises over `warmup_steps`, then follows `schedule`: "cosine" down to `final_rate` of its peak,
-    "wsd" stays and falls linearly over the last `decay_part` of the steps, "constant". `clip`: largest norm of the
-    gradient (0: no limit). Norms, biases and the router's are not decayed."""
+    """`name` "muon": Muon for matrices, at `muon_scale` times the rate, and AdamW for the rest. The rate rises over
+    `warmup_steps`, then follows `schedule`: "cosine" down to `final_rate` of its peak, "wsd" stays and falls linearly
+    over the last `decay_part` of the steps, "constant". `clip`: largest norm of the gradient (0: no limit). Norms,
+    biases and the router's are not decayed."""
 
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
+    muon_scale: Positive = 1.0
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
@@ -110,7 +116,8 @@ class LossConfig:
 class ParallelConfig:
     """How many ranks share what. Attention: `sequence` ranks share positions and heads (Ulysses), `tensor` ranks heads
     and weights. Experts: `expert` ranks have different experts, `expert_tensor` ranks slices of the same. Each product
-    divides the number of ranks; what is left is data parallel.
+    divides the number of ranks; what is left is data parallel. `zero`: what ranks that hold the same keep in shards: 1
+    the optimizer's state, 2 gradients too, 3 parameters too.
 
     `dispatch`: how rows reach experts; "auto" measures which way is faster here. `deduplicate`: an all-to-all sends a
     row once to a rank. `row_budget`: rows that a rank's experts may hold, over their share at even use; what is over it
@@ -120,9 +127,14 @@ class ParallelConfig:
     tensor: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    zero: CountFromZero = 0
     dispatch: Literal["all_to_all", "gather_scatter", "auto"] = "all_to_all"
     deduplicate: bool = True
     row_budget: NotNegative = 1.1
+
+    def __post_init__(self) -> None:
+        if self.zero > 3:
+            raise UserError(f"zero is {self.zero}: use 0, 1, 2 or 3")
 
 
 @dataclass(frozen=True, kw_only=True)

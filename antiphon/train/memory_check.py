@@ -56,10 +56,11 @@ def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
     return TrainingSetup(
         attention="tensor" if sizes.tensor > 1 else "sequence",
         experts="tensor" if sizes.expert_tensor > 1 else "expert",
-        zero=0,
+        zero=config.parallel.zero,
         gate_after_down=True,
         micro_batch=max(1, size // sizes.data),
         model_parallel=min(experts, attention),
+        data_parallel=min(sizes.data, sizes.expert_data),
         precision=precision_of(config),
     )
 

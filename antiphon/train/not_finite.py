@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from antiphon.base.errors import UserError
+from antiphon.train.shards import Shards
 from antiphon.train.spans import OUTSIDE, Label, Spans
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -53,9 +54,9 @@ class Origin:
         return f"{place}, {self.operator} (micro-batch {self.micro_batch}) made the first {self.value}, {whence}"
 
 
-def check_parameters(model: nn.Module, step: int) -> None:
+def check_parameters(shards: Shards, step: int) -> None:
     """`UserError` if a parameter is not finite: to be called before a checkpoint is written."""
-    spoiled = _not_finite_of(model.named_parameters())
+    spoiled = _not_finite_of(_values(shards))
     if spoiled:
         raise UserError(
             f"step {step}: {_names(spoiled)}: no checkpoint is written; the newest one is from before it; lower "
@@ -63,29 +64,35 @@ def check_parameters(model: nn.Module, step: int) -> None:
         )
 
 
-def explain(model: nn.Module, passes: Sequence[Callable[[], object]], spans: Spans) -> Finding:
+def explain(model: nn.Module, shards: Shards, passes: Sequence[Callable[[], object]], spans: Spans) -> Finding:
     """Why loss or gradients are not finite. `passes` run forward and backward of each micro-batch of the step; they
     record into `spans`. All ranks call it together. Gradients are made anew."""
-    spoiled = _not_finite_of([*model.named_parameters(), *model.named_buffers()])
+    spoiled = _not_finite_of([*_values(shards), *model.named_buffers()])
     words = [f"{_names(spoiled)} before it"] if spoiled else []
+    shards.zero_grad()
     model.zero_grad()
     origin, number = _first(passes, spans)
+    shards.reduce()
     if origin is not None:
         words.append(str(origin))
     else:
-        words += _of_gradients(model)
+        words += _of_gradients(shards)
     return Finding(0 if spoiled else number, "; ".join(words) or "nothing that is not finite was made here")
 
 
-def _of_gradients(model: nn.Module) -> list[str]:
+def _values(shards: Shards) -> Iterator[tuple[str, Tensor]]:
+    return ((piece.name, piece.values.detach()) for piece in shards.pieces)
+
+
+def _of_gradients(shards: Shards) -> list[str]:
     """What is wrong with gradients although no operator made anything that is not finite."""
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    spoiled = _not_finite_of(gradients.items())
+    gradients = [(piece.name, piece.values.grad) for piece in shards.pieces if piece.values.grad is not None]
+    spoiled = _not_finite_of(gradients)
     if spoiled:
         return [f"the gradient of {_names(spoiled)}, but no operator made it"]
     if not gradients:
         return []
-    name, largest = max(((name, float(each.abs().max())) for name, each in gradients.items()), key=lambda it: it[1])
+    name, largest = max(((name, float(each.abs().max())) for name, each in gradients), key=lambda it: it[1])
     return [f"all gradients are finite here; the largest is {largest:.2g}, of {name}: perhaps too large for a norm"]
 
 

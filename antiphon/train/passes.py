@@ -17,6 +17,7 @@ from antiphon.train import not_finite
 from antiphon.train.config import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing, balance_of
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 
 
@@ -51,12 +52,12 @@ class Passes:
             torch.stack([result.dropped_L for result in results]).sum(0),
         )
 
-    def cause_of_nan(self, batches: Sequence[Batch]) -> str:
+    def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
         """Where the first number of these passes came from that is not finite, in words: of the rank that met it
         first. Runs the passes again."""
         num_targets, mesh = self._targets_of_all(batches), self.model.mesh
         again = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
-        found = not_finite.explain(self.model, again, self.spans)
+        found = not_finite.explain(self.model, shards, again, self.spans)
         numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64)
         numbers[mesh.rank] = found.number
         first = int(run(AllReduce(mesh.world, "norm"), numbers).argmin())

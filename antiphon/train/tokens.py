@@ -10,8 +10,10 @@ been stopped.
 """
 
 import hashlib
+import itertools
 import json
 import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,7 +91,7 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
             _write_whole(progress_file, asdict(whole))
 
         documents = _documents(config, files, reached, report)
-        _write_all(documents, tokenizer, spec.eos_token_ids[0], seed, config.held_out, writers, reached, keep)
+        _write_all(documents, tokenizer, spec.eos_token_ids[0], seed, config, writers, reached, keep)
     if not train.size.num_ids:
         raise UserError(
             f"{len(files)} files hold no text to train on: check data.files"
@@ -203,7 +205,7 @@ def _write_all(
     tokenizer: Tokenizer,
     end_id: int,
     seed: int,
-    held_out: float,
+    config: DataConfig,
     writers: dict[Split, _Writer],
     reached: _Reached,
     keep: Callable[[_Reached], None],
@@ -211,16 +213,34 @@ def _write_all(
     """All of `documents`; `keep` is told about every chunk."""
     number, kept_bytes = reached.num_documents, 0
     while batch := _batch(documents):
-        texts = [text for text, _, _ in batch]
-        for text, encoding in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
-            split: Split = "held_out" if _is_held_out(number, seed, held_out) else "train"
+        kept_out = [_is_held_out(number + index, seed, config.held_out) for index in range(len(batch))]
+        pieces = [
+            [text] if out or not config.pieces else _pieces(text, config.pieces, f"{seed}/{number + index}")
+            for index, ((text, _, _), out) in enumerate(zip(batch, kept_out, strict=True))
+        ]
+        encodings = iter(tokenizer.encode_batch([each for of in pieces for each in of], add_special_tokens=False))
+        for (text, _, _), of_document, out in zip(batch, pieces, kept_out, strict=True):
+            ids = [token for encoding in itertools.islice(encodings, len(of_document)) for token in encoding.ids]
             num_bytes = len(text.encode())
-            writers[split].add([*encoding.ids, end_id], num_bytes)
+            writers["held_out" if out else "train"].add([*ids, end_id], num_bytes)
             number, kept_bytes = number + 1, kept_bytes + num_bytes
         if kept_bytes >= _CHUNK_BYTES:
             _, file, place = batch[-1]
             keep(_Reached(file=file, place=place, num_documents=number))
             kept_bytes = 0
+
+
+def _pieces(text: str, mean_length: int, key: str) -> list[str]:
+    """`text`, cut at random places that `key` decides, but never between two blanks: nobody stops typing inside an
+    indentation."""
+    chance, pieces, start = random.Random(key), [], 0
+    while start < len(text):
+        end = start + 1 + int(chance.expovariate(1 / mean_length))
+        while end < len(text) and text[end - 1 : end + 1] == "  ":
+            end += 1
+        pieces.append(text[start:end])
+        start = end
+    return pieces
 
 
 def _batch(documents: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -243,7 +263,7 @@ def _is_held_out(number: int, seed: int, part: float) -> bool:
 def _made_from(config: DataConfig, files: list[Path], tokenizer_path: Path, seed: int) -> str:
     """A digest of everything that the ids depend on; files by name, size and time."""
     digest = hashlib.blake2b(digest_size=16)
-    parts: list[object] = [_VERSION, config.text_key, config.held_out, seed]
+    parts: list[object] = [_VERSION, config.text_key, config.held_out, config.pieces, seed]
     file = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
     for path in (file, *files):
         try:

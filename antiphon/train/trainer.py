@@ -24,12 +24,11 @@ from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
-from antiphon.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory_check import check_memory, setup_of
 from antiphon.train.metrics import Metrics
 from antiphon.train.model import Batch
-from antiphon.train.optimizer import build_optimizer, rate_at
+from antiphon.train.optimizer import Optimizer, rate_at, shards_of
 from antiphon.train.passes import Passes
 from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
 from antiphon.train.run_facts import write_run_facts
@@ -109,8 +108,9 @@ class Trainer:
         self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
-        self.optimizer = build_optimizer(self.model, config.optimizer)
         share_spans(self.model, self.spans)
+        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer)
+        self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
         self.passes = Passes(self.model, config.loss, self.spans)
         self._resume()
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
@@ -161,30 +161,29 @@ class Trainer:
         facts = checkpoint.read_facts(found[-1])
         if facts["model_config"] != self.model_config:
             raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
-        self.state = checkpoint.load(found[-1], self.model, self.optimizer)
+        self.state = checkpoint.load(found[-1], self.model, self.shards, self.optimizer)
         _log.info("resumed from %s", found[-1])
 
     def _step(self) -> StepResult:
         config, step = self.config, self.state.step
         started_s = time.perf_counter()
         rate = rate_at(step, config.steps, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         with self.spans.of("data"):
             batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(self.state.num_samples)]
+        self.shards.begin_step()
         passed = self.passes.run(batches)
         with self.spans.of("gradient sum"):
-            sum_gradients(self.model)
+            self.shards.reduce()
         with self.spans.of("gradient norm"):
-            norm = gradient_norm(self.model)
+            norm = self.shards.norm()
         if not torch.isfinite(norm) or not torch.isfinite(passed.loss):
-            why = self.passes.cause_of_nan(batches)
+            why = self.passes.cause_of_nan(batches, self.shards)
             newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
             raise not_finite.complaint(step, float(passed.loss), float(norm), why, newest[0] if newest else None, rate)
         with self.spans.of("optimizer"):
-            clip_gradients(self.model, norm, config.optimizer.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.shards.clip(norm, config.optimizer.clip)
+            self.optimizer.step(rate)
+            self.shards.end_step()
         self._move_score_biases(passed.counts_LE)
         self.state = RunState(
             step=step + 1,
@@ -264,8 +263,8 @@ class Trainer:
             if self.held_out_loss is not None and metrics is not None:
                 metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
-            not_finite.check_parameters(self.model, step)
-            checkpoint.save(self.config, self.model_config, self.model, self.optimizer, self.state)
+            not_finite.check_parameters(self.shards, step)
+            checkpoint.save(self.config, self.model_config, self.model, self.shards, self.optimizer, self.state)
 
     def _evaluate(self, held_out: TokenFile) -> float | None:
         """Nats a target over the first held-out sequences; None if there is no whole one."""
@@ -276,9 +275,11 @@ class Trainer:
         own = list(range(self.mesh.sizes.place(self.mesh.rank, "data"), num, self.mesh.sizes.data))
         size = max(1, self.config.batch // self.mesh.sizes.data)
         passes = -(-num // self.mesh.sizes.data)  # as many on every rank
-        return self.passes.mean_loss(
-            [self._held_out(samples, own[first : first + size]) for first in range(0, passes, size)]
-        )
+        batches = [self._held_out(samples, own[first : first + size]) for first in range(0, passes, size)]
+        self.shards.begin_step()
+        loss = self.passes.mean_loss(batches)
+        self.shards.end_step()
+        return loss
 
     def _held_out(self, samples: Samples, numbers: list[int]) -> Batch:
         """These samples; without any, one that counts nothing."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
-from antiphon.train.gradients import clip_gradients, gradient_norm
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch, MoeModel
+from antiphon.train.shards import Shards
 from tests.train.harness import loss_of
 
 NUM_STEPS, NUM_SEQUENCES, LENGTH, VOCABULARY = 60, 4, 32, 64
@@ -129,10 +129,13 @@ def both_curves(
         positions = torch.arange(LENGTH).expand_as(ids)
         return loss_of(ours, Batch(ids, targets, positions, None), torch.tensor(NUM_SEQUENCES * (LENGTH - 1)))
 
+    shards = Shards(ours)
+
     def our_clip() -> float:
         spoil(ours)
-        norm = gradient_norm(ours)
-        clip_gradients(ours, norm, 1.0)
+        shards.reduce()
+        norm = shards.norm()
+        shards.clip(norm, 1.0)
         return float(norm)
 
     expected = curve(
@@ -141,7 +144,7 @@ def both_curves(
         lambda: float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)),
         num_steps,
     )
-    return curve(list(ours.parameters()), our_loss, our_clip, num_steps), expected
+    return curve([piece.values for piece in shards.pieces], our_loss, our_clip, num_steps), expected
 
 
 def differences(found: Curve, expected: Curve) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig
 from antiphon.train.memory_check import KEPT_OVER_NEEDED, check_memory, memory_need, setup_of
 from antiphon.train.model import Batch
-from antiphon.train.optimizer import build_optimizer
+from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.setup import build_model
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of, loss_of
@@ -30,12 +30,12 @@ def test_states_are_what_the_trainer_holds(tmp_path: Path, dtype: str) -> None:
     spec = load_model_spec(Path(config.model.path))
     need = memory_need(spec, config, setup_of(config, Sizes()))
     model = build_model(spec, config, config.sequence_length)
-    optimizer = build_optimizer(model, config.optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    shards = shards_of(model, 0, config.optimizer)
+    shards.reduce()
+    optimizer = Optimizer(model, shards, config.optimizer)
+    optimizer.step(1e-3)
     held = sum(parameter.nbytes for parameter in model.parameters())
-    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    moments = sum(moment.nbytes for _, _, moment in optimizer.moments(1))
     assert need.parameters == pytest.approx(held, rel=0.02)
     assert need.gradients == pytest.approx(held, rel=0.02)
     assert need.optimizer == pytest.approx(moments, rel=0.02)

@@ -8,9 +8,9 @@ import torch
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.gradients import sum_gradients
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
@@ -34,15 +34,18 @@ def digests(rank: int, parallel: ParallelConfig, losses: LossConfig) -> list[str
     mesh = connect(Sizes(world_size=2, sequence=2, expert=2), rank, 60)
     first = FirstValues(1, 0.2)
     model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel)
-    passes = Passes(model, losses, Spans())
+    passes, shards = Passes(model, losses, Spans()), Shards(model)
     ids = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH).expand(2, LENGTH), None)
     found = []
     for _ in range(PASSES):
-        model.zero_grad()
+        shards.zero_grad()
         result = passes.run([batch])
-        sum_gradients(model)
-        numbers = [result.loss.view(1), *(each.grad.flatten() for each in model.parameters() if each.grad is not None)]
+        shards.reduce()
+        numbers = [
+            result.loss.view(1),
+            *(each.values.grad.flatten() for each in shards.pieces if each.values.grad is not None),
+        ]
         found.append(hashlib.blake2b(torch.cat(numbers).numpy().tobytes()).hexdigest())
     return found
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,7 @@ def test_a_kill_loses_a_chunk_at_most(tmp_path: Path, prepared: tuple[DataConfig
     cache = tmp_path / "killed"
     script = f"""
 import time
+from dataclasses import replace
 from pathlib import Path
 from antiphon.models.config import load_model_spec
 from antiphon.train import tokens
@@ -198,3 +200,17 @@ def test_no_text_at_all(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"all documents are held out: lower data.held_out \(now 0.999\)"):
         run(DataConfig(files=(str(tmp_path / "one.txt"),), held_out=0.999), tmp_path, tmp_path / "cache")
     assert not (tmp_path / "cache/meta.json").exists()
+
+
+def test_pieces_change_tokens_and_not_the_text(tmp_path: Path, prepared: tuple[DataConfig, object]) -> None:
+    config, _ = prepared
+    run(replace(config, pieces=9), tmp_path, tmp_path / "pieces")
+    tokenizer = tokens.load_tokenizer(tmp_path / "model")
+    texts, ids = [], []
+    for folder in ("whole", "pieces"):
+        found = open_tokens(tmp_path / folder, "train")
+        ids.append(found.ids.tolist())
+        texts.append(tokenizer.decode(ids[-1]))
+    assert texts[0] == texts[1]
+    assert len(ids[1]) > len(ids[0])
+    assert bytes_of(tmp_path / "pieces")["held_out.bin"] == bytes_of(tmp_path / "whole")["held_out.bin"]

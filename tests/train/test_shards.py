@@ -1,0 +1,122 @@
+"""Two steps with shards of optimizer, gradients and parameters on four ranks, against one process, in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.models.config import model_spec
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import OptimizerConfig
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.optimizer import Optimizer, shards_of
+from antiphon.train.passes import Passes
+from antiphon.train.shards import Shards
+from antiphon.train.spans import Spans
+from antiphon.train.weights import FirstValues
+from tests.comm.ranks import on_ranks
+from tests.train.test_parallel import CONFIG, LATENT, LOSSES, RANKS, batch_of
+
+STEPS = 2
+MODELS: dict[str, dict[str, Any]] = {"qwen3_moe": CONFIG, "deepseek_v3": LATENT}
+
+
+@dataclass(frozen=True)
+class Form:
+    model: str
+    optimizer: str
+    zero: int
+    axes: tuple[tuple[str, int], ...]
+
+
+DATA: tuple[tuple[str, int], ...] = ()
+MIXED = (("expert", 2), ("sequence", 2))
+SLICED = (("tensor", 2), ("expert_tensor", 2))
+FORMS = [
+    *(Form("qwen3_moe", "adamw", zero, axes) for zero in (1, 2, 3) for axes in (DATA, MIXED)),
+    *(Form("qwen3_moe", "muon", zero, axes) for zero in (0, 1, 3) for axes in (MIXED, SLICED)),
+    Form("deepseek_v3", "muon", 1, SLICED),
+    Form("deepseek_v3", "muon", 3, DATA),
+]
+
+
+def some_steps(spec: ModelSpec, mesh: Mesh, zero: int, name: str, batches: list[Batch]) -> tuple[list[float], Shards]:
+    """Loss and norm of each step; then what this rank holds."""
+    model = MoeModel(spec, mesh, max_positions=11, dtype=torch.float64, first=FirstValues(1, 0.2)).double()
+    settings = OptimizerConfig(name=name, clip=0.5)  # type: ignore[arg-type]
+    shards = shards_of(model, zero, settings)
+    optimizer, passes = Optimizer(model, shards, settings), Passes(model, LOSSES, Spans())
+    numbers = []
+    for _ in range(STEPS):
+        shards.begin_step()
+        passed = passes.run(batches)
+        shards.reduce()
+        norm = shards.norm()
+        shards.clip(norm, settings.clip)
+        optimizer.step(1e-2)
+        shards.end_step()
+        numbers += [float(passed.loss), float(norm)]
+    return numbers, shards
+
+
+def batches_of(sizes: Sizes, rank: int, num_passes: int) -> list[Batch]:
+    """Four sequences a step, this rank's of each pass."""
+    own = 4 // num_passes // sizes.data
+    first = sizes.place(rank, "data") * own
+    starts = range(first, 4, 4 // num_passes)
+    return [batch_of(slice(start, start + own)) for start in starts]
+
+
+def wholes_of(shards: Shards) -> dict[str, Tensor]:
+    """Every parameter of one process."""
+    found: dict[str, Tensor] = {}
+    for piece in shards.pieces:
+        whole = found.setdefault(piece.name, torch.zeros(piece.part.shape, dtype=torch.float64))
+        for offsets, view in piece.part.boxes(piece.values.detach(), piece.start):
+            inside(whole, offsets, view).copy_(view)
+    return found
+
+
+def inside(whole: Tensor, offsets: tuple[int, ...], view: Tensor) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, view.shape, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def differences(rank: int) -> dict[Form, tuple[float, float, str]]:
+    """By form: the largest difference of losses and norms, and of values, with the parameter's name."""
+    found = {}
+    expected: dict[tuple[str, str, int], tuple[list[float], dict[str, Tensor]]] = {}
+    for form in FORMS:
+        spec, sizes = model_spec(MODELS[form.model]), Sizes(world_size=RANKS, **dict(form.axes))
+        key = form.model, form.optimizer, 1 if sizes.data == 4 else 2
+        if key not in expected:
+            mesh = connect(Sizes(), 0)
+            theirs, shards = some_steps(spec, mesh, 0, form.optimizer, batches_of(mesh.sizes, 0, key[2]))
+            expected[key] = theirs, wholes_of(shards)
+        mesh = connect(sizes, rank, 60)
+        numbers, shards = some_steps(spec, mesh, form.zero, form.optimizer, batches_of(sizes, rank, key[2]))
+        theirs, wholes = expected[key]
+        worst = (0.0, "")
+        for piece in shards.pieces:
+            for offsets, view in piece.part.boxes(piece.values.detach(), piece.start):
+                apart = (inside(wholes[piece.name], offsets, view) - view).abs()
+                worst = max(worst, (float(apart.max()) if apart.numel() else 0.0, piece.name))
+        found[form] = (max(abs(a - b) for a, b in zip(numbers, theirs, strict=True)), *worst)
+    return found
+
+
+@pytest.fixture(scope="module")
+def all_differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Form, tuple[float, float, str]]]:
+    return on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), differences)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_steps_are_those_of_one_process(all_differences: list[dict[Form, Any]], form: Form) -> None:
+    for of_rank in all_differences:
+        numbers, values, name = of_rank[form]
+        assert numbers < 1e-9
+        assert values < 1e-9, name
