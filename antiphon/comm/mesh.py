@@ -22,7 +22,9 @@ from antiphon.comm.ledger import Ledger
 
 ATTENTION = ("pipeline", "data", "sequence", "tensor")
 EXPERTS = ("pipeline", "expert_data", "expert", "expert_tensor")
+_ENDS = ("first and last stage",)
 _GROUPS: tuple[tuple[str, ...], ...] = (
+    ("pipeline",),
     ("sequence",),
     ("tensor",),
     ("expert",),
@@ -74,6 +76,10 @@ class Sizes:
         after = axes[axes.index(axis) + 1 :]
         return rank // math.prod(self.of(each) for each in after) % self.of(axis)
 
+    def is_end(self, rank: int) -> bool:
+        """Whether `rank` has the first or the last stage."""
+        return self.place(rank, "pipeline") in (0, self.pipeline - 1)
+
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """All groups that span `axes`, which belong to one reading; ranks of each in order."""
         reading = ATTENTION if all(axis in ATTENTION for axis in axes) else EXPERTS
@@ -121,6 +127,11 @@ class Mesh:
         """The ranks that share the rows of a micro-batch."""
         return self.groups[ATTENTION[1:]]
 
+    @property
+    def ends(self) -> Group:
+        """The ranks of the first and the last stage, which share what is tied. To be asked for by one of them."""
+        return self.groups[_ENDS] if self.sizes.pipeline > 1 else self.stage
+
     def replicas(self, axes: frozenset[str]) -> Group:
         """The ranks of this stage that hold the same part of a parameter which is cut along `axes`."""
         reading = EXPERTS if axes & set(EXPERTS) else ATTENTION
@@ -139,9 +150,15 @@ def connect(sizes: Sizes, rank: int, timeout_s: float = 600.0) -> Mesh:
     error after `timeout_s`."""
     ledger, timeout = Ledger(), timedelta(seconds=timeout_s)
     lists = {axes: sizes.groups(axes) for axes in _GROUPS}
+    if sizes.pipeline > 1:
+        lists[_ENDS] = [
+            [each for each in range(sizes.world_size) if sizes.is_end(each) is end] for end in (True, False)
+        ]
     groups = {}
     for axes, members in lists.items():
         own = next(ranks for ranks in members if rank in ranks)
-        made = dist.new_group(own, timeout=timeout, use_local_synchronization=True) if len(own) > 1 else None
+        # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
+        alone = max(len(ranks) for ranks in members) == 1
+        made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
         groups[axes] = Group(tuple(own), own.index(rank), ledger, made)
     return Mesh(sizes, rank, ledger, groups)

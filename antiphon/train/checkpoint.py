@@ -206,12 +206,12 @@ def _boxes(model: MoeModel, shards: Shards, optimizer: Optimizer | None, step: i
         add(f"model.{piece.name}", piece.part, piece.values, piece.start, piece.counted)
     for key, piece, moment in () if optimizer is None else optimizer.moments(step):
         add(f"optimizer.{piece.name}.{key}", piece.part, moment, piece.start, piece.counted)
-    for index, layer in enumerate(model.layers):
+    for layer in model.layers:
         for purpose, part in parts_of(layer).items():
             tensor = getattr(layer, attribute_of(purpose))
             if not isinstance(tensor, nn.Parameter):
                 written = model.mesh.replicas(part.axes).index == 0
-                add(f"model.layers.{index}.{attribute_of(purpose)}", part, tensor.view(-1), 0, written)
+                add(f"model.layers.{layer.layer}.{attribute_of(purpose)}", part, tensor.view(-1), 0, written)
     return found
 
 

@@ -114,15 +114,18 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How many ranks share what. Attention: `sequence` ranks share positions and heads (Ulysses), `tensor` ranks heads
-    and weights. Experts: `expert` ranks have different experts, `expert_tensor` ranks slices of the same. Each product
-    divides the number of ranks; what is left is data parallel. `zero`: what ranks that hold the same keep in shards: 1
-    the optimizer's state, 2 gradients too, 3 parameters too.
+    """How many ranks share what. `pipeline` ranks have different layers, `virtual_stages` runs of them each. Attention:
+    `sequence` ranks share positions and heads (Ulysses), `tensor` ranks heads and weights. Experts: `expert` ranks have
+    different experts, `expert_tensor` ranks slices of the same. The product of `pipeline` and either pair divides the
+    number of ranks; what is left is data parallel. `zero`: what ranks that hold the same keep in shards: 1 the
+    optimizer's state, 2 gradients too, 3 parameters too.
 
     `dispatch`: how rows reach experts; "auto" measures which way is faster here. `deduplicate`: an all-to-all sends a
     row once to a rank. `row_budget`: rows that a rank's experts may hold, over their share at even use; what is over it
     is worked on again in backward (0: no limit)."""
 
+    pipeline: int = 1
+    virtual_stages: int = 1
     sequence: int = 1
     tensor: int = 1
     expert: int = 1

@@ -46,13 +46,14 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
     Of the experts only those held here are read."""
     spec, names = model.spec, tensor_names(model.spec)
     checkpoint = open_checkpoint(folder, spec)
-    plans = [outer_plan(spec, names)]
-    plans += [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
+    outer = outer_plan(spec, names)
+    plans = [{purpose: refs for purpose, refs in outer.items() if purpose in parts_of(model)}]
+    plans += [attention_layer_plan(spec, names, layer.layer, checkpoint) for layer in model.layers]
     first_expert, last_expert = model.share.experts
     experts = {
         layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in range(first_expert, last_expert)]
         for layer, routes in enumerate(spec.moe_layers)
-        if routes
+        if routes and layer in model.layers
     }
     refs = [ref for plan in plans for part in plan.values() for ref in part]
     refs += [ref for of_layer in experts.values() for one in of_layer for ref in one.refs]
@@ -109,7 +110,8 @@ def tensors_of(model: MoeModel) -> Iterator[tuple[str, Tensor]]:
     spec, names = model.spec, tensor_names(model.spec)
     written = _Written(spec)
     yield from _of_plan(model, outer_plan(spec, names), spec)
-    for layer, module in enumerate(model.layers):
+    for layer in range(spec.num_layers):
+        module = model.layers[layer]
         yield from _of_plan(module, attention_layer_plan(spec, names, layer, written), spec)
         if spec.moe_layers[layer]:
             refs = [expert_refs(spec, names, layer, expert, written) for expert in range(spec.router.num_experts)]

@@ -60,6 +60,8 @@ def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
         gate_after_down=True,
         micro_batch=max(1, size // sizes.data),
         model_parallel=min(experts, attention),
+        pipeline=sizes.pipeline,
+        virtual_stages=config.parallel.virtual_stages,
         data_parallel=min(sizes.data, sizes.expert_data),
         precision=precision_of(config),
     )

@@ -1,11 +1,15 @@
 """The trainable model: embedding, layers, final norm, and the loss of its head.
 
+A rank of a pipeline has some stages of it, each a run of layers. The embedding belongs to the first stage, final norm
+and head to the last; a tied embedding is held by both.
+
 It is built from the same `ModelSpec` and tensor names as the one that serves. Parameters stay in float32 (or wider);
 the arithmetic runs in `dtype`.
 
 Letters: B sequences, S positions, T = B * S rows, H hidden, E experts, W vocabulary.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +31,7 @@ from antiphon.train.layer import MoeLayer, norm
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
+from antiphon.train.schedule import Schedule
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
@@ -41,6 +46,26 @@ class Batch:
     targets_BS: Tensor
     positions_BS: Tensor
     documents_BS: Tensor | None
+
+
+class Layers(nn.Module):
+    """The layers of one rank, by their numbers in the whole model."""
+
+    def __init__(self, layers: Iterable[MoeLayer]) -> None:
+        super().__init__()
+        for each in layers:
+            self.add_module(str(each.layer), each)
+
+    def __getitem__(self, layer: int) -> MoeLayer:
+        found = self._modules[str(layer)]
+        assert isinstance(found, MoeLayer)
+        return found
+
+    def __contains__(self, layer: int) -> bool:
+        return str(layer) in self._modules
+
+    def __iter__(self) -> Iterator[MoeLayer]:
+        return (self[int(name)] for name in self._modules)
 
 
 class MoeModel(nn.Module):
@@ -65,21 +90,60 @@ class MoeModel(nn.Module):
         self.dtype = dtype
         self.spans = Spans()
         self.share = Share.of(spec, mesh.sizes, mesh.rank)
-        register(self, outer_parameters(spec), "outer", first, partial(part_of, spec, self.share))
+        self.schedule = Schedule(pipeline=mesh.sizes.pipeline, virtual_stages=parallel.virtual_stages)
+        self.stages = self.schedule.stages_of(mesh.sizes.place(mesh.rank, "pipeline"))
+        outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
+        register(self, outer, "outer", first, partial(part_of, spec, self.share))
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel)
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
-        self.layers = nn.ModuleList(
-            MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in range(spec.num_layers)
-        )
+        own = [layer for stage in self.stages for layer in self._layers_of(stage)]
+        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in own)
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)
 
+    def _holds(self, purpose: str) -> bool:
+        """Whether a stage of this rank has this parameter of those outside of layers."""
+        if purpose == "embedding":
+            return self.is_first or (self.is_last and self.spec.tie_embeddings)
+        return self.is_last
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, whose result is the loss."""
+        return self.schedule.num_stages - 1 in self.stages
+
+    def _layers_of(self, stage: int) -> range:
+        return range(*split_evenly(self.spec.num_layers, self.schedule.num_stages)[stage])
+
+    def moe_layers(self, stage: int) -> range:
+        """The layers of `stage` that route, by their numbers among all that do."""
+        layers, routes = self._layers_of(stage), self.spec.moe_layers
+        return range(sum(routes[: layers.start]), sum(routes[: layers.stop]))
+
     def forward(self, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
+        """`stage`, of a model that is not cut into stages."""
+        return self.stage(0, None, batch, num_targets, routing)
+
+    def stage(self, stage: int, x_BSH: Tensor | None, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
+        """The rows behind stage number `stage` from those before it (None before the first), at this rank's positions;
+        of the last stage the loss."""
+        x_BSH = self._rows(stage, x_BSH, batch, routing)
+        return x_BSH if stage < self.schedule.num_stages - 1 else self._loss(x_BSH, batch, num_targets)
+
+    def rows_buffer(self, batch: Batch) -> Tensor:
+        """Room for the rows between two stages."""
+        return torch.empty((*self.own_targets(batch).shape, self.spec.hidden_size), dtype=self.dtype)
+
+    def _loss(self, x_BSH: Tensor, batch: Batch, num_targets: Tensor) -> Tensor:
         """This rank's part of the cross-entropy: its sum over the targets here, divided by `num_targets`, those of the
         whole step on all ranks. The parts of all ranks add up to the mean."""
-        parallel = self._parallel(batch)
-        x_TH = self._hidden(batch, routing, parallel).flatten(0, 1)
+        x_TH = x_BSH.flatten(0, 1)
         weights = Weights(self, self.dtype)
         head = weights["embedding" if self.spec.tie_embeddings else "head"]
         with self.spans.of("norm"):
@@ -102,24 +166,26 @@ class MoeModel(nn.Module):
         sequence, tensor = self.mesh.group("sequence"), self.mesh.group("tensor")
         return SequenceParallel(self.spec.attention, self.share, sequence, tensor, batch.ids_BS.shape[1])
 
-    def _hidden(self, batch: Batch, routing: Routing, parallel: SequenceParallel) -> Tensor:
-        """The residual stream behind the last layer, before the final norm, at this rank's positions."""
+    def _rows(self, stage: int, x_BSH: Tensor | None, batch: Batch, routing: Routing) -> Tensor:
+        """The residual stream behind the last layer of `stage`, at this rank's positions."""
+        parallel = self._parallel(batch)
         num_sequences, length = batch.ids_BS.shape
         first_sequence = self.mesh.sizes.place(self.mesh.rank, "data") * num_sequences
         routing.number_rows(RowNumbers(first_sequence, num_sequences, parallel.own, length))
         sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
-        with self.spans.of("embedding"):
-            x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS[:, slice(*parallel.own)]]
-            if self.spec.embedding_multiplier != 1.0:
-                x_BSH = x_BSH * self.spec.embedding_multiplier
-        for layer in self.layers:
-            x_BSH = layer(x_BSH, sequences, routing)
+        if x_BSH is None:
+            with self.spans.of("embedding"):
+                x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS[:, slice(*parallel.own)]]
+                if self.spec.embedding_multiplier != 1.0:
+                    x_BSH = x_BSH * self.spec.embedding_multiplier
+        for layer in self._layers_of(stage):
+            x_BSH = self.layers[layer](x_BSH, sequences, routing)
         return x_BSH
 
     def logits(self, batch: Batch) -> Tensor:
         """[B, S, W] in float32 or wider, of one process: for comparisons, not for training."""
         routing = Routing(self.spec.router, LossConfig(), self.mesh.stage, num_layers=self.spec.num_moe_layers)
-        x_BSH = self._hidden(batch, routing, self._parallel(batch))
+        x_BSH = self._rows(0, None, batch, routing)
         weights = Weights(self, self.dtype)
         y_BSH = norm(self.spec, weights, "final_norm", x_BSH)
         logits = y_BSH @ weights["embedding" if self.spec.tie_embeddings else "head"].mT

@@ -10,7 +10,7 @@ Rejected: autograd's anomaly mode. It sees NaN in backward only, and no layer.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,15 @@ from antiphon.train.spans import OUTSIDE, Label, Spans
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 _ON_THE_WAY = ("c10d", "_c10d_functional")  # results that are there only after a wait
 _NUM_NAMED = 3
+_TURN, _NEVER = 1 << 32, 1 << 62
+Begin = Callable[[int, int], None]  # to be called before each pass: its micro-batch, its turn among those of all ranks
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """`number`: how many results were looked at before it was found. Ranks run the same operators, so the finding with
-    the least number is the cause, and the others follow from it."""
+    """`number`: when it was found: the turn of the pass (`Schedule.turn_of`), then how many results had been looked at
+    in it. Ranks of a stage run the same operators, so the finding with the least number is the cause, and the others
+    follow from it."""
 
     number: int
     words: str
@@ -64,9 +67,9 @@ def check_parameters(shards: Shards, step: int) -> None:
         )
 
 
-def explain(model: nn.Module, shards: Shards, passes: Sequence[Callable[[], object]], spans: Spans) -> Finding:
-    """Why loss or gradients are not finite. `passes` run forward and backward of each micro-batch of the step; they
-    record into `spans`. All ranks call it together. Gradients are made anew."""
+def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object], spans: Spans) -> Finding:
+    """Why loss or gradients are not finite. `passes` runs forward and backward of the step's micro-batches, one after
+    another, and records into `spans`. All ranks call it together. Gradients are made anew."""
     spoiled = _not_finite_of([*_values(shards), *model.named_buffers()])
     words = [f"{_names(spoiled)} before it"] if spoiled else []
     shards.zero_grad()
@@ -105,19 +108,18 @@ def complaint(step: int, loss: float, norm: float, why: str, newest: Path | None
     )
 
 
-def _first(passes: Sequence[Callable[[], object]], spans: Spans) -> tuple[Origin | None, int]:
-    """(where it was made, how many results were looked at)."""
+def _first(passes: Callable[[Begin], object], spans: Spans) -> tuple[Origin | None, int]:
+    """(where it was made, when)."""
     was_on, spans.on = spans.on, True
     spans.take()
     mode = _Looks(spans)
     try:
         with mode:
-            for mode.micro_batch, run in enumerate(passes):
-                run()
+            passes(mode.begin)
     finally:
         spans.take()
         spans.on = was_on
-    return mode.found, mode.number
+    return mode.found, mode.number if mode.found is not None else _NEVER
 
 
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -129,6 +131,10 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: Origin | None = None
         self.number = 0
         self._spans = spans
+
+    def begin(self, micro_batch: int, turn: int) -> None:
+        if self.found is None:
+            self.micro_batch, self.number = micro_batch, turn * _TURN
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

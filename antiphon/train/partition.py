@@ -149,7 +149,7 @@ def part_of(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...])
     dim, ranges = found
     if ranges == whole[dim]:
         return Part(shape, whole)
-    if not share.heads_divide:
+    if not share.heads_divide or purpose == "down":  # whose latent rows all ranks use: their gradients have to add up
         return Part(shape, whole, used=ranges, used_dim=dim)
     return Part(shape, (*whole[:dim], ranges, *whole[dim + 1 :]), frozenset({"tensor"}))
 

@@ -1,12 +1,15 @@
-"""Forward and backward of the micro-batches of one step.
+"""Forward and backward of the micro-batches of one step, in the order that a pipeline's schedule gives.
 
 Their targets are counted first, on all ranks, so that the loss is the mean over the targets of the step however it is
-cut; each pass adds its gradients to those of the passes before.
+cut; each pass adds its gradients to those of the passes before. A model that is not cut is a pipeline of one stage: the
+same code, and nothing travels.
+
+Between stages travel rows, and gradients of rows. With `loss.balance_over = "model"` the experts' use travels too: a
+forward brings the sum over the layers so far, a backward the sum over all layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +19,9 @@ from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
 from antiphon.train.config import LossConfig
 from antiphon.train.model import Batch, MoeModel
+from antiphon.train.pipeline import Pipeline, Tensors
 from antiphon.train.routing import Routing, balance_of
+from antiphon.train.schedule import Action
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 
@@ -39,24 +44,35 @@ class Passes:
         self.model = model
         self.losses = losses
         self.spans = spans
+        self._group = model.mesh.group("pipeline")
+        self._pipeline = Pipeline(self._group, model.schedule, spans)
 
     def run(self, batches: Sequence[Batch]) -> PassResult:
         """Add the gradients of these micro-batches, which are this rank's part of a step."""
-        num_targets = self._targets_of_all(batches)
-        results = [self._pass(batch, num_targets, len(batches)) for batch in batches]
-        loss = torch.stack([result.loss for result in results]).sum()
+        work = self._work(batches, self._targets_of_all(batches))
+        self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
+        zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32))
+        loss = torch.stack(work.losses).sum() if work.losses else zero
+        num_layers, num_experts = self.model.spec.num_moe_layers, self.model.spec.router.num_experts
+        use = run(AllReduce(self._group, "balance"), work.use())
+        counts, dropped_L, balance = torch.split(use, [num_layers * num_experts, num_layers, 1])
         return PassResult(
-            run(AllReduce(self.model.mesh.stage, "loss"), loss.view(1)).squeeze(0),
-            torch.stack([result.balance for result in results]).sum(),
-            torch.stack([result.counts_LE for result in results]).sum(0).long(),
-            torch.stack([result.dropped_L for result in results]).sum(0),
+            run(AllReduce(self.model.mesh.world, "loss"), loss.view(1)).squeeze(0),
+            balance.squeeze(0),
+            counts.view(num_layers, num_experts).long(),
+            dropped_L.long(),
         )
 
     def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
         """Where the first number of these passes came from that is not finite, in words: of the rank that met it
         first. Runs the passes again."""
-        num_targets, mesh = self._targets_of_all(batches), self.model.mesh
-        again = [partial(self._pass, batch, num_targets, len(batches)) for batch in batches]
+        num_targets, schedule, mesh = self._targets_of_all(batches), self.model.schedule, self.model.mesh
+
+        def again(begin: Callable[[int, int], None]) -> None:
+            work = self._work(batches, num_targets)
+            work.before = lambda action: begin(action.micro_batch, schedule.turn_of(action))
+            self._pipeline.run(self._orders(schedule.one_after_another, batches), work)
+
         found = not_finite.explain(self.model, shards, again, self.spans)
         numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64)
         numbers[mesh.rank] = found.number
@@ -68,12 +84,20 @@ class Passes:
         """Nats a target over `batches` of all ranks, which have equally many; nothing is learned and, as when the model
         is served, nothing dropped."""
         losses = replace(self.losses, capacity=0.0, device_capacity=0.0)
+        work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1))
+        self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work)
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in batches:
-            sums[0] += self.model(batch, torch.tensor(1), self._routing(1.0, losses)).double()
-            sums[1] += self._own_targets(batch)
-        total, targets = run(AllReduce(self.model.mesh.stage, "loss"), sums).tolist()
+        sums[0] = sum(loss.double() for loss in work.losses)
+        if self.model.is_last:
+            sums[1] = sum(self._own_targets(batch) for batch in batches)
+        total, targets = run(AllReduce(self.model.mesh.world, "loss"), sums).tolist()
         return float(total / max(1.0, targets))
+
+    def _work(self, batches: Sequence[Batch], num_targets: Tensor) -> "_Stages":
+        return _Stages(self.model, self.losses, self.spans, batches, num_targets)
+
+    def _orders(self, order: Callable[[int, int], list[Action]], batches: Sequence[Batch]) -> list[list[Action]]:
+        return [order(place, len(batches)) for place in range(self.model.schedule.pipeline)]
 
     def _targets_of_all(self, batches: Sequence[Batch]) -> Tensor:
         targets = torch.stack([self._own_targets(batch) for batch in batches]).sum()
@@ -83,17 +107,81 @@ class Passes:
         """Targets that this rank counts: those at its positions."""
         return (self.model.own_targets(batch) != IGNORED).sum()
 
-    def _routing(self, share: float, losses: LossConfig) -> Routing:
-        spec = self.model.spec
-        return Routing(spec.router, losses, self.model.mesh.stage, num_layers=spec.num_moe_layers, share=share)
 
-    def _pass(self, batch: Batch, num_targets: Tensor, num_passes: int) -> PassResult:
-        """Forward and backward of one; its `loss` is this rank's part."""
-        routing = self._routing(1 / num_passes, self.losses)
-        loss = self.model(batch, num_targets, routing)
-        with self.spans.backward(loss):
-            loss.backward()
-        facts = routing.all_facts()
-        balance = torch.stack([balance_of(each) for each in facts]).mean() / num_passes
-        counts_LE = torch.stack([each.counts_E for each in facts])
-        return PassResult(loss.detach(), balance, counts_LE, torch.tensor(routing.dropped))
+@dataclass
+class _Flight:
+    """A micro-batch between forward and backward of a stage. `rows`: what it was given, None in the first stage."""
+
+    rows: Tensor | None
+    result: Tensor
+
+
+class _Stages:
+    """What this rank's stages do with the micro-batches of a step, which are equal shares of it."""
+
+    def __init__(
+        self, model: MoeModel, losses: LossConfig, spans: Spans, batches: Sequence[Batch], num_targets: Tensor
+    ) -> None:
+        self.losses: list[Tensor] = []  # of the last stage
+        self.before: Callable[[Action], None] = lambda action: None
+        self._model = model
+        self._config = losses
+        self._spans = spans
+        self._batches = batches
+        self._num_targets = num_targets
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._routings: dict[tuple[int, int], Routing] = {}
+
+    def buffers(self, action: Action) -> Tensors:
+        rows = self._model.rows_buffer(self._batches[action.micro_batch])
+        if self._config.balance_over != "model":
+            return (rows,)
+        return rows, torch.empty(self._model.spec.router.num_experts, dtype=torch.float64)
+
+    def do(self, action: Action, given: Tensors) -> Tensors:
+        self.before(action)
+        made = self._backward(action, given) if action.backward else self._forward(action, given)
+        return tuple(each for each in made if each is not None)
+
+    def use(self) -> Tensor:
+        """Of this rank's layers, with zeros for others: choices by MoE layer and expert, flat, then those dropped by
+        layer, then the balance loss."""
+        spec = self._model.spec
+        counts_LE = torch.zeros(spec.num_moe_layers, spec.router.num_experts, dtype=torch.float64)
+        dropped_L, balance = counts_LE.new_zeros(spec.num_moe_layers), counts_LE.new_zeros(1)
+        for (stage, _), routing in self._routings.items():
+            layers = self._model.moe_layers(stage)
+            for layer, facts, dropped in zip(layers, routing.all_facts(), routing.dropped, strict=True):
+                counts_LE[layer] += facts.counts_E
+                dropped_L[layer] += dropped
+                balance += balance_of(facts) / spec.num_moe_layers / len(self._batches)
+        return torch.cat((counts_LE.flatten(), dropped_L, balance))
+
+    def _forward(self, action: Action, given: Tensors) -> tuple[Tensor | None, ...]:
+        spec, key = self._model.spec, (action.stage, action.micro_batch)
+        share = 1 / len(self._batches)
+        routing = Routing(
+            spec.router, self._config, self._model.mesh.stage, num_layers=spec.num_moe_layers, share=share
+        )
+        self._routings[key] = routing
+        rows, routing.use_before_E = (*given, None, None)[:2]
+        if rows is not None and torch.is_grad_enabled():
+            rows.requires_grad_()
+        batch = self._batches[action.micro_batch]
+        result = self._model.stage(action.stage, rows, batch, self._num_targets, routing)
+        if torch.is_grad_enabled():
+            self._flights[key] = _Flight(rows, result)
+        if action.stage == self._model.schedule.num_stages - 1:
+            self.losses.append(result.detach())
+            return ()
+        return result.detach(), routing.use_so_far() if self._config.balance_over == "model" else None
+
+    def _backward(self, action: Action, given: Tensors) -> tuple[Tensor | None, ...]:
+        key = (action.stage, action.micro_batch)
+        flight, routing = self._flights.pop(key), self._routings[key]
+        gradient, use_E = (*given, None, None)[:2]
+        if self._config.balance_over == "model":
+            routing.use_of_all_E = routing.use_so_far() if use_E is None else use_E
+        with self._spans.backward(flight.result):
+            torch.autograd.backward(flight.result, gradient)
+        return None if flight.rows is None else flight.rows.grad, routing.use_of_all_E

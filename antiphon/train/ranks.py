@@ -16,6 +16,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
+from antiphon.train.schedule import Schedule
 
 TIMEOUT_S = 600.0
 
@@ -34,6 +35,7 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
     parallel = config.parallel
     sizes = Sizes(
         world_size=ranks,
+        pipeline=parallel.pipeline,
         sequence=parallel.sequence,
         tensor=parallel.tensor,
         expert=parallel.expert,
@@ -45,7 +47,10 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
             f"{size} sequences of a pass cannot be shared by {sizes.data} data-parallel ranks: make micro_batch (or "
             "batch) a multiple of them"
         )
+    schedule = Schedule(pipeline=parallel.pipeline, virtual_stages=parallel.virtual_stages)
+    schedule.check(config.micro_batches)
     for name, shared, what, count in (
+        ("pipeline * virtual_stages", schedule.num_stages, "layers", spec.num_layers),
         ("sequence * tensor", sizes.sequence * sizes.tensor, "positions of sequence_length", config.sequence_length),
         ("sequence * tensor", sizes.sequence * sizes.tensor, "attention heads", spec.attention.num_heads),
         ("expert", sizes.expert, "experts", spec.router.num_experts),

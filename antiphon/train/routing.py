@@ -40,7 +40,8 @@ class LayerFacts:
 
 
 class Routing:
-    """One micro-batch, which is `share` of a step, on the ranks of `group`; the model has `num_layers` MoE layers."""
+    """One micro-batch, which is `share` of a step, in one stage, on the ranks of `group`. The whole model has
+    `num_layers` MoE layers."""
 
     def __init__(
         self, router: RouterSpec, losses: LossConfig, group: Group, *, num_layers: int, share: float = 1.0
@@ -54,6 +55,8 @@ class Routing:
         self._capacity = Capacity(losses.capacity, losses.device_capacity, router.num_experts, self._devices, group)
         self._numbers: RowNumbers | None = None
         self.dropped: list[int] = []  # choices of each layer, on all ranks
+        self.use_before_E: Tensor | None = None  # of the layers in the stages before, see `use_so_far`
+        self.use_of_all_E: Tensor | None = None  # of all layers: what `balance_over` "model" needs for gradients
         self._pending: list[Pending | Done] = []
         self._facts: dict[int, LayerFacts] = {}
 
@@ -94,6 +97,12 @@ class Routing:
     def all_facts(self) -> list[LayerFacts]:
         return [self.facts(index) for index in range(len(self._pending))]
 
+    def use_so_far(self) -> Tensor:
+        """[E]: each expert's share of the choices, summed over the layers of this stage and of those before."""
+        shares = [facts.counts_E / facts.counts_E.sum() for facts in self.all_facts()]
+        before_E = torch.zeros(self._router.num_experts, dtype=torch.float64)
+        return torch.stack([before_E if self.use_before_E is None else self.use_before_E, *shares]).sum(0)
+
     def gradients(self, index: int) -> tuple[Tensor, Tensor]:
         """Of this micro-batch's losses with respect to the layer's sums of probabilities [E] and of squared
         log-sum-exps."""
@@ -101,8 +110,8 @@ class Routing:
         part = self._share / self._num_layers / facts.rows
         shares_E = facts.counts_E / facts.counts_E.sum()
         if losses.balance_over == "model":
-            others = [each.counts_E / each.counts_E.sum() for each in self.all_facts()]
-            balance_E = self._router.top_k * torch.stack(others).mean(0)
+            use_E = self.use_so_far() if self.use_of_all_E is None else self.use_of_all_E
+            balance_E = self._router.top_k * use_E / self._num_layers
         else:
             balance_E = shares_E
         gradient_E = losses.balance * num_experts * balance_E + losses.device_balance * self._device_shares(shares_E)

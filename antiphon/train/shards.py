@@ -179,9 +179,7 @@ class Shards:
         self._world = model.mesh.world
         self._zero = zero
         self._outer = _buckets(model, "", model, zero, matrices)
-        self._layers = [
-            _buckets(layer, f"layers.{index}.", model, zero, matrices) for index, layer in enumerate(model.layers)
-        ]
+        self._layers = [_buckets(layer, f"layers.{layer.layer}.", model, zero, matrices) for layer in model.layers]
         self._buckets = [*self._outer, *itertools.chain.from_iterable(self._layers)]
         if zero >= 2:
             for layer, buckets in zip(model.layers, self._layers, strict=True):
@@ -246,7 +244,8 @@ def _buckets(
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))
         if isinstance(tensor, nn.Parameter):
-            group = model.mesh.replicas(part.axes)
+            tied = purpose == "embedding" and model.spec.tie_embeddings  # held by the first and by the last stage
+            group = model.mesh.ends if tied else model.mesh.replicas(part.axes)
             taken = matrices(purpose, tuple(tensor.shape))
             key = id(group), bool(taken), bool(part.axes)
             parameter = _Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)

@@ -215,6 +215,8 @@ class Trainer:
             return
         routed = (layer for layer, routes in enumerate(self.spec.moe_layers) if routes)
         for layer, counts_E in zip(routed, counts_LE, strict=True):
+            if layer not in self.model.layers:  # another stage's
+                continue
             bias = Weights(self.model.layers[layer], torch.float32).stored("score_bias")
             wanting = (counts_E.double().mean() - counts_E).sign().view_as(bias)
             bias.add_(self.config.loss.bias_rate * wanting.to(bias.dtype))

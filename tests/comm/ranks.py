@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each a process of its own."""
 
 import multiprocessing
+import queue
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240  # a busy machine is slow
 
 
 def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
@@ -24,14 +25,28 @@ def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[
     for process in processes:
         process.start()
     try:
-        found = dict(results.get(timeout=TIMEOUT_S) for _ in processes)
+        found = _collect(results, world_size)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    for rank, (result, failure) in sorted(found.items()):
-        assert not failure, f"rank {rank}:\n{failure}\n{result}"
+    failures = [f"rank {rank}:\n{failure}" for rank, (_, failure) in sorted(found.items()) if failure]
+    assert not failures, "\n".join(failures)
     return [found[rank][0] for rank in range(world_size)]
+
+
+def _collect(results: Any, world_size: int) -> dict[int, tuple[Any, str]]:
+    """(result, failure) of each rank; once one has failed the others, which may wait for it, have a second left."""
+    found: dict[int, tuple[Any, str]] = {}
+    while len(found) < world_size:
+        failed = any(failure for _, failure in found.values())
+        try:
+            rank, result = results.get(timeout=1 if failed else TIMEOUT_S)
+        except queue.Empty:
+            assert found, f"no rank ended within {TIMEOUT_S} s"
+            break
+        found[rank] = result
+    return found
 
 
 def _rank(world_size: int, rank: int, store: str, work: Callable[[int], Any], results: Any) -> None:

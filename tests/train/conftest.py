@@ -14,6 +14,10 @@ __all__ = ["one_thread", "save_model", "tools"]
 
 @pytest.fixture
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    unround(monkeypatch)
+
+
+def unround(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers in float64 from end to end: nothing is cast to float32 on the way."""
     softmax, to = F.softmax, Tensor.to
 

@@ -29,6 +29,26 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
+LATENT: dict[str, Any] = CONFIG | {
+    "model_type": "deepseek_v3",
+    "intermediate_size": 48,
+    "moe_intermediate_size": 21,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+}
 LINES = [
     "the cat sat on the mat",
     "a dog ran to the old barn",

@@ -1,11 +1,13 @@
-"""Sixty steps of training beside transformers in float64, with weights and data from a plain integer generator.
+"""Sixty steps of training beside transformers in float64, with weights and data from a plain integer generator: in one
+process, and on two ranks in every form.
 
-Nothing is random, so everybody who runs this gets the same digits. transformers rounds norms, router scores and logits
-to float32 even in a float64 model, which hides whatever is smaller; here it is kept from that. A wrong gradient, a
-skipped expert or a clip that counts a gradient twice shows at once.
+Everybody who runs this gets the same digits. transformers rounds norms, router scores and logits to float32 even in a
+float64 model, which hides whatever is smaller; here it is kept from that. A wrong gradient, a skipped expert or a clip
+that counts a gradient twice shows at once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,27 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from antiphon.comm.mesh import Sizes, connect
-from antiphon.kernels.ops.cross_entropy import IGNORED
-from antiphon.models.config import load_model_spec
-from antiphon.train.hugging_face import import_weights
-from antiphon.train.model import Batch, MoeModel
-from antiphon.train.shards import Shards
-from tests.train.harness import loss_of
+from antiphon.comm.mesh import Sizes
+from tests.comm.ranks import on_ranks
+from tests.train.anchor_curves import (
+    MICRO_BATCHES,
+    NUM_STEPS,
+    VOCABULARY,
+    Curve,
+    Run,
+    Spoil,
+    adamw,
+    batches,
+    curves_of,
+    double_an_expert,
+    drop_an_expert,
+    drop_the_router,
+    generated,
+)
+from tests.train.conftest import unround
 
-NUM_STEPS, NUM_SEQUENCES, LENGTH, VOCABULARY = 60, 4, 32, 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -38,11 +51,11 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
+QWEN3 = {"num_experts": 8, "head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True}
 MODELS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: transformers.OlmoeConfig(**SIZES | {"num_experts": 8, "num_key_value_heads": 4}),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES | {"num_experts": 8, "head_dim": 8, "moe_intermediate_size": 48, "norm_topk_prob": True}
-    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES | QWEN3),
+    "qwen3_moe balanced": lambda: transformers.Qwen3MoeConfig(**SIZES | QWEN3),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES | {"num_local_experts": 8}),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **SIZES
@@ -51,31 +64,21 @@ MODELS: dict[str, Callable[[], Any]] = {
         | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     ),
 }
-
-
-def generated(count: int, seed: int) -> list[int]:
-    """15-bit numbers of a linear congruential generator."""
-    numbers = []
-    for _ in range(count):
-        seed = (1103515245 * seed + 12345) & 0x7FFFFFFF
-        numbers.append(seed >> 16)
-    return numbers
-
-
-def batches() -> list[Tensor]:
-    """Sequences that mostly follow a rule: token = 3 * last + 7, with noise at one place in eight."""
-    numbers = iter(generated(NUM_STEPS * NUM_SEQUENCES * LENGTH * 2, 1))
-    found = []
-    for _ in range(NUM_STEPS):
-        rows = []
-        for _ in range(NUM_SEQUENCES):
-            row = [next(numbers) % VOCABULARY, next(numbers) % VOCABULARY]
-            while len(row) < LENGTH:
-                z = next(numbers)
-                row.append((3 * row[-1] + 7) % VOCABULARY if z % 8 else z // 8 % VOCABULARY)
-            rows.append(row)
-        found.append(torch.tensor(rows))
-    return found
+BALANCE = {"qwen3_moe balanced": 0.01}
+FORMS = {
+    "expert": Sizes(world_size=2, expert=2),
+    "sequence": Sizes(world_size=2, sequence=2),
+    "tensor": Sizes(world_size=2, tensor=2, expert_tensor=2),
+    "pipeline": Sizes(world_size=2, pipeline=2),
+    "sequence and expert": Sizes(world_size=2, sequence=2, expert=2),
+}
+ON_RANKS = {
+    f"{name}, {form}": (name, form)
+    for name in MODELS
+    for form in FORMS
+    if name in BALANCE or form == "sequence and expert"
+}
+SPOILED = "expert 3 doubled on its rank"
 
 
 def theirs_of(name: str) -> Any:
@@ -92,94 +95,99 @@ def theirs_of(name: str) -> Any:
     return model
 
 
-Curve = list[tuple[float, float]]
-
-
-def curve(
-    parameters: list[Tensor], loss_of: Callable[[Tensor], Tensor], norm_and_clip: Callable[[], float], num_steps: int
-) -> Curve:
-    """(loss, gradient norm) of every step."""
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    found = []
-    for ids in batches()[:num_steps]:
-        loss = loss_of(ids)
-        loss.backward()
-        norm = norm_and_clip()
+def their_curve(name: str, folder: Path) -> Curve:
+    """transformers' losses and norms; the model is saved in `folder` before its first step."""
+    model = theirs_of(name)
+    model.save_pretrained(folder)
+    model.double()
+    optimizer, weight, found = adamw(list(model.parameters())), BALANCE.get(name, 0.0), []
+    for ids in batches():
+        loss = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        (loss + weight * balance_of(model, ids) if weight else loss).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
         found.append((float(loss.detach()), norm))
     return found
 
 
-def both_curves(
-    name: str, folder: Path, num_steps: int, spoil: Callable[[MoeModel], None] = lambda model: None
-) -> tuple[Curve, Curve]:
-    """Ours and theirs; `spoil` may do something to our gradients before their norm is taken."""
-    theirs = theirs_of(name)
-    theirs.save_pretrained(folder / "model")
-    theirs.double()
-    spec = load_model_spec(folder / "model")
-    ours = MoeModel(spec, connect(Sizes(), 0), max_positions=LENGTH, dtype=torch.float64)
-    import_weights(ours, folder / "model")
-    ours.double()
+def balance_of(model: Any, ids: Tensor) -> Tensor:
+    """The mean over micro-batches."""
+    experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+    logits = [model(part, output_router_logits=True).router_logits for part in ids.chunk(MICRO_BATCHES)]
+    return torch.stack([load_balancing_loss_func(each, experts, top_k) for each in logits]).mean()
 
-    def our_loss(ids: Tensor) -> Tensor:
-        targets = torch.full_like(ids, IGNORED)
-        targets[:, :-1] = ids[:, 1:]
-        positions = torch.arange(LENGTH).expand_as(ids)
-        return loss_of(ours, Batch(ids, targets, positions, None), torch.tensor(NUM_SEQUENCES * (LENGTH - 1)))
 
-    shards = Shards(ours)
-
-    def our_clip() -> float:
-        spoil(ours)
-        shards.reduce()
-        norm = shards.norm()
-        shards.clip(norm, 1.0)
-        return float(norm)
-
-    expected = curve(
-        list(theirs.parameters()),
-        lambda ids: F.cross_entropy(theirs(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
-        lambda: float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)),
-        num_steps,
-    )
-    return curve([piece.values for piece in shards.pieces], our_loss, our_clip, num_steps), expected
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Curve]]:
+    """The folder and the curve of each model."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        unround(patch)
+        for name in MODELS:
+            folder = tmp_path_factory.mktemp("model")
+            found[name] = (folder, their_curve(name, folder))
+    return found
 
 
 def differences(found: Curve, expected: Curve) -> tuple[float, float]:
-    """The largest of the losses and of the norms."""
-    pairs = list(zip(found, expected, strict=True))
+    """The largest of the losses and of the norms, over the steps that were found."""
+    pairs = list(zip(found, expected, strict=False))
     return max(abs(ours[0] - theirs[0]) for ours, theirs in pairs), max(abs(a[1] - b[1]) for a, b in pairs)
 
 
-@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize("name", MODELS)
-def test_sixty_steps_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    found, expected = both_curves(name, tmp_path, NUM_STEPS)
+def test_sixty_steps_are_those_of_transformers(name: str, theirs: dict[str, tuple[Path, Curve]]) -> None:
+    folder, expected = theirs[name]
+    found = Run(folder, BALANCE.get(name, 0.0)).curve()
     loss, norm = differences(found, expected)
     print(f"{name}: loss {loss:.0e}, norm {norm:.0e}")
+    assert len(found) == len(expected) == NUM_STEPS
     assert expected[-1][0] < expected[0][0] - 0.5, "it learned"
     assert loss < 1e-9
     assert norm < 1e-7
 
 
-def double_an_expert(model: MoeModel) -> None:
-    model.layers[1].get_parameter("experts_down").grad[3] *= 2  # type: ignore[index]
+@pytest.fixture(scope="module")
+def on_two(theirs: dict[str, tuple[Path, Curve]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Curve]]:
+    runs = {
+        both: Run(theirs[name][0], BALANCE.get(name, 0.0), sizes=FORMS[form]) for both, (name, form) in ON_RANKS.items()
+    }
+    runs[SPOILED] = Run(theirs["olmoe"][0], num_steps=4, sizes=FORMS["pipeline"], spoil=double_an_expert)
+    return on_ranks(2, tmp_path_factory.mktemp("ranks"), partial(curves_of, runs))
 
 
-def drop_an_expert(model: MoeModel) -> None:
-    model.layers[1].get_parameter("experts_gate_up").grad[3] = 0  # type: ignore[index]
+@pytest.mark.parametrize("both", ON_RANKS)
+def test_sixty_steps_on_two_ranks_are_those_of_transformers(
+    both: str, theirs: dict[str, tuple[Path, Curve]], on_two: list[dict[str, Curve]]
+) -> None:
+    for of_rank in on_two:
+        loss, norm = differences(of_rank[both], theirs[ON_RANKS[both][0]][1])
+        print(f"{both}: loss {loss:.0e}, norm {norm:.0e}")
+        assert len(of_rank[both]) == NUM_STEPS
+        assert loss < 1e-8
+        assert norm < 1e-8
 
 
-def drop_the_router(model: MoeModel) -> None:
-    model.layers[0].get_parameter("router").grad = None
-
-
-@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize("spoil", [double_an_expert, drop_an_expert, drop_the_router])
-def test_what_goes_wrong_is_seen(spoil: Callable[[MoeModel], None], tmp_path: Path) -> None:
+def test_what_goes_wrong_is_seen(spoil: Spoil, theirs: dict[str, tuple[Path, Curve]]) -> None:
     """A comparison that would not notice these would say nothing."""
-    loss, norm = differences(*both_curves("olmoe", tmp_path, 4, spoil))
+    folder, expected = theirs["olmoe"]
+    loss, norm = differences(Run(folder, num_steps=4, spoil=spoil).curve(), expected)
     assert loss > 1e-8
     assert norm > 1e-5
+
+
+def test_what_goes_wrong_on_one_rank_is_seen(
+    theirs: dict[str, tuple[Path, Curve]], on_two: list[dict[str, Curve]]
+) -> None:
+    loss, norm = differences(on_two[0][SPOILED], theirs["olmoe"][1])
+    assert loss > 1e-8
+    assert norm > 1e-5
+
+
+def test_a_balance_loss_that_is_left_out_is_seen(theirs: dict[str, tuple[Path, Curve]]) -> None:
+    folder, expected = theirs["qwen3_moe balanced"]
+    loss, norm = differences(Run(folder, num_steps=12).curve(), expected)
+    assert loss > 1e-8
+    assert norm > 1e-8

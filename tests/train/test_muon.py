@@ -11,8 +11,7 @@ from antiphon.train.muon import matrices_of, orthogonal
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.setup import build_model
 from antiphon.train.weights import layer_parameters
-from tests.train.harness import config_of
-from tests.train.test_parallel import CONFIG, LATENT
+from tests.train.harness import CONFIG, LATENT, config_of
 
 
 def test_a_step_is_that_of_pytorch(tmp_path: Path) -> None:

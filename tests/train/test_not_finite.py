@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops import feed_forward
 from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.route import choose_experts
+from antiphon.models.config import load_model_spec
 from antiphon.specs.model import RouterSpec
 from antiphon.train import checkpoint, not_finite
+from antiphon.train.setup import build_model
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.trainer import StepResult, Trainer
 from antiphon.train.weights import GATE_UP, Weights
@@ -100,7 +102,7 @@ def test_no_checkpoint_of_spoiled_parameters(tmp_path: Path) -> None:
     assert checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1].name == "step-00000003"
 
 
-def test_minus_infinity_of_masks_is_no_fault() -> None:
+def test_minus_infinity_of_masks_is_no_fault(tmp_path: Path) -> None:
     """Groups of experts that are left out, sinks, and the second choice of sparsemixer."""
     torch.manual_seed(0)
     logits = torch.randn(6, 8, requires_grad=True)
@@ -114,8 +116,10 @@ def test_minus_infinity_of_masks_is_no_fault() -> None:
             total = total + choose_experts(logits, torch.zeros(8), router)[1].square().sum()
         total.backward()
 
-    finding = not_finite.explain(nn.ParameterList([nn.Parameter(torch.ones(1))]), [run], Spans())
-    assert finding.words == "nothing that is not finite was made here"
+    config = config_of(tmp_path)
+    model = build_model(load_model_spec(Path(config.model.path)), config, 16)
+    finding = not_finite.explain(model, Shards(model), lambda begin: run(), Spans())
+    assert finding.words.startswith("all gradients are finite here")
     assert finding.number > 50
 
 

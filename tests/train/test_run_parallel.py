@@ -1,4 +1,4 @@
-"""`antiphon train --nproc N`: the losses of one process, on another number of ranks after every resume."""
+"""`antiphon train --nproc N`: the losses of one process, though every resume shares the work in another way."""
 
 import json
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.train.ranks import sizes_of
-from tests.train.harness import config_of, losses, write_run
+from tests.train.harness import LATENT, config_of, losses, write_run
 
 STAGES = (
     (2, 2, ("parallel.expert=2", "parallel.sequence=2", "parallel.zero=2", "parallel.dispatch=auto")),
     (
-        4,
+        3,
         4,
         (
             "parallel.tensor=2",
@@ -26,8 +26,11 @@ STAGES = (
             "parallel.zero=1",
         ),
     ),
+    (5, 2, ("parallel.pipeline=2", "parallel.zero=1")),
     (6, 1, ()),
 )
+FIVE_EXPERTS: dict[str, Any] = {}
+TIED = LATENT | {"num_hidden_layers": 3, "tie_word_embeddings": True}
 
 
 def train(file: Path, ranks: int, *changes: str) -> str:
@@ -39,11 +42,28 @@ def train(file: Path, ranks: int, *changes: str) -> str:
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("model", [{}, {"num_experts": 6, "num_attention_heads": 2, "num_key_value_heads": 1}])
-def test_two_ranks_then_four_then_one(tmp_path: Path, model: dict[str, int]) -> None:
-    """Clipping is active, rows are dropped, two micro-batches a step, five experts on two ranks, a KV head that does
-    not divide."""
-    fixed = ("optimizer.schedule=constant", "micro_batch=2", "optimizer.clip=0.5", "loss.capacity=1.1")
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def held_out(folder: Path) -> dict[int, float]:
+    """The held-out loss behind every step."""
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+
+
+@pytest.mark.parametrize("model", [FIVE_EXPERTS, TIED], ids=["qwen3_moe", "deepseek_v3"])
+def test_two_ranks_then_four_then_a_pipeline_then_one(tmp_path: Path, model: dict[str, Any]) -> None:
+    """Clipping is active, rows are dropped, two micro-batches a step, five experts on two ranks; or moving score
+    biases, a tied embedding and stages of two and one layers."""
+    fixed = (
+        "optimizer.schedule=constant",
+        "micro_batch=2",
+        "optimizer.clip=0.5",
+        "loss.capacity=1.1",
+        "output.evaluate_every=1",
+    )
     alone, shared = write_run(tmp_path / "alone", **model), write_run(tmp_path / "shared", **model)
     train(alone, 1, *fixed)
     for steps, ranks, changes in STAGES:
@@ -52,21 +72,17 @@ def test_two_ranks_then_four_then_one(tmp_path: Path, model: dict[str, int]) -> 
     assert [step for step, _ in found] == list(range(6))
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+    assert held_out(tmp_path / "shared") == pytest.approx(held_out(tmp_path / "alone"), rel=1e-5)
     assert_metrics(metrics_of(tmp_path / "alone"), metrics_of(tmp_path / "shared"))
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
 
 
 def assert_metrics(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> None:
     """What several ranks write besides: the chosen dispatch, bytes by collective, time of waiting."""
     assert all(row.get("dispatch") in ("all_to_all", "gather_scatter") for row in shared[:2])
-    for row in shared[:4]:
-        assert any(name.startswith("gradients.") and num for name, num in row["collective_bytes"].items())
+    for row in shared[:5]:
+        assert sum(row["collective_bytes"].values()) > 0
         assert row["exposed_comm_s"] > 0
-    assert not any("collective_bytes" in row for row in (*alone, *shared[4:]))
+    assert not any("collective_bytes" in row for row in (*alone, *shared[5:]))
     assert sum(sum(row["dropped_rows"]) for row in alone) > 0
     assert [row["dropped_rows"] for row in shared] == [row["dropped_rows"] for row in alone]
 
@@ -79,12 +95,29 @@ def assert_metrics(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) ->
             "parallel.expert=2",
             r"experts: pipeline 1 \* expert 2 \* expert_tensor 1 is 2, which does not divide the 3",
         ),
-        (3, "batch=4", r"4 sequences of a pass cannot be shared by 3 data-parallel ranks"),
-        (8, "parallel.sequence=8", r"sequence \* tensor is 8, more than the 4 attention heads: use at most 4"),
+        (
+            3,
+            "parallel.pipeline=2",
+            r"attention: pipeline 2 \* sequence 1 \* tensor 1 is 2, which does not divide the 3",
+        ),
+        (4, "parallel.pipeline=4", r"pipeline \* virtual_stages is 4, more than the 2 layers: use at most 2"),
+        (
+            24,
+            "parallel.pipeline=24",
+            r"pipeline is 24, a step has 12 micro-batches.*set micro_batch to a part of batch",
+        ),
+        (2, "parallel.virtual_stages=2", r"virtual_stages is 2, but a pipeline of 1 has nothing to interleave"),
+        (5, "parallel.sequence=5", r"sequence \* tensor is 5, more than the 4 attention heads: use at most 4"),
         (6, "parallel.expert=6", r"expert is 6, more than the 5 experts"),
     ],
 )
 def test_sizes_that_do_not_fit(tmp_path: Path, ranks: int, change: str, message: str) -> None:
-    config = config_of(tmp_path, change, *(["batch=12"] if not change.startswith("batch") else []))
+    config = config_of(tmp_path, change, "batch=12", "micro_batch=1" if "pipeline" in change else "micro_batch=0")
     with pytest.raises(UserError, match=message):
         sizes_of(config, load_model_spec(Path(config.model.path)), ranks)
+
+
+def test_sequences_that_ranks_cannot_share(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "batch=4")
+    with pytest.raises(UserError, match=r"4 sequences of a pass cannot be shared by 3 data-parallel ranks"):
+        sizes_of(config, load_model_spec(Path(config.model.path)), 3)

@@ -18,7 +18,8 @@ from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
-from tests.train.test_parallel import CONFIG, LATENT, LOSSES, RANKS, batch_of
+from tests.train.harness import CONFIG, LATENT
+from tests.train.parallel_forms import LOSSES, RANKS, batch_of
 
 STEPS = 2
 MODELS: dict[str, dict[str, Any]] = {"qwen3_moe": CONFIG, "deepseek_v3": LATENT}
@@ -34,12 +35,14 @@ class Form:
 
 DATA: tuple[tuple[str, int], ...] = ()
 MIXED = (("expert", 2), ("sequence", 2))
+STAGED = (("pipeline", 2),)
 SLICED = (("tensor", 2), ("expert_tensor", 2))
 FORMS = [
     *(Form("qwen3_moe", "adamw", zero, axes) for zero in (1, 2, 3) for axes in (DATA, MIXED)),
     *(Form("qwen3_moe", "muon", zero, axes) for zero in (0, 1, 3) for axes in (MIXED, SLICED)),
     Form("deepseek_v3", "muon", 1, SLICED),
     Form("deepseek_v3", "muon", 3, DATA),
+    *(Form("qwen3_moe", "adamw", zero, STAGED) for zero in (1, 2, 3)),
 ]
 
 

@@ -1,0 +1,192 @@
+"""Ways to share a model between four ranks, and how far each is from one process. `test_parallel` runs it on ranks."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.models.config import model_spec
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import LossConfig, ParallelConfig
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.passes import Passes, PassResult
+from antiphon.train.shards import Piece, Shards
+from antiphon.train.spans import Spans
+from antiphon.train.weights import FirstValues
+
+RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
+LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
+OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
+DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
+NAMES = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
+
+
+@dataclass(frozen=True)
+class Form:
+    pipeline: int = 1
+    virtual_stages: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    dispatch: str = "all_to_all"
+    deduplicate: bool = True
+    row_budget: float = 1.1
+    losses: LossConfig = LOSSES
+
+    def __str__(self) -> str:
+        """What is not as it is by itself."""
+        plain = Form()
+        named = {name: value for name, value in vars(self).items() if value != vars(plain)[name]}
+        return (
+            ",".join(f"{name}={NAMES[value] if name == 'losses' else value}" for name, value in named.items()) or "data"
+        )
+
+    def sizes(self) -> Sizes:
+        return Sizes(
+            world_size=RANKS,
+            pipeline=self.pipeline,
+            sequence=self.sequence,
+            tensor=self.tensor,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step; two even without a pipeline, where ranks of the data axis leave room for them."""
+        return self.pipeline if self.pipeline > 1 else BATCH // max(2, self.sizes().data)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(
+            pipeline=self.pipeline,
+            virtual_stages=self.virtual_stages,
+            dispatch=self.dispatch,  # type: ignore[arg-type]
+            deduplicate=self.deduplicate,
+            row_budget=self.row_budget,
+        )
+
+
+EVERY_FAMILY = (
+    Form(),
+    Form(sequence=4, expert=4),
+    Form(tensor=4, expert_tensor=4),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2),
+    Form(pipeline=4),
+    Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, losses=OVER_MODEL),
+)
+SOME_FAMILIES = (
+    Form(expert=4),
+    Form(expert=2, dispatch="gather_scatter"),
+    Form(sequence=2, expert=4, deduplicate=False),
+    Form(tensor=2, expert_tensor=2),
+    Form(tensor=2, expert=4, dispatch="gather_scatter"),
+    Form(pipeline=2),
+    Form(pipeline=2, virtual_stages=2),
+    Form(pipeline=2, expert=2),
+    Form(pipeline=2, sequence=2),
+    Form(pipeline=2, virtual_stages=2, tensor=2, expert_tensor=2),
+    Form(pipeline=4, losses=OVER_MODEL),
+    Form(row_budget=0.5),  # here and below, some rows are worked on again in backward
+    Form(sequence=2, expert=2, deduplicate=False, row_budget=0.3),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5),
+    Form(pipeline=2, virtual_stages=2, expert=2, row_budget=0.5),
+    Form(losses=DROPPING),
+    Form(sequence=4, expert=4, losses=DROPPING),
+    Form(tensor=4, expert_tensor=4, losses=DROPPING),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", row_budget=0.5, losses=DROPPING),
+    Form(pipeline=2, expert=2, losses=DROPPING),
+    Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, row_budget=0.5, losses=DROPPING),
+)
+
+
+def batch_of(rows: slice) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    documents = (torch.arange(LENGTH) >= 6).long().expand(BATCH, LENGTH)
+    positions = torch.arange(LENGTH) - 6 * documents
+    targets = ids[:, 1:].clone()
+    targets[:, 5] = -100
+    return Batch(ids[rows, :-1], targets[rows], positions[rows], documents[rows])
+
+
+def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], PassResult, Tensor]:
+    """The parameters with the gradients of a step, what its passes say, and the norm of the gradient. What `form` says
+    of ranks is in `mesh` already."""
+    parallel = form.parallel if mesh.sizes.world_size > 1 else ParallelConfig()
+    model = MoeModel(
+        spec, mesh, max_positions=LENGTH, dtype=torch.float64, first=FirstValues(1, 0.2), parallel=parallel
+    )
+    model.double()
+    size = BATCH // form.micro_batches
+    own = size // mesh.sizes.data
+    begin = mesh.sizes.place(mesh.rank, "data") * own
+    batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
+    passed = Passes(model, form.losses, Spans()).run(batches)
+    assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
+    shards = Shards(model)
+    shards.reduce()
+    return shards.pieces, passed, shards.norm()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """From one process: of the loss, the balance loss and the norm; rows that went elsewhere, or were dropped in one of
+    the two only; of the gradient that differs most, relative to its largest number, and whose it is."""
+
+    loss: float
+    balance: float
+    norm: float
+    rows: int
+    gradient: float
+    purpose: str
+
+
+def differences(models: dict[str, tuple[dict[str, Any], tuple[Form, ...]]], rank: int) -> dict[Any, Difference]:
+    """By model and form; of `models` are given their `config.json` and their forms."""
+    found, expected = {}, dict[Any, tuple[dict[str, Tensor], PassResult, Tensor]]()
+    alone = connect(Sizes(), 0)
+    for form in (*EVERY_FAMILY, *SOME_FAMILIES):
+        mesh = connect(form.sizes(), rank, 60)
+        for name, (config, forms) in models.items():
+            if form not in forms:
+                continue
+            spec, key = model_spec(config), (name, form.micro_batches, form.losses)
+            if key not in expected:
+                one, passed, norm = one_step(spec, alone, form)
+                expected[key] = ({piece.name: _gradient(piece) for piece in one}, passed, norm)
+            found[name, form] = _difference(*one_step(spec, mesh, form), *expected[key])
+    return found
+
+
+def _difference(
+    pieces: list[Piece],
+    passed: PassResult,
+    norm: Tensor,
+    gradients: dict[str, Tensor],
+    wanted: PassResult,
+    wanted_norm: Tensor,
+) -> Difference:
+    worst = (0.0, "")
+    for piece in pieces:
+        expected = gradients[piece.name]
+        scale = float(expected.abs().max()) or 1.0
+        if piece.values.numel():
+            off = float((_gradient(piece) - piece.part.of(expected)).abs().max())
+            worst = max(worst, (off / scale, piece.name))
+    return Difference(
+        abs(float(passed.loss - wanted.loss)),
+        abs(float(passed.balance - wanted.balance)),
+        abs(float(norm - wanted_norm)),
+        int((passed.counts_LE - wanted.counts_LE).abs().sum() + (passed.dropped_L - wanted.dropped_L).abs().sum()),
+        *worst,
+    )
+
+
+def _gradient(piece: Piece) -> Tensor:
+    """In the shape of the part of the parameter."""
+    assert piece.values.grad is not None
+    return piece.values.grad.view(piece.part.local_shape)
