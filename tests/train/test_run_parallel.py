@@ -79,8 +79,9 @@ def test_two_ranks_then_four_then_a_pipeline_then_one(tmp_path: Path, model: dic
 def assert_metrics(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> None:
     """What several ranks write besides: the chosen dispatch, bytes by collective, time of waiting."""
     assert all(row.get("dispatch") in ("all_to_all", "gather_scatter") for row in shared[:2])
-    for row in shared[:5]:
-        assert sum(row["collective_bytes"].values()) > 0
+    for step, row in enumerate(shared[:5]):
+        kind = "gradients." if step < 3 else "pipeline."  # pipeline ranks share a tied embedding at most
+        assert any(name.startswith(kind) and num for name, num in row["collective_bytes"].items())
         assert row["exposed_comm_s"] > 0
     assert not any("collective_bytes" in row for row in (*alone, *shared[5:]))
     assert sum(sum(row["dropped_rows"]) for row in alone) > 0
