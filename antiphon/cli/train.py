@@ -108,9 +108,10 @@ def _tokenize(config: TrainConfig, json: str | None) -> None:
 def _show_step(result: StepResult, config: TrainConfig, json: str | None) -> None:
     fullest = max(result.fullest)
     speed = config.tokens_per_step / result.duration_s
+    dropped = f"dropped {int(result.dropped_L.sum()):,} rows  " if config.loss.drops else ""
     show(
         f"step {result.step + 1:>6,}  loss {result.loss:.4f}  gradient {result.norm:.3f}  rate {result.rate:.2e}  "
-        f"fullest expert {fullest:.2f} x mean  {speed:,.0f} tokens/s",
+        f"fullest expert {fullest:.2f} x mean  {dropped}{speed:,.0f} tokens/s",
         json=json,
     )
 

@@ -189,6 +189,12 @@ def run(collective: Collective, x: Tensor) -> Tensor:
     return start(collective, x).wait()
 
 
+def gather_sizes(group: Group, rows: int, device: torch.device) -> tuple[int, ...]:
+    """How many rows each rank has. Waits for the others."""
+    own = torch.tensor([rows], dtype=torch.int64, device=device)
+    return tuple(run(AllGather(group, "counts", (1,) * group.size), own).tolist())
+
+
 def barrier(group: Group) -> None:
     """Wait until all ranks of `group` are here."""
     if group.size > 1:

@@ -70,12 +70,15 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
     last = record.steps[-1] if record.steps else {}
     peak = last.get("peak_rss_bytes")
     fullest = last.get("fullest_expert_ratio")
+    waited_s = record.median("exposed_comm_s")
+    waiting = [] if waited_s is None else [("waiting for ranks, a step", milliseconds(waited_s))]
     return [
         ("a step, median", milliseconds(record.median("step_s"))),
         ("tokens/s, median", number(record.median("tokens_per_s"))),
         ("GFLOP/s of the model", number((record.median("flops_per_s") or 0) / 1e9 or None)),
         ("peak memory of a rank", _UNKNOWN if peak is None else format_bytes(peak)),
         ("fullest expert, × mean", _UNKNOWN if fullest is None else f"{max(fullest):.2f}"),
+        *waiting,
     ]
 
 
@@ -158,7 +161,7 @@ def _sections(record: RunRecord) -> list[dict[str, Any]]:
         words = "Mean over logged steps, on one rank. The rest is between operators: residual sums and bookkeeping."
         add("Time and bytes", "time", "Where the time went", words, time_chart(record))
     if "collective_bytes" in has:
-        words = "Mean over logged steps, on one rank."
+        words = "What a rank sends in one step: mean over ranks and logged steps."
         add("Time and bytes", "bytes", "Bytes by collective", words, bytes_chart(record))
     return [
         {"id": title.split()[0].lower(), "title": title, "drawings": drawings}

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import beside
+from antiphon.train.boxes import LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
@@ -73,8 +75,6 @@ class Saver:
     def save(self, state: RunState) -> None:
         """Begin to write, after the save before it has ended. All ranks call it together, and move no parameter before
         it returns."""
-        from antiphon.train.boxes import boxes_of  # takes a second, and no first step waits for it
-
         self.close()
         stored = boxes_of(self._model, self._shards, self._optimizer, state.step)
         copies = {name: boxes.copy() for name, boxes in stored.items()}
@@ -114,10 +114,6 @@ class Saver:
                 _log.debug("%s written in %.1f s", final, time.monotonic() - started_s)
 
     def _write(self, boxes: dict[str, Any], state: RunState, partial: Path, final: Path) -> None:
-        from torch.distributed.checkpoint import state_dict_saver
-
-        from antiphon.train.boxes import SavePlanner
-
         failure: OSError | None = None
         try:
             if self._group.index == 0:
@@ -183,10 +179,6 @@ def load(checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer
     """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged."""
     facts = read_facts(checkpoint)
     world = model.mesh.world
-    from torch.distributed.checkpoint import state_dict_loader  # takes a second, and a first run loads nothing
-
-    from antiphon.train.boxes import LoadPlanner, boxes_of
-
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

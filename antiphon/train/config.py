@@ -85,7 +85,10 @@ class LossConfig:
     """Weights of what is added to the cross-entropy: `balance` of the experts' use, over each "layer" (Switch
     Transformer, eq. 4) or over the whole "model" (as transformers has it); `device_balance` of `device_groups` groups
     of experts (MegaScale-MoE, section 3.2); `z` of the router's squared log-sum-exp (ST-MoE, eq. 5). `bias_rate`: step
-    of a score bias towards even use, for routers that have one (DeepSeek-V3, section 2.1.2)."""
+    of a score bias towards even use, for routers that have one (DeepSeek-V3, section 2.1.2).
+
+    `capacity`: rows that an expert takes, over the mean; `device_capacity`: that a group takes, over the mean of groups
+    (MegaScale-MoE, section 3.2). The choices of largest weight stay, the others are dropped; 0: none are."""
 
     balance: NotNegative = 0.01
     balance_over: Literal["layer", "model"] = "layer"
@@ -93,6 +96,20 @@ class LossConfig:
     device_groups: int = 1
     z: NotNegative = 0.0
     bias_rate: NotNegative = 1e-3
+    capacity: NotNegative = 0.0
+    device_capacity: NotNegative = 0.0
+
+    def __post_init__(self) -> None:
+        if self.device_capacity and self.device_groups == 1:
+            raise UserError(
+                f"device_capacity is {self.device_capacity}, device_groups is 1, so nothing would be dropped: say how "
+                "many groups the experts make"
+            )
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is a limit to the rows that experts take."""
+        return self.capacity > 0 or self.device_capacity > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +118,11 @@ class ParallelConfig:
     `sequence` ranks share positions and heads (Ulysses), `tensor` ranks heads and weights. Experts: `expert` ranks have
     different experts, `expert_tensor` ranks slices of the same. The product of `pipeline` and either pair divides the
     number of ranks; what is left is data parallel. `zero`: what ranks that hold the same keep in shards: 1 the
-    optimizer's state, 2 gradients too, 3 parameters too. `dispatch`: how rows reach experts; `deduplicate`: an
-    all-to-all sends a row once to a rank."""
+    optimizer's state, 2 gradients too, 3 parameters too.
+
+    `dispatch`: how rows reach experts; "auto" measures which way is faster here. `deduplicate`: an all-to-all sends a
+    row once to a rank. `row_budget`: rows that a rank's experts may hold, over their share at even use; what is over it
+    is worked on again in backward (0: no limit)."""
 
     pipeline: int = 1
     virtual_stages: int = 1
@@ -111,8 +131,9 @@ class ParallelConfig:
     expert: int = 1
     expert_tensor: int = 1
     zero: CountFromZero = 0
-    dispatch: Literal["all_to_all", "gather_scatter"] = "all_to_all"
+    dispatch: Literal["all_to_all", "gather_scatter", "auto"] = "all_to_all"
     deduplicate: bool = True
+    row_budget: NotNegative = 1.1
 
     def __post_init__(self) -> None:
         if self.zero > 3:

@@ -3,8 +3,8 @@
     attention -> gate -> dispatch -> experts -> combine
 
 The shared expert (or the dense layer's feed-forward) runs between dispatch and the experts' results. How positions and
-heads are shared between ranks is `SequenceParallel`'s business, how rows reach their experts the dispatcher's. This
-file has no `if` for either.
+heads are shared between ranks is `SequenceParallel`'s business, how rows reach their experts the dispatcher's, how many
+are worked on at once the `RowBudget`'s. This file has no `if` for the first two.
 
 Letters: B sequences, S positions of this rank, T = B * S rows, H hidden, K experts a row, E experts, R rows in order of
 expert.
@@ -17,26 +17,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from antiphon.comm.dispatch.api import Dispatcher
-from antiphon.kernels.ops.feed_forward import activate, grouped_product
+from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences, attend
+from antiphon.train.experts import Experts
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
+from antiphon.train.row_budget import RowBudget, pass_over_budget
 from antiphon.train.spans import Spans
-from antiphon.train.weights import DOWN, GATE_UP, FirstValues, Weights, layer_parameters, register
+from antiphon.train.weights import FirstValues, Weights, layer_parameters, register
 
 
 class MoeLayer(nn.Module):
-    """Layer `layer` of the model, this rank's `share` of it. A dense layer has no use for `dispatcher`."""
+    """Layer `layer` of the model, this rank's `share` of it. A dense layer has no use for `dispatcher` and `budget`."""
 
-    def __init__(self, spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, first: FirstValues) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        share: Share,
+        dispatcher: Dispatcher,
+        budget: RowBudget,
+        first: FirstValues,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.layer = layer
         self.share = share
         self.dispatcher = dispatcher
+        self.budget = budget
         self.spans = Spans()
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
@@ -56,16 +67,23 @@ class MoeLayer(nn.Module):
         with span("gate", layer):
             logits_TE, ids_TK, weights_TK = self._gate(weights, y_TH)
             y_TH = routing.attach(y_TH, logits_TE, ids_TK)
+            ids_TK = routing.limit(ids_TK, weights_TK)
         with span("dispatch", layer):
-            dispatched = self.dispatcher.start_dispatch(y_TH, ids_TK, weights_TK)
+            pieces = self.budget.pieces(ids_TK)
+            dispatched = self.dispatcher.start_dispatch(y_TH, pieces.choices(0), weights_TK)
         with span("shared expert", layer):
             shared_TH = _shared(spec, weights, y_TH)
         with span("dispatch", layer):
             rows_RH, counts = dispatched.wait()
         with span("experts", layer):
-            rows_RH = _experts(spec, weights, rows_RH, counts, self.share.adds_bias)
+            experts = Experts.of(spec.feed_forward, weights, adds_bias=self.share.adds_bias)
+            rows_RH = experts(rows_RH, counts)
         with span("combine", layer):
             out_TH = dispatched.start_combine(rows_RH).wait()
+        if pieces.num_more:
+            with span("experts over budget", layer):
+                out_TH = out_TH + pass_over_budget(self.dispatcher, experts, y_TH, pieces, weights_TK)
+        with span("combine", layer):
             if shared_TH is not None:
                 out_TH = out_TH + _scaled(shared_TH, spec.residual_multiplier)
             return x_BSH + out_TH.view_as(x_BSH)
@@ -84,19 +102,6 @@ def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
     if spec.norm == "rms":
         return rms_norm(x, weights[purpose], spec.norm_eps)
     return layer_norm(x, weights[purpose], weights.optional(purpose + "_bias"), spec.norm_eps)
-
-
-def _experts(spec: ModelSpec, weights: Weights, rows_RH: Tensor, counts: tuple[int, ...], adds_bias: bool) -> Tensor:
-    """[R, H]: each row through its expert; `adds_bias`: the second bias too, which one rank of a slice adds."""
-    gate_up_RJ = grouped_product(rows_RH, weights[GATE_UP], counts)
-    if spec.feed_forward.expert_bias:
-        experts_R = torch.tensor(counts, device=rows_RH.device)
-        gate_up_RJ = gate_up_RJ + weights[GATE_UP + "_bias"].repeat_interleave(experts_R, dim=0)
-        down_RH = grouped_product(activate(gate_up_RJ, spec.feed_forward), weights[DOWN], counts)
-        if not adds_bias:
-            return down_RH
-        return down_RH + weights[DOWN + "_bias"].repeat_interleave(experts_R, dim=0)
-    return grouped_product(activate(gate_up_RJ, spec.feed_forward), weights[DOWN], counts)
 
 
 def _gated(spec: ModelSpec, weights: Weights, kind: str, y_TH: Tensor) -> Tensor:

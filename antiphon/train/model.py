@@ -25,10 +25,12 @@ from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences
+from antiphon.train.capacity import RowNumbers
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.layer import MoeLayer, norm
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
+from antiphon.train.row_budget import RowBudget
 from antiphon.train.schedule import Schedule
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.spans import Spans
@@ -93,8 +95,9 @@ class MoeModel(nn.Module):
         outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
         register(self, outer, "outer", first, partial(part_of, spec, self.share))
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel)
+        budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
-        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, first) for layer in own)
+        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in own)
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)
@@ -166,6 +169,9 @@ class MoeModel(nn.Module):
     def _rows(self, stage: int, x_BSH: Tensor | None, batch: Batch, routing: Routing) -> Tensor:
         """The residual stream behind the last layer of `stage`, at this rank's positions."""
         parallel = self._parallel(batch)
+        num_sequences, length = batch.ids_BS.shape
+        first_sequence = self.mesh.sizes.place(self.mesh.rank, "data") * num_sequences
+        routing.number_rows(RowNumbers(first_sequence, num_sequences, parallel.own, length))
         sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
         if x_BSH is None:
             with self.spans.of("embedding"):
@@ -193,6 +199,7 @@ def dispatcher_of(mesh: Mesh, num_experts: int, config: ParallelConfig) -> Dispa
     group, slices = mesh.group("expert"), mesh.group("expert_tensor")
     experts = split_evenly(num_experts, group.size)
     first, last = experts[group.index]
+    assert group.size == 1 or config.dispatch != "auto", "choose_dispatch first"
     dispatcher: Dispatcher = LocalDispatcher(last - first)
     if group.size > 1 and config.dispatch == "gather_scatter":
         dispatcher = GatherScatter(group, dispatcher, (first, last))

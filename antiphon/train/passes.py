@@ -9,7 +9,7 @@ forward brings the sum over the layers so far, a backward the sum over all layer
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ from antiphon.train.spans import Spans
 
 @dataclass(frozen=True)
 class PassResult:
-    """Of all ranks: `loss` in nats a target, the `balance` loss, and `counts_LE`: rows by MoE layer and expert. The
-    losses of passes add up to those of their step."""
+    """Of all ranks: `loss` in nats a target, the `balance` loss, `counts_LE`: choices by MoE layer and expert, and
+    `dropped_L`: how many of a layer's no expert had room for. The losses of passes add up to those of their step."""
 
     loss: Tensor
     balance: Tensor
     counts_LE: Tensor
+    dropped_L: Tensor
 
 
 class Passes:
@@ -52,11 +53,14 @@ class Passes:
         self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
         zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32))
         loss = torch.stack(work.losses).sum() if work.losses else zero
+        num_layers, num_experts = self.model.spec.num_moe_layers, self.model.spec.router.num_experts
         use = run(AllReduce(self._group, "balance"), work.use())
+        counts, dropped_L, balance = torch.split(use, [num_layers * num_experts, num_layers, 1])
         return PassResult(
             run(AllReduce(self.model.mesh.world, "loss"), loss.view(1)).squeeze(0),
-            use[-1],
-            use[:-1].view(self.model.spec.num_moe_layers, -1).long(),
+            balance.squeeze(0),
+            counts.view(num_layers, num_experts).long(),
+            dropped_L.long(),
         )
 
     def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
@@ -77,8 +81,10 @@ class Passes:
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Batch]) -> float:
-        """Nats a target over `batches` of all ranks, which have equally many; nothing is learned."""
-        work = self._work(batches, torch.tensor(1))
+        """Nats a target over `batches` of all ranks, which have equally many; nothing is learned and, as when the model
+        is served, nothing dropped."""
+        losses = replace(self.losses, capacity=0.0, device_capacity=0.0)
+        work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1))
         self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work)
         sums = torch.zeros(2, dtype=torch.float64)
         sums[0] = sum(loss.double() for loss in work.losses)
@@ -138,15 +144,18 @@ class _Stages:
         return tuple(each for each in made if each is not None)
 
     def use(self) -> Tensor:
-        """Of this rank's layers, with zeros for others: rows by MoE layer and expert, flat, then the balance loss."""
+        """Of this rank's layers, with zeros for others: choices by MoE layer and expert, flat, then those dropped by
+        layer, then the balance loss."""
         spec = self._model.spec
         counts_LE = torch.zeros(spec.num_moe_layers, spec.router.num_experts, dtype=torch.float64)
-        balance = torch.zeros(1, dtype=torch.float64)
+        dropped_L, balance = counts_LE.new_zeros(spec.num_moe_layers), counts_LE.new_zeros(1)
         for (stage, _), routing in self._routings.items():
-            for layer, facts in zip(self._model.moe_layers(stage), routing.all_facts(), strict=True):
+            layers = self._model.moe_layers(stage)
+            for layer, facts, dropped in zip(layers, routing.all_facts(), routing.dropped, strict=True):
                 counts_LE[layer] += facts.counts_E
+                dropped_L[layer] += dropped
                 balance += balance_of(facts) / spec.num_moe_layers / len(self._batches)
-        return torch.cat((counts_LE.flatten(), balance))
+        return torch.cat((counts_LE.flatten(), dropped_L, balance))
 
     def _forward(self, action: Action, given: Tensors) -> tuple[Tensor | None, ...]:
         spec, key = self._model.spec, (action.stage, action.micro_batch)

@@ -25,6 +25,7 @@ from torch import Tensor
 from antiphon.comm.collectives import AllReduce, Done, Pending, start
 from antiphon.comm.mesh import Group, split_evenly
 from antiphon.specs.model import RouterSpec
+from antiphon.train.capacity import Capacity, RowNumbers
 from antiphon.train.config import LossConfig
 
 
@@ -51,6 +52,9 @@ class Routing:
         self._num_layers = num_layers
         self._share = share
         self._devices = split_evenly(router.num_experts, losses.device_groups)
+        self._capacity = Capacity(losses.capacity, losses.device_capacity, router.num_experts, self._devices, group)
+        self._numbers: RowNumbers | None = None
+        self.dropped: list[int] = []  # choices of each layer, on all ranks
         self.use_before_E: Tensor | None = None  # of the layers in the stages before, see `use_so_far`
         self.use_of_all_E: Tensor | None = None  # of all layers: what `balance_over` "model" needs for gradients
         self._pending: list[Pending | Done] = []
@@ -69,6 +73,18 @@ class Routing:
             self._pending.append(start(AllReduce(self._group, "balance"), mine))
         attached: Tensor = _Attach.apply(x_TH, probabilities_E, z, self, len(self._pending) - 1)  # type: ignore[no-untyped-call]
         return attached
+
+    def number_rows(self, numbers: RowNumbers) -> None:
+        """Which rows of the micro-batch are here: to be told before the first layer."""
+        self._numbers = numbers
+
+    def limit(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The choices that experts have room for, -1 for the others. Call it once a layer, after `attach`, which counts
+        what the router wanted."""
+        assert self._numbers is not None, "rows have no numbers yet"
+        ids_TK, dropped = self._capacity.keep(ids_TK, weights_TK, self._numbers)
+        self.dropped.append(dropped)
+        return ids_TK
 
     def facts(self, index: int) -> LayerFacts:
         """Of the MoE layer with this number in its stage. Waits for the other ranks when first asked."""

@@ -4,8 +4,10 @@ It is written before the first step, so that a run that was killed has it too; i
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -20,10 +22,17 @@ FILE = "run.json"
 
 
 def write_run_facts(
-    config: TrainConfig, spec: ModelSpec, need: MemoryNeed, *, num_ranks: int = 1, plan: TrainingPlan | None = None
+    config: TrainConfig,
+    spec: ModelSpec,
+    need: MemoryNeed,
+    *,
+    num_ranks: int = 1,
+    plan: TrainingPlan | None = None,
+    dispatch: Mapping[str, Any] | None = None,
 ) -> None:
-    """`need`: of one rank, as `check_memory` gave it. `plan`: the one that the run obeys. To be called by one rank,
-    before it builds its model: what the process holds by then is the runtime's."""
+    """`need`: of one rank, as `check_memory` gave it. `plan`: the one that the run obeys. `dispatch`: what was measured
+    to choose the way of rows to experts. To be called by one rank, before it builds its model: what the process holds
+    by then is the runtime's."""
     counts = count_parameters(spec)
     facts = {
         "config": config.as_table(),
@@ -37,6 +46,7 @@ def write_run_facts(
         "num_threads": torch.get_num_threads(),
         "memory_need": asdict(need) | {"total": need.total},
         "rss_before_bytes": psutil.Process().memory_info().rss,
+        "dispatch": dispatch,
         "plan": None if plan is None else training_plan_to_json(plan),
     }
     folder = Path(config.output.folder)

@@ -7,7 +7,7 @@ norm is limited, the optimizer moves.
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from antiphon.models.config import load_model_spec, read_config
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
+from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory_check import check_memory, setup_of
 from antiphon.train.metrics import Metrics
@@ -45,8 +46,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """`loss` in nats a target; `norm` of the gradient before it is limited; `counts_LE`: rows by MoE layer and
-    expert."""
+    """`loss` in nats a target; `norm` of the gradient before it is limited; `counts_LE`: choices by MoE layer
+    and expert; `dropped_L`: those of a layer that no expert had room for."""
 
     step: int
     loss: float
@@ -54,6 +55,7 @@ class StepResult:
     rate: float
     balance: float
     counts_LE: Tensor
+    dropped_L: Tensor
     duration_s: float
 
     @property
@@ -77,6 +79,7 @@ class Trainer:
         self.timeline = timeline
         self.spans = Spans()
         self.held_out_loss: float | None = None
+        self.dispatch: DispatchChoice | None = None
         self.spec = load_model_spec(Path(config.model.path))
         if config.sequence_length > self.spec.max_position:
             raise UserError(
@@ -97,8 +100,11 @@ class Trainer:
         barrier(self.mesh.world)
         train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
         self.samples = self._samples(train, shuffled=True)
+        self.dispatch = choose_dispatch(self.spec, config, self.mesh)
+        config = self.config = with_choice(config, self.dispatch)
         if self.is_first:
-            write_run_facts(config, self.spec, need, num_ranks=sizes.world_size)
+            chosen = None if self.dispatch is None else asdict(self.dispatch)
+            write_run_facts(config, self.spec, need, num_ranks=sizes.world_size, dispatch=chosen)
         self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
@@ -112,8 +118,7 @@ class Trainer:
         if self.state.step >= config.steps:
             self.held_out_loss = self._evaluate(held_out)
         started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
-        rank = self.mesh.rank
-        watch = Watch(self.spec, self.spans, metrics, first_step=first_step, timeline=self.timeline, rank=rank)
+        watch = Watch(self.spec, self.spans, metrics, self.mesh, first_step=first_step, timeline=self.timeline)
         try:
             while self.state.step < config.steps:
                 watch.before_step(self.state.step, logged=self._is_logged(self.state.step))
@@ -195,6 +200,7 @@ class Trainer:
             rate=rate,
             balance=float(passed.balance),
             counts_LE=passed.counts_LE,
+            dropped_L=passed.dropped_L,
             duration_s=time.perf_counter() - started_s,
         )
 
@@ -239,8 +245,21 @@ class Trainer:
                 "expert_rows": result.counts_LE.tolist(),
                 "step_s": result.duration_s,
                 "operator_s": dict(watch.operator_s),
-            },
+            }
+            | self._of_some_runs(result, watch),
         )
+
+    def _of_some_runs(self, result: StepResult, watch: Watch) -> dict[str, Any]:
+        """Metrics of runs that drop rows, choose their dispatch, or have several ranks."""
+        values: dict[str, Any] = {}
+        if self.config.loss.drops:
+            values["dropped_rows"] = result.dropped_L.tolist()
+        if self.dispatch is not None:
+            values["dispatch"] = self.dispatch.way
+        if watch.traffic is not None:
+            values["collective_bytes"] = dict(watch.traffic.sent_bytes)
+            values["exposed_comm_s"] = watch.traffic.waited_s
+        return values
 
     def _after_step(self, metrics: Metrics | None, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step

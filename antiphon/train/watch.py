@@ -1,14 +1,20 @@
-"""What is watched around each step: where its time goes, how routers use their experts.
+"""What is watched around each step: where its time goes, what ranks send each other, how routers use their experts.
 
 Spans are recorded in steps that are logged, so that their cost (a millisecond or two a step) is divided by `log_every`,
 and in the steps of a timeline.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from antiphon.base.logging import get_logger
+from antiphon.comm.collectives import AllGather, barrier, gather_sizes, run
+from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.alarm import RouterAlarm
 from antiphon.train.metrics import Metrics
@@ -19,19 +25,28 @@ TIMELINE_STEPS = range(1, 4)  # of this run: the first one warms up
 _log = get_logger("train")
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the rank
+    that waited longest. What a collective did while a rank was computing is not in it."""
+
+    sent_bytes: Mapping[str, float]
+    waited_s: float
+
+
 class Watch:
-    """`first_step`: of this run. `timeline`: the file that `join_parts` writes in the end, None: none. `metrics` None
-    on ranks that write none."""
+    """Of one rank of `mesh`. `first_step`: of this run. `timeline`: the file that `join_parts` writes in the end, None:
+    none. `metrics` None on ranks that write none."""
 
     def __init__(
         self,
         spec: ModelSpec,
         spans: Spans,
         metrics: Metrics | None,
+        mesh: Mesh,
         *,
         first_step: int,
         timeline: Path | None = None,
-        rank: int = 0,
     ) -> None:
         layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
         self._alarm = RouterAlarm(layers, spec.router.num_experts, spec.router.top_k)
@@ -40,11 +55,17 @@ class Watch:
         self._timeline = timeline
         self._timeline_steps = range(first_step + TIMELINE_STEPS.start, first_step + TIMELINE_STEPS.stop)
         self._for_timeline: list[Span] = []
-        self._rank = rank
+        self._mesh = mesh
+        self._logged = False
         self.operator_s: Mapping[str, float] = {}
+        self.traffic: Traffic | None = None
 
     def before_step(self, step: int, *, logged: bool) -> None:
-        """`logged`: whether this step's `operator_s` will be wanted."""
+        """`logged`: whether this step's `operator_s` and `traffic` will be wanted."""
+        self._logged = logged
+        if logged:
+            barrier(self._mesh.world)  # else others wait in this step for what the first rank wrote after the last one
+            self._mesh.ledger.take()
         self._spans.step = step
         self._spans.on = logged or self._in_timeline(step)
 
@@ -53,6 +74,7 @@ class Watch:
         taken = self._spans.take()
         self._spans.on = False
         self.operator_s = seconds_by_operator(taken)
+        self.traffic = _traffic(self._mesh) if self._logged and self._mesh.sizes.world_size > 1 else None
         if self._in_timeline(step):
             self._for_timeline += taken
         for alarm in self._alarm.observe(step, counts_LE):
@@ -67,7 +89,19 @@ class Watch:
             return
         if not self._for_timeline:
             _log.warning("%s holds no step: this run did fewer than %d", self._timeline, TIMELINE_STEPS.start + 1)
-        write_part(self._timeline, self._rank, self._for_timeline)
+        write_part(self._timeline, self._mesh.rank, self._for_timeline)
 
     def _in_timeline(self, step: int) -> bool:
         return self._timeline is not None and step in self._timeline_steps
+
+
+def _traffic(mesh: Mesh) -> Traffic:
+    """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together."""
+    text = json.dumps(asdict(mesh.ledger.take())).encode()
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    sizes = gather_sizes(mesh.world, len(text), own.device)
+    texts = torch.split(run(AllGather(mesh.world, "ledger", sizes), own), list(sizes))
+    ledgers = [json.loads(bytes(each.tolist())) for each in texts]
+    names = sorted({name for ledger in ledgers for name in ledger["sent_bytes"]})
+    sent = {name: sum(ledger["sent_bytes"].get(name, 0) for ledger in ledgers) / len(ledgers) for name in names}
+    return Traffic(sent, max(sum(ledger["waited_s"].values()) for ledger in ledgers))

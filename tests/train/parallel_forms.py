@@ -1,6 +1,6 @@
 """Ways to share a model between four ranks, and how far each is from one process. `test_parallel` runs it on ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from antiphon.train.weights import FirstValues
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
+DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
+NAMES = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,16 @@ class Form:
     expert_tensor: int = 1
     dispatch: str = "all_to_all"
     deduplicate: bool = True
+    row_budget: float = 1.1
     losses: LossConfig = LOSSES
 
     def __str__(self) -> str:
         """What is not as it is by itself."""
         plain = Form()
         named = {name: value for name, value in vars(self).items() if value != vars(plain)[name]}
-        return ",".join(f"{name}={getattr(value, 'balance_over', value)}" for name, value in named.items()) or "data"
+        return (
+            ",".join(f"{name}={NAMES[value] if name == 'losses' else value}" for name, value in named.items()) or "data"
+        )
 
     def sizes(self) -> Sizes:
         return Sizes(
@@ -61,6 +66,7 @@ class Form:
             virtual_stages=self.virtual_stages,
             dispatch=self.dispatch,  # type: ignore[arg-type]
             deduplicate=self.deduplicate,
+            row_budget=self.row_budget,
         )
 
 
@@ -84,6 +90,16 @@ SOME_FAMILIES = (
     Form(pipeline=2, sequence=2),
     Form(pipeline=2, virtual_stages=2, tensor=2, expert_tensor=2),
     Form(pipeline=4, losses=OVER_MODEL),
+    Form(row_budget=0.5),  # here and below, some rows are worked on again in backward
+    Form(sequence=2, expert=2, deduplicate=False, row_budget=0.3),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5),
+    Form(pipeline=2, virtual_stages=2, expert=2, row_budget=0.5),
+    Form(losses=DROPPING),
+    Form(sequence=4, expert=4, losses=DROPPING),
+    Form(tensor=4, expert_tensor=4, losses=DROPPING),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", row_budget=0.5, losses=DROPPING),
+    Form(pipeline=2, expert=2, losses=DROPPING),
+    Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, row_budget=0.5, losses=DROPPING),
 )
 
 
@@ -109,8 +125,8 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     own = size // mesh.sizes.data
     begin = mesh.sizes.place(mesh.rank, "data") * own
     batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
-    passes = Passes(model, form.losses, Spans())
-    passed = passes.run(batches)
+    passed = Passes(model, form.losses, Spans()).run(batches)
+    assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards = Shards(model)
     shards.reduce()
     return shards.pieces, passed, shards.norm()
@@ -118,8 +134,8 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
 
 @dataclass(frozen=True)
 class Difference:
-    """From one process: of the loss, the balance loss and the norm; rows that went elsewhere; of the gradient that
-    differs most, relative to its largest number, and whose it is."""
+    """From one process: of the loss, the balance loss and the norm; rows that went elsewhere, or were dropped in one of
+    the two only; of the gradient that differs most, relative to its largest number, and whose it is."""
 
     loss: float
     balance: float
@@ -165,7 +181,7 @@ def _difference(
         abs(float(passed.loss - wanted.loss)),
         abs(float(passed.balance - wanted.balance)),
         abs(float(norm - wanted_norm)),
-        int((passed.counts_LE - wanted.counts_LE).abs().sum()),
+        int((passed.counts_LE - wanted.counts_LE).abs().sum() + (passed.dropped_L - wanted.dropped_L).abs().sum()),
         *worst,
     )
 

@@ -14,7 +14,7 @@ from antiphon.train.ranks import sizes_of
 from tests.train.harness import LATENT, config_of, losses, write_run
 
 STAGES = (
-    (2, 2, ("parallel.expert=2", "parallel.sequence=2", "parallel.zero=2")),
+    (2, 2, ("parallel.expert=2", "parallel.sequence=2", "parallel.zero=2", "parallel.dispatch=auto")),
     (
         3,
         4,
@@ -42,6 +42,11 @@ def train(file: Path, ranks: int, *changes: str) -> str:
     return ended.stdout + ended.stderr
 
 
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
 def held_out(folder: Path) -> dict[int, float]:
     """The held-out loss behind every step."""
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -50,9 +55,15 @@ def held_out(folder: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("model", [FIVE_EXPERTS, TIED], ids=["qwen3_moe", "deepseek_v3"])
 def test_two_ranks_then_four_then_a_pipeline_then_one(tmp_path: Path, model: dict[str, Any]) -> None:
-    """Clipping is active, two micro-batches a step, five experts on two ranks; or moving score biases, a tied embedding
-    and stages of two and one layers."""
-    fixed = ("optimizer.schedule=constant", "micro_batch=2", "optimizer.clip=0.5", "output.evaluate_every=1")
+    """Clipping is active, rows are dropped, two micro-batches a step, five experts on two ranks; or moving score
+    biases, a tied embedding and stages of two and one layers."""
+    fixed = (
+        "optimizer.schedule=constant",
+        "micro_batch=2",
+        "optimizer.clip=0.5",
+        "loss.capacity=1.1",
+        "output.evaluate_every=1",
+    )
     alone, shared = write_run(tmp_path / "alone", **model), write_run(tmp_path / "shared", **model)
     train(alone, 1, *fixed)
     for steps, ranks, changes in STAGES:
@@ -62,6 +73,19 @@ def test_two_ranks_then_four_then_a_pipeline_then_one(tmp_path: Path, model: dic
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert held_out(tmp_path / "shared") == pytest.approx(held_out(tmp_path / "alone"), rel=1e-5)
+    assert_metrics(metrics_of(tmp_path / "alone"), metrics_of(tmp_path / "shared"))
+
+
+def assert_metrics(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> None:
+    """What several ranks write besides: the chosen dispatch, bytes by collective, time of waiting."""
+    assert all(row.get("dispatch") in ("all_to_all", "gather_scatter") for row in shared[:2])
+    for step, row in enumerate(shared[:5]):
+        kind = "gradients." if step < 3 else "pipeline."  # pipeline ranks share a tied embedding at most
+        assert any(name.startswith(kind) and num for name, num in row["collective_bytes"].items())
+        assert row["exposed_comm_s"] > 0
+    assert not any("collective_bytes" in row for row in (*alone, *shared[5:]))
+    assert sum(sum(row["dropped_rows"]) for row in alone) > 0
+    assert [row["dropped_rows"] for row in shared] == [row["dropped_rows"] for row in alone]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import AllGather, Done, Pending, ReduceScatter, run, start
+from antiphon.comm.collectives import AllGather, Done, Pending, ReduceScatter, gather_sizes, start
 from antiphon.comm.dispatch.api import Dispatched, Dispatcher
 from antiphon.comm.mesh import Group
 
@@ -31,7 +31,7 @@ class _Dispatched:
     def __init__(self, dispatcher: "GatherScatter", x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         group = dispatcher.group
         self._dispatcher = dispatcher
-        self._sizes = _sizes(group, x_TH.shape[0], x_TH.device)
+        self._sizes = gather_sizes(group, x_TH.shape[0], x_TH.device)
         self._rows = start(AllGather(group, "dispatch", self._sizes), x_TH)
         self._packed = start(AllGather(group, "routing", self._sizes), with_weights(ids_TK, weights_TK))
         self._inside: Dispatched | None = None
@@ -66,9 +66,3 @@ class GatherScatter:
             return ids_TK
         first, last = self.experts
         return torch.where((ids_TK >= first) & (ids_TK < last), ids_TK - first, -1)
-
-
-def _sizes(group: Group, rows: int, device: torch.device) -> tuple[int, ...]:
-    """How many rows each rank has."""
-    own = torch.tensor([rows], dtype=torch.int64, device=device)
-    return tuple(run(AllGather(group, "counts", (1,) * group.size), own).tolist())

@@ -1,0 +1,119 @@
+"""`parallel.dispatch = "auto"`: the way of rows to their experts that is faster here, measured before the first step.
+
+Every layer sends rows of one size to as many experts, so one measurement stands for all. Each way takes rows of the
+run's own number, width and dtype there and back, forward and backward, on all ranks at once and in turns. A time is the
+slowest rank's; all ranks see all times, so they choose the same. Experts do nothing in between: both ways give them the
+same rows.
+
+A run that goes on with the same sizes keeps what it chose, which `run.json` has: the two ways add up in different
+orders, and a run that was killed is to have the bits of one that was not. Rejected: the formulas of the planner. They
+know a cluster's links, not what this machine does with messages of this size.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from antiphon.base.logging import get_logger
+from antiphon.base.units import format_seconds
+from antiphon.comm.collectives import AllGather, barrier, run
+from antiphon.comm.mesh import Mesh, split_evenly
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import TrainConfig
+from antiphon.train.model import dispatcher_of
+from antiphon.train.run_facts import FILE
+
+Way = Literal["all_to_all", "gather_scatter"]
+WAYS: tuple[Way, ...] = ("all_to_all", "gather_scatter")
+ROUNDS = 5
+_log = get_logger("train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchChoice:
+    """`times_s`: by way, there and back. `sizes`: what was measured, and on which ranks."""
+
+    way: Way
+    times_s: Mapping[str, float]
+    sizes: Mapping[str, Any]
+
+
+def choose_dispatch(spec: ModelSpec, config: TrainConfig, mesh: Mesh) -> DispatchChoice | None:
+    """The faster way; None where nothing is to be chosen: one rank has all experts, or the configuration says which.
+    All ranks call it together."""
+    if config.parallel.dispatch != "auto" or mesh.sizes.expert == 1:
+        return None
+    sequences = config.batch // config.micro_batches // mesh.sizes.data
+    positions = split_evenly(config.sequence_length, mesh.sizes.sequence * mesh.sizes.tensor)[0]
+    sizes = asdict(mesh.sizes) | {
+        "rows": sequences * (positions[1] - positions[0]),
+        "hidden_size": spec.hidden_size,
+        "num_experts": spec.router.num_experts,
+        "top_k": spec.router.top_k,
+        "dtype": config.dtype,
+        "deduplicate": config.parallel.deduplicate,
+    }
+    known = _former(Path(config.output.folder), sizes) if mesh.rank == 0 else None
+    number = torch.tensor([-1 if known is None else WAYS.index(known.way)])
+    former = int(run(AllGather(mesh.world, "dispatch choice", (1,) * mesh.sizes.world_size), number)[0])
+    if former >= 0:
+        choice = DispatchChoice(way=WAYS[former], times_s={} if known is None else known.times_s, sizes=sizes)
+        _say(mesh, "dispatch: %s, as before", choice.way)
+        return choice
+    times_s = _measure(config, sizes, mesh)
+    choice = DispatchChoice(way=min(WAYS, key=lambda way: times_s[way]), times_s=times_s, sizes=sizes)
+    words = ", ".join(f"{way} {format_seconds(each)}" for way, each in times_s.items())
+    _say(mesh, "dispatch: %s (%s there and back)", choice.way, words)
+    return choice
+
+
+def with_choice(config: TrainConfig, choice: DispatchChoice | None) -> TrainConfig:
+    """The configuration as it runs."""
+    if config.parallel.dispatch != "auto":
+        return config
+    way: Way = "all_to_all" if choice is None else choice.way
+    return replace(config, parallel=replace(config.parallel, dispatch=way))
+
+
+def _say(mesh: Mesh, text: str, *values: object) -> None:
+    if mesh.rank == 0:
+        _log.info(text, *values)
+
+
+def _former(folder: Path, sizes: Mapping[str, Any]) -> DispatchChoice | None:
+    """What a former run in this folder chose for the same sizes."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8")).get("dispatch")
+    except (OSError, ValueError):
+        return None
+    return DispatchChoice(**found) if found and found["sizes"] == dict(sizes) else None
+
+
+def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh) -> dict[str, float]:
+    """Seconds by way: the median over rounds of the slowest rank's."""
+    generator, dtype = torch.Generator().manual_seed(mesh.rank), getattr(torch, config.dtype)
+    scores_TE = torch.rand(sizes["rows"], sizes["num_experts"], generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(sizes["top_k"], dim=1)  # even use, as the balance loss wants it
+    x_TH = torch.randn(sizes["rows"], sizes["hidden_size"], generator=generator).to(dtype).requires_grad_()
+    weights_TK = weights_TK.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    ways = [dispatcher_of(mesh, sizes["num_experts"], replace(config.parallel, dispatch=way)) for way in WAYS]
+    own = torch.zeros(ROUNDS + 1, len(WAYS), dtype=torch.float64)
+    for number in range(ROUNDS + 1):
+        for index, way in enumerate(ways):
+            barrier(mesh.world)
+            began_s = time.perf_counter()
+            dispatched = way.start_dispatch(x_TH, ids_TK, weights_TK)
+            rows_RH, _ = dispatched.wait()
+            out_TH = dispatched.start_combine(rows_RH * 1).wait()
+            torch.autograd.grad(out_TH, (x_TH, weights_TK), torch.ones_like(out_TH))
+            own[number, index] = time.perf_counter() - began_s
+    ranks = mesh.sizes.world_size
+    collective = AllGather(mesh.world, "dispatch choice", (own.shape[0],) * ranks)
+    slowest = run(collective, own).view(ranks, *own.shape)[:, 1:].amax(0)  # the first round warms up
+    return {way: statistics.median(slowest[:, index].tolist()) for index, way in enumerate(WAYS)}

@@ -1,0 +1,131 @@
+"""A limit to the rows that a rank's experts hold at once, whatever the router does.
+
+Without one, memory follows the router: a rank whose experts are chosen four times as often as the mean keeps four times
+the rows, in every layer, until backward. The budget is a multiple of the balanced share.
+
+1. Ranks add up how many rows each of them would get. If nobody is over budget, all goes in one piece, as ever.
+2. Otherwise three quarters of a budget go first and are kept for backward. The rest goes in pieces of a quarter each:
+   sent, worked on, returned, forgotten; backward sends and works on them again, one by one. So no layer keeps more than
+   three quarters, and no moment adds more than one quarter.
+3. Pieces are cut in order of token, so that a row still goes to a rank once, and each expert's rows are cut alike. All
+   ranks have the same number of pieces.
+
+Rejected: pieces of rows after they arrived. What arrived is as long as the skew, before any expert has seen it. Also
+rejected: working on everything again as soon as one row is too many; a router is never quite balanced.
+
+Letters: T rows of this rank, K experts a row, E experts, H width, n ranks with different experts.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.collectives import AllReduce, run
+from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.mesh import Mesh, split_evenly
+from antiphon.train.experts import Experts
+
+KEPT_PART = 0.75
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Choices, and the piece in which each goes; piece 0 is kept for backward, `num_more` follow it."""
+
+    ids_TK: Tensor
+    piece_TK: Tensor
+    num_more: int
+
+    def choices(self, piece: int) -> Tensor:
+        """[T, K]: those of this piece, the others absent."""
+        return torch.where(self.piece_TK == piece, self.ids_TK, -1) if self.num_more else self.ids_TK
+
+
+@dataclass(frozen=True)
+class RowBudget:
+    """Of one MoE layer. `factor`: rows of a rank over its share at even use; 0: no limit."""
+
+    mesh: Mesh
+    num_experts: int
+    factor: float
+
+    def pieces(self, ids_TK: Tensor) -> Pieces:
+        """How these choices go; ranks that share experts call it together."""
+        group = self.mesh.group("expert")
+        if not self.factor or (group.size == 1 and self.factor >= 1):  # one rank has all rows, balanced or not
+            return Pieces(ids_TK, ids_TK, 0)
+        experts = split_evenly(self.num_experts, group.size)
+        rank_of = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]
+        ranks_TK = torch.tensor([*rank_of, group.size], device=ids_TK.device)[ids_TK]  # an absent one is the last
+        rows_Tn = torch.zeros(ids_TK.shape[0], group.size + 1, dtype=torch.int64, device=ids_TK.device)
+        rows_Tn = rows_Tn.scatter_add_(1, ranks_TK, torch.ones_like(ranks_TK))
+        own_n = rows_Tn.sum(0)
+        all_n = run(AllReduce(self.mesh.group("expert_tensor"), "counts"), run(AllReduce(group, "counts"), own_n))
+        present = all_n[: group.size].tolist()
+        share = (sum(present) + int(all_n[-1])) * max(last - first for first, last in experts) / self.num_experts
+        if max(present) <= self.factor * share:
+            return Pieces(ids_TK, ids_TK, 0)
+        kept = KEPT_PART * self.factor * share
+        num_more = math.ceil((max(present) - kept) / ((1 - KEPT_PART) * self.factor * share))
+        piece_Tn = _piece_of(rows_Tn, own_n, kept / all_n.clamp(min=1), num_more)
+        return Pieces(ids_TK, piece_Tn.gather(1, ranks_TK), num_more)
+
+
+def _piece_of(rows_Tn: Tensor, own_n: Tensor, kept_n: Tensor, num_more: int) -> Tensor:
+    """[T, n]: the piece in which a token goes to a rank; `kept_n`: the part of all rows that goes in piece 0."""
+    before_Tn = rows_Tn.cumsum(0) - rows_Tn
+    first_n = (own_n * kept_n.clamp(max=1)).long()
+    later_Tn = 1 + (before_Tn - first_n) * num_more // (own_n - first_n).clamp(min=1)
+    return torch.where(before_Tn < first_n, 0, later_Tn.clamp(max=num_more))
+
+
+def pass_experts(dispatcher: Dispatcher, experts: Experts, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, H]: there, through the experts, and back."""
+    dispatched = dispatcher.start_dispatch(x_TH, ids_TK, weights_TK)
+    return dispatched.start_combine(experts(*dispatched.wait())).wait()
+
+
+def pass_over_budget(
+    dispatcher: Dispatcher, experts: Experts, x_TH: Tensor, pieces: Pieces, weights_TK: Tensor
+) -> Tensor:
+    """[T, H]: the sum over all pieces but the first; nothing is kept for backward but what is given here."""
+    out_TH: Tensor = _OverBudget.apply(  # type: ignore[no-untyped-call]
+        dispatcher, experts, pieces, x_TH, weights_TK, *experts.tensors.values()
+    )
+    return out_TH
+
+
+class _OverBudget(torch.autograd.Function):
+    """Gradients of weights are added up piece by piece, in order: the same bits in every run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        dispatcher: Dispatcher,
+        experts: Experts,
+        pieces: Pieces,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.dispatcher, ctx.experts, ctx.pieces = dispatcher, experts, pieces
+        ctx.save_for_backward(x_TH, weights_TK, *tensors)
+        out_TH = torch.zeros_like(x_TH)
+        for piece in range(1, 1 + pieces.num_more):
+            out_TH += pass_experts(dispatcher, experts, x_TH, pieces.choices(piece), weights_TK)
+        return out_TH
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
+        leaves = [saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)]
+        x_TH, weights_TK, *tensors = leaves
+        experts = replace(ctx.experts, tensors=dict(zip(ctx.experts.tensors, tensors, strict=True)))
+        for piece in range(1, 1 + ctx.pieces.num_more):
+            with torch.enable_grad():
+                out_TH = pass_experts(ctx.dispatcher, experts, x_TH, ctx.pieces.choices(piece), weights_TK)
+            torch.autograd.backward(out_TH, grad_TH)
+        return None, None, None, *(leaf.grad for leaf in leaves)

@@ -1,0 +1,117 @@
+"""Which choices are dropped: against a naive loop, in other orders of rows, and what a dropped choice does."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from antiphon.base.errors import UserError
+from antiphon.comm.ledger import Ledger
+from antiphon.comm.mesh import Group, Sizes, connect, split_evenly
+from antiphon.models.config import model_spec
+from antiphon.train.capacity import Capacity, RowNumbers
+from antiphon.train.config import LossConfig
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.routing import Routing
+from antiphon.train.weights import FirstValues
+from tests.train.harness import CONFIG
+
+ALONE = Group((0,), 0, Ledger())
+
+
+def capacity(of_expert: float, of_group: float, num_experts: int, num_groups: int = 2) -> Capacity:
+    return Capacity(of_expert, of_group, num_experts, split_evenly(num_experts, num_groups), ALONE)
+
+
+def rows(num_rows: int) -> RowNumbers:
+    return RowNumbers(0, 1, (0, num_rows), num_rows)
+
+
+def naive(ids: list[list[int]], weights: list[list[float]], limits: Capacity) -> list[list[int]]:
+    """Choices from the heaviest to the lightest, each bin taking what it has room for; experts first, then groups."""
+    choices = [(row, choice) for row in range(len(ids)) for choice in range(len(ids[row]))]
+    choices.sort(key=lambda at: (-weights[at[0]][at[1]], at))
+    mean = len(choices) / limits.num_experts
+    kept = [list(row) for row in ids]
+    for factor, bins in (
+        (limits.of_expert, [(e, e + 1) for e in range(limits.num_experts)]),
+        (limits.of_group, limits.groups),
+    ):
+        for first, last in bins if factor else ():
+            room = int(factor * mean * (last - first))
+            for row, choice in choices:
+                if first <= kept[row][choice] < last:
+                    room -= 1
+                    if room < 0:
+                        kept[row][choice] = -1
+    return kept
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 30),
+    st.integers(1, 3),
+    st.integers(3, 7),
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 0.5, 1.0, 1.3]),
+)
+def test_what_a_naive_loop_drops(num_rows: int, top_k: int, num_experts: int, seed: int, factor: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = (torch.rand(num_rows, num_experts, generator=generator) ** 2).argsort(1)[:, :top_k]
+    weights = torch.randint(0, 9, (num_rows, top_k), generator=generator) / 8  # many are equal
+    limits = capacity(factor, 0.9, num_experts)
+    kept, dropped = limits.keep(ids, weights, rows(num_rows))
+    assert kept.tolist() == naive(ids.tolist(), weights.tolist(), limits)
+    assert dropped == int((kept < 0).sum())
+
+
+def test_no_limit_drops_nothing() -> None:
+    ids = torch.zeros(5, 1, dtype=torch.int64)
+    kept, dropped = capacity(0.0, 0.0, 4).keep(ids, torch.ones(5, 1), rows(5))
+    assert torch.equal(kept, ids)
+    assert dropped == 0
+
+
+def test_rows_are_known_by_their_place_in_the_micro_batch() -> None:
+    """Positions 3 to 5 of sequences 4 and 5, of length 10."""
+    assert RowNumbers(4, 2, (3, 6), 10).of_rows(torch.device("cpu")).tolist() == [43, 44, 45, 53, 54, 55]
+
+
+def pass_of(losses: LossConfig) -> tuple[Tensor, Routing, dict[str, Any]]:
+    spec = model_spec(CONFIG | {"num_experts": 4})
+    model = MoeModel(
+        spec, connect(Sizes(), 0), max_positions=16, dtype=torch.float64, first=FirstValues(3, 0.3)
+    ).double()
+    ids = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+    routing = Routing(spec.router, losses, model.mesh.stage, num_layers=spec.num_moe_layers)
+    loss = model(Batch(ids, ids, torch.arange(16).expand(2, 16), None), torch.tensor(32), routing)
+    loss.backward()
+    return loss.detach(), routing, dict(model.named_parameters())
+
+
+def test_experts_take_what_they_have_room_for() -> None:
+    """64 choices of four experts: 16 each at even use. The router's own counts stay those of what it chose."""
+    free, free_routing, _ = pass_of(LossConfig())
+    limited, routing, parameters = pass_of(LossConfig(capacity=0.75))
+    assert free_routing.dropped == [0, 0]
+    wanted = free_routing.facts(0).counts_E
+    assert routing.dropped[0] == int((wanted - 12).clamp(min=0).sum())
+    assert torch.equal(routing.facts(0).counts_E, wanted)
+    assert not torch.equal(free, limited)
+    assert all(torch.isfinite(each.grad).all() for each in parameters.values())
+
+
+def test_wide_capacity_is_dropless() -> None:
+    loss, routing, parameters = pass_of(LossConfig(capacity=4.0, device_capacity=2.0, device_groups=2))
+    expected, _, wanted = pass_of(LossConfig())
+    assert routing.dropped == [0, 0]
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(parameters[name].grad, wanted[name].grad) for name in wanted)
+
+
+def test_capacity_of_one_group_is_refused() -> None:
+    with pytest.raises(UserError, match=r"device_capacity is 1\.2, device_groups is 1, so nothing would be dropped"):
+        LossConfig(device_capacity=1.2)

@@ -1,0 +1,59 @@
+"""Forty backward passes of one batch give one loss and one gradient, bit for bit; so do other processes."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from antiphon.comm.mesh import Sizes, connect
+from antiphon.models.config import model_spec
+from antiphon.train.config import LossConfig, ParallelConfig
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.passes import Passes
+from antiphon.train.shards import Shards
+from antiphon.train.spans import Spans
+from antiphon.train.weights import FirstValues
+from tests.comm.ranks import on_ranks
+from tests.train.harness import CONFIG
+
+PASSES, LENGTH = 40, 12
+FORMS = (
+    (ParallelConfig(), LossConfig(balance=0.1, z=0.01)),
+    (ParallelConfig(row_budget=0.5, deduplicate=False), LossConfig(balance=0.1)),
+    (ParallelConfig(row_budget=0.5, dispatch="gather_scatter"), LossConfig(capacity=1.0)),
+)
+
+
+def bits(rank: int) -> list[set[str]]:
+    """By form: digests of loss and all summed gradients of two ranks that share positions and experts."""
+    return [set(digests(rank, *form)) for form in FORMS]
+
+
+def digests(rank: int, parallel: ParallelConfig, losses: LossConfig) -> list[str]:
+    spec = model_spec(CONFIG)
+    mesh = connect(Sizes(world_size=2, sequence=2, expert=2), rank, 60)
+    first = FirstValues(1, 0.2)
+    model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel)
+    passes, shards = Passes(model, losses, Spans()), Shards(model)
+    ids = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH).expand(2, LENGTH), None)
+    found = []
+    for _ in range(PASSES):
+        shards.zero_grad()
+        result = passes.run([batch])
+        shards.reduce()
+        numbers = [
+            result.loss.view(1),
+            *(each.values.grad.flatten() for each in shards.pieces if each.values.grad is not None),
+        ]
+        found.append(hashlib.blake2b(torch.cat(numbers).numpy().tobytes()).hexdigest())
+    return found
+
+
+def test_forty_passes_have_the_same_bits(tmp_path: Path) -> None:
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    first, second = (on_ranks(2, folder, bits) for folder in folders)
+    assert all(len(found) == 1 for of_rank in first for found in of_rank)
+    assert first == second
