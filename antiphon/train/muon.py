@@ -17,7 +17,7 @@ from torch import Tensor
 from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.specs.model import ModelSpec
-from antiphon.train.shards import Matrices, Piece
+from antiphon.train.bucket import Matrices, Piece
 from antiphon.train.weights import DOWN, GATE_UP
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

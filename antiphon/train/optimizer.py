@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from antiphon.train.bucket import Piece
 from antiphon.train.config import OptimizerConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.muon import Muon, matrices_of
-from antiphon.train.shards import Piece, Shards
+from antiphon.train.shards import Shards
 
 _MUON_MOMENTUM = 0.95
 

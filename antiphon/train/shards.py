@@ -16,151 +16,17 @@ Rejected: FSDP2. It wants DTensor parameters, one mesh for all parameters of a m
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from antiphon.comm.collectives import AllGather, AllReduce, ReduceScatter, run
+from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import Group
+from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
 from antiphon.train.model import MoeModel
-from antiphon.train.partition import Part
 from antiphon.train.weights import attribute_of, parts_of
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """`count` matrices [rows, columns], one after the other in memory."""
-
-    count: int
-    rows: int
-    columns: int
-
-    @property
-    def size(self) -> int:
-        return self.count * self.rows * self.columns
-
-
-MatricesOf = Callable[[str, tuple[int, ...]], tuple[Matrices, ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Elements of one parameter that this rank updates: `values`, flat, with the summed gradient in `values.grad`, from
-    element `start` of the parameter's local tensor. `counted`: here, not on another replica, for norm and checkpoint.
-    `matrices`: what the elements are; None where they are not taken as matrices."""
-
-    name: str
-    purpose: str
-    part: Part
-    start: int
-    values: Tensor
-    counted: bool
-    matrices: Matrices | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Parameter:
-    name: str
-    purpose: str
-    tensor: nn.Parameter
-    part: Part
-    matrices: tuple[Matrices, ...]
-
-    def blocks(self) -> Iterator[tuple[int, Matrices | None]]:
-        """(elements, matrices) in the order of memory."""
-        if not self.matrices:
-            yield self.tensor.numel(), None
-        yield from ((each.size, each) for each in self.matrices)
-
-
-class Bucket:
-    """Parameters of one module that the ranks of `group` all hold; `zero` as in the module's text."""
-
-    def __init__(self, parameters: Sequence[_Parameter], group: Group, zero: int) -> None:
-        self._parameters = parameters
-        self._group = group
-        self._zero = zero if group.size > 1 else 0
-        if self._zero:
-            self._sizes = _shard_sizes(parameters, group.size)
-            self._values = torch.zeros(sum(self._sizes), dtype=parameters[0].tensor.dtype)
-            self._num_bytes = self._values.untyped_storage().nbytes()
-            first = sum(self._sizes[: group.index])
-            self._own = first, first + self._sizes[group.index]
-            self._lay_out()
-            shard = self._values[slice(*self._own)]
-            self._shard = shard.clone() if self._zero == 3 else shard
-            self.pieces = list(self._cut(self._shard))
-            self.release()
-        else:
-            self.pieces = list(self._whole())
-
-    def _lay_out(self) -> None:
-        begin = 0
-        for each in self._parameters:
-            view = self._values[begin : begin + each.tensor.numel()].view(each.tensor.shape)
-            each.tensor.data = view.copy_(each.tensor.data)
-            begin += each.tensor.numel()
-
-    def _whole(self) -> Iterator[Piece]:
-        for each in self._parameters:
-            flat, begin = each.tensor.data.view(-1), 0
-            for size, matrices in each.blocks():
-                values = flat[begin : begin + size].requires_grad_()
-                counted = self._group.index == 0
-                yield Piece(each.name, each.purpose, each.part, begin, values, counted, matrices)
-                begin += size
-
-    def _cut(self, shard: Tensor) -> Iterator[Piece]:
-        """Each parameter's blocks as far as they lie in the shard; whole matrices by `_shard_sizes`."""
-        begin = 0
-        for each in self._parameters:
-            offset = 0
-            for size, matrices in each.blocks():
-                first, last = max(begin, self._own[0]), min(begin + size, self._own[1])
-                if first < last:
-                    values = shard[first - self._own[0] : last - self._own[0]].requires_grad_()
-                    if matrices is not None:
-                        count = (last - first) // (matrices.rows * matrices.columns)
-                        matrices = Matrices(count, matrices.rows, matrices.columns)
-                    yield Piece(each.name, each.purpose, each.part, offset + first - begin, values, True, matrices)
-                begin, offset = begin + size, offset + size
-
-    def reduce(self) -> None:
-        """Add the gradients of this rank's parameters, summed over replicas, to those of its pieces. A parameter that
-        was not used counts zeros."""
-        gradients = [_gradient(each.tensor).flatten() for each in self._parameters]
-        for each in self._parameters:
-            each.tensor.grad = None
-        if self._zero:
-            padding = sum(self._sizes) - sum(each.shape[0] for each in gradients)
-            flat = torch.cat([*gradients, gradients[0].new_zeros(padding)])
-            parts = _split(run(ReduceScatter(self._group, "gradients", self._sizes), flat), self.pieces)
-        elif self._group.size > 1:
-            parts = _split(run(AllReduce(self._group, "gradients"), torch.cat(gradients)), self.pieces)
-        else:
-            parts = [
-                part for each, flat in zip(self._parameters, gradients, strict=True) for part in _blocks(each, flat)
-            ]
-        for piece, part in zip(self.pieces, parts, strict=True):
-            piece.values.grad = part if piece.values.grad is None else piece.values.grad.add_(part)
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Make the parameters whole from the replicas' shards."""
-        if not self._zero:
-            return
-        storage = self._values.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self._num_bytes)
-        self._values.copy_(run(AllGather(self._group, "parameters", self._sizes), self._shard.detach()))
-
-    def release(self) -> None:
-        """Give back the memory of parameters that are kept in shards; until `gather` nobody may use them."""
-        if self._zero == 3:
-            self._values.untyped_storage().resize_(0)
 
 
 class Shards:
@@ -240,7 +106,7 @@ def _buckets(
 ) -> list[Bucket]:
     """Of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks hold parts
     apart again, so that these ranks cut their shards alike."""
-    found: dict[tuple[int, bool, bool], tuple[Group, list[_Parameter]]] = {}
+    found: dict[tuple[int, bool, bool], tuple[Group, list[Parameter]]] = {}
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))
         if isinstance(tensor, nn.Parameter):
@@ -248,33 +114,9 @@ def _buckets(
             group = model.mesh.ends if tied else model.mesh.replicas(part.axes)
             taken = matrices(purpose, tuple(tensor.shape))
             key = id(group), bool(taken), bool(part.axes)
-            parameter = _Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
+            parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
             found.setdefault(key, (group, []))[1].append(parameter)
     return [Bucket(parameters, group, zero) for group, parameters in found.values()]
-
-
-def _shard_sizes(parameters: Sequence[_Parameter], ranks: int) -> tuple[int, ...]:
-    """Elements of each rank's shard: equal, the last one padded; whole matrices if there are any, as evenly as they
-    come."""
-    sizes = [each.rows * each.columns for of in parameters for each in of.matrices for _ in range(each.count)]
-    if not sizes:
-        return (-(-sum(each.tensor.numel() for each in parameters) // ranks),) * ranks
-    ends = [0, *itertools.accumulate(sizes)]
-    cuts = [min(ends, key=lambda end: abs(end * ranks - rank * ends[-1])) for rank in range(ranks + 1)]
-    return tuple(last - first for first, last in itertools.pairwise(cuts))
-
-
-def _split(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    sizes = [piece.values.shape[0] for piece in pieces]
-    return list(torch.split(flat[: sum(sizes)], sizes)) if sizes else []
-
-
-def _blocks(parameter: _Parameter, flat: Tensor) -> list[Tensor]:
-    return list(torch.split(flat, [size for size, _ in parameter.blocks()]))
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _attach(layer: nn.Module, buckets: Sequence[Bucket], *, gathered: bool) -> None:

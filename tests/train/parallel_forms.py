@@ -9,10 +9,11 @@ from torch import Tensor
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
+from antiphon.train.bucket import Piece
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult
-from antiphon.train.shards import Piece, Shards
+from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
 
