@@ -3,6 +3,7 @@
 import json as jsonlib
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,13 @@ from antiphon.base.units import format_bytes
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 from antiphon.models.config import load_model_spec, model_spec
-from antiphon.report.run_page import write_run_page
+from antiphon.report.run_page import comparisons, write_run_page
+from antiphon.report.run_record import read_run
+from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
+from antiphon.train.obey import obey
 from antiphon.train.ranks import sizes_of
 from antiphon.train.setup import build_model, cache_of, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
@@ -40,21 +44,28 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace of some of the first steps.")
     ] = None,
     nproc: Annotated[int | None, typer.Option(metavar="N", help="Start N ranks on this machine.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Obey a plan of 'antiphon plan --phase train'.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Train the model that FILE describes. It goes on from the newest checkpoint in output.folder."""
     check_output_file("--timeline", timeline)
-    read = read_config(config, changes or [])
+    read, planned = read_config(config, changes or []), None
+    if plan is not None:
+        planned = read_training_plan(plan)
+        read = obey(planned, read, load_model_spec(Path(read.model.path)), plan, changes or [])
     if print_config:
         print(jsonlib.dumps(read.as_table(), indent=2))
         return
     if tokenize:
         _tokenize(read, json)
         return
-    if nproc is not None and "RANK" not in os.environ:
-        _start_ranks(read, nproc)
+    ranks = _ranks(nproc, planned, plan)
+    if (ranks > 1 or nproc is not None) and "RANK" not in os.environ:
+        _start_ranks(read, ranks)
     if int(os.environ.get("RANK", "0")):
-        Trainer(read, timeline=timeline).run()
+        Trainer(read, timeline=timeline, plan=planned).run()
         return
     with progress(f"training {config.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
 
@@ -63,13 +74,27 @@ def train(
             if (result.step + 1) % read.output.log_every == 0 or result.step + 1 == read.steps:
                 _show_step(result, read, json)
 
-        facts = Trainer(read, on_step, timeline).run()
+        facts = Trainer(read, on_step, timeline, planned).run()
     page = write_run_page(Path(read.output.folder))
-    emit_json(json, facts | {"page": page})
+    compared = comparisons(read_run(Path(read.output.folder)))
+    emit_json(json, facts | {"page": page, "compared": [asdict(each) for each in compared]})
+    if planned is not None:
+        rows = [each.words() for each in compared]
+        show(table(("", "predicted", "measured", "measured / predicted"), rows, title=str(plan)), json=json)
     show(f"\n{facts['checkpoint']}\n{page}", json=json)
     if facts["held_out_loss"] is not None:
         show(f"held-out loss {facts['held_out_loss']:.4f} nats a token", json=json)
     show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)
+
+
+def _ranks(nproc: int | None, plan: TrainingPlan | None, file: Path | None) -> int:
+    """How many ranks the run has: as torchrun says, or `--nproc`, or the plan's devices."""
+    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
+    if plan is None:
+        return 1 if started is None else started
+    if started not in (None, plan.layout.num_devices):
+        raise UserError(f"{started} ranks are asked for, {file} is for {plan.layout.num_devices}: start as many")
+    return plan.layout.num_devices
 
 
 def _start_ranks(config: TrainConfig, ranks: int) -> None:

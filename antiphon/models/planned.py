@@ -7,7 +7,7 @@ Rejected: planning only what runs. A planner needs counts, not weights.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from antiphon.models.spec_checks import check_spec
 from antiphon.specs.model import ModelSpec
 
 QUANTIZED = ("quantization_config", "compression_config")
+_NOT_SIZES = {"eos_token_ids", "bos_token_id", "dtype", "max_position"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,37 @@ def planned_model(config: Mapping[str, Any]) -> PlannedModel:
     if unread:
         notes += (f"of config.json not counted, because nobody knows here what it is: {', '.join(unread)}",)
     return PlannedModel(spec=spec, config=dict(config), notes=notes)
+
+
+def check_planned_for(spec: ModelSpec, config: Mapping[str, Any], name: str, file: Path) -> None:
+    """`UserError` if the plan in `file`, made for the model `name` of this `config`, is not one for `spec`."""
+    if not config:
+        raise UserError(f"{file} does not say which config.json it was made for: make it anew with antiphon plan")
+    try:
+        planned = model_spec(config)
+    except UserError as error:
+        raise UserError(f"{file} holds a model_config that cannot be read: {error}") from error
+    if found := _first_difference(planned, spec, ""):
+        where, theirs, ours = found
+        raise UserError(
+            f"{file} is for {name} with {where} {theirs}, this model has {ours}: use that model, or plan for this one"
+        )
+
+
+def _first_difference(planned: Any, actual: Any, path: str) -> tuple[str, Any, Any] | None:
+    """(name, planned value, this model's) of the first field that decides sizes and differs."""
+    for field in fields(planned):
+        if field.name in _NOT_SIZES:
+            continue
+        theirs, ours = getattr(planned, field.name), getattr(actual, field.name)
+        if theirs == ours:
+            continue
+        if hasattr(theirs, "__dataclass_fields__") and type(theirs) is type(ours):
+            if (found := _first_difference(theirs, ours, f"{path}{field.name}.")) is not None:
+                return found
+            continue
+        return f"{path}{field.name}", theirs, ours
+    return None
 
 
 def changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Rejected: a picture a figure, which TensorBoard shows already. Here the plan's p
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from antiphon.report.run_figures import (
 )
 from antiphon.report.run_record import RunRecord, read_run
 from antiphon.report.words import milliseconds, number, plural
-from antiphon.specs.training_plan import TrainingPlan, training_plan_from_json
+from antiphon.specs.training_plan import training_plan_from_json
 
 PAGE = "report.html"
 MOST_ALARMS = 20
@@ -49,7 +50,7 @@ def run_page(record: RunRecord) -> str:
         headline=_headline(record),
         cards=_cards(record),
         facts=_facts(record),
-        compared=_compared(record),
+        compared=[each.words() for each in comparisons(record)],
         alarms=[f"step {step}: {text}" for step, text in record.alarms[-MOST_ALARMS:]],
         num_alarms=len(record.alarms),
         sections=_sections(record),
@@ -103,36 +104,51 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def _compared(record: RunRecord) -> list[tuple[str, str, str, str]]:
-    """(what, predicted, measured, their ratio): memory by the check before the first step; the rest by the plan, if the
-    run obeyed one."""
-    rows = []
-    if record.facts["plan"] is not None:
-        plan = training_plan_from_json(record.facts["plan"])
-        rows += _against_plan(record, plan)
+@dataclass(frozen=True)
+class Comparison:
+    """One number of a run beside what was predicted of it; `measured` None: the run did not say. `unit`: "s",
+    "tokens/s", "of peak" or "bytes"."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float | None
+
+    def words(self) -> tuple[str, str, str, str]:
+        """(what, predicted, measured, measured over predicted)."""
+        written = _WRITTEN[self.unit]
+        if self.measured is None:
+            return self.name, written(self.predicted), _UNKNOWN, _UNKNOWN
+        ratio = f"{self.measured / self.predicted:.2f}" if self.predicted else _UNKNOWN
+        return self.name, written(self.predicted), written(self.measured), ratio
+
+
+_WRITTEN: dict[str, Callable[[float], str]] = {
+    "s": milliseconds,
+    "tokens/s": number,
+    "of peak": lambda value: f"{value:.1%}",
+    "bytes": format_bytes,
+}
+
+
+def comparisons(record: RunRecord) -> list[Comparison]:
+    """Memory by the check before the first step; the rest by the plan, if the run obeyed one. MFU is by the plan's own
+    peak, so it grows with tokens/s."""
     peak = max(record.curve("peak_rss_bytes")[1], default=None)
     used = None if peak is None else peak - record.facts["rss_before_bytes"]
-    rows.append(_row("memory of a rank, less the runtime's", record.facts["memory_need"]["total"], used, format_bytes))
-    return rows
-
-
-def _against_plan(record: RunRecord, plan: TrainingPlan) -> list[tuple[str, str, str, str]]:
-    """MFU by the plan's own peak: it grows with tokens/s."""
-    predicted, tokens_per_s = plan.predicted, record.median("tokens_per_s")
+    memory = Comparison("memory of a rank, less the runtime's", "bytes", record.facts["memory_need"]["total"], used)
+    if record.facts["plan"] is None:
+        return [memory]
+    predicted = training_plan_from_json(record.facts["plan"]).predicted
+    tokens_per_s = record.median("tokens_per_s")
     mfu = None if tokens_per_s is None else predicted.mfu * tokens_per_s / predicted.tokens_per_s
     return [
-        _row("a step", predicted.iteration_s, record.median("step_s"), milliseconds),
-        _row("tokens/s", predicted.tokens_per_s, tokens_per_s, number),
-        _row("MFU", predicted.mfu, mfu, lambda value: f"{value:.1%}"),
+        Comparison("a step", "s", predicted.iteration_s, record.median("step_s")),
+        Comparison("tokens/s", "tokens/s", predicted.tokens_per_s, tokens_per_s),
+        Comparison("MFU", "of peak", predicted.mfu, mfu),
+        Comparison("memory of a rank by the plan", "bytes", predicted.memory_bytes["total"], used),
+        memory,
     ]
-
-
-def _row(
-    name: str, predicted: float, measured: float | None, written: Callable[[float], str]
-) -> tuple[str, str, str, str]:
-    if measured is None:
-        return name, written(predicted), _UNKNOWN, _UNKNOWN
-    return name, written(predicted), written(measured), f"{measured / predicted:.2f}" if predicted else _UNKNOWN
 
 
 def _sections(record: RunRecord) -> list[dict[str, Any]]:

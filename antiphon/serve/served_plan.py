@@ -13,12 +13,11 @@ be of something else.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import model_spec
+from antiphon.models.planned import check_planned_for
 from antiphon.serve.config import MAX_ATTENTION_WORKERS, Layout, ServeConfig
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -27,7 +26,6 @@ from antiphon.specs.plan import MAX_MICRO_BATCHES, Parallel, PhasePlan, Plan, Pr
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4
 _UNEVEN = 0.05  # a replica's fraction that differs more than this from an even share is worth a note
-_NOT_THE_MODELS = {"eos_token_ids", "bos_token_id", "dtype", "max_position"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     if phase is None:
         phases = " and ".join(plan.phases) or "no phase"
         raise UserError(f"{file} plans {phases} only: serving needs a decode phase, plan with --phase decode or both")
-    _check_model(plan, spec, file)
+    check_planned_for(spec, plan.model_config, plan.model, file)
     if phase.layout == "disaggregated":
         return _disaggregated(phase, spec, file)
     return _colocated(phase, file)
@@ -85,37 +83,6 @@ def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None
             f"{file} needs {config.num_workers} workers, this machine has {num_devices} {what} for at most {limit}: "
             f"plan for this machine (antiphon profile), or let workers join (--join-workers)"
         )
-
-
-def _check_model(plan: Plan, spec: ModelSpec, file: Path) -> None:
-    if not plan.model_config:
-        raise UserError(f"{file} does not say which config.json it was made for: make it anew with antiphon plan")
-    try:
-        planned = model_spec(plan.model_config)
-    except UserError as error:
-        raise UserError(f"{file} holds a model_config that cannot be read: {error}") from error
-    if found := _first_difference(planned, spec, ""):
-        name, theirs, ours = found
-        raise UserError(
-            f"{file} is for {plan.model} with {name} {theirs}, this model has {ours}: "
-            f"serve that model, or plan for this one"
-        )
-
-
-def _first_difference(planned: Any, actual: Any, path: str) -> tuple[str, Any, Any] | None:
-    """(name, planned value, this model's) of the first field that decides sizes and differs."""
-    for field in fields(planned):
-        if field.name in _NOT_THE_MODELS:
-            continue
-        theirs, ours = getattr(planned, field.name), getattr(actual, field.name)
-        if theirs == ours:
-            continue
-        if hasattr(theirs, "__dataclass_fields__") and type(theirs) is type(ours):
-            if (found := _first_difference(theirs, ours, f"{path}{field.name}.")) is not None:
-                return found
-            continue
-        return f"{path}{field.name}", theirs, ours
-    return None
 
 
 def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:

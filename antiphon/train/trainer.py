@@ -20,6 +20,7 @@ from antiphon.comm.collectives import barrier
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, read_config
+from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
@@ -66,15 +67,18 @@ class StepResult:
 
 
 class Trainer:
-    """One run. `on_step` is called after every step. `timeline`: a file for a trace of some of the first steps."""
+    """One run. `on_step` is called after every step. `timeline`: a file for a trace of some of the first steps.
+    `plan`: the one that `config` obeys, for the page that closes the run."""
 
     def __init__(
         self,
         config: TrainConfig,
         on_step: Callable[[StepResult], None] = lambda result: None,
         timeline: Path | None = None,
+        plan: TrainingPlan | None = None,
     ) -> None:
         self.config = config
+        self.plan = plan
         self.on_step = on_step
         self.timeline = timeline
         self.spans = Spans()
@@ -104,7 +108,7 @@ class Trainer:
         config = self.config = with_choice(config, self.dispatch)
         if self.is_first:
             chosen = None if self.dispatch is None else asdict(self.dispatch)
-            write_run_facts(config, self.spec, need, num_ranks=sizes.world_size, dispatch=chosen)
+            write_run_facts(config, self.spec, need, num_ranks=sizes.world_size, plan=self.plan, dispatch=chosen)
         self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))

@@ -110,11 +110,11 @@ REFUSED: list[tuple[Plan, str]] = [
     ),
     (
         plan(APART, model_config=CONFIG | {"hidden_size": 96}),
-        "plan.json is for tiny with hidden_size 96, this model has 48: serve that model, or plan for this one",
+        "plan.json is for tiny with hidden_size 96, this model has 48: use that model, or plan for this one",
     ),
     (
         plan(APART, model_config=CONFIG | {"num_experts_per_tok": 3}),
-        "plan.json is for tiny with router.top_k 3, this model has 2: serve that model, or plan for this one",
+        "plan.json is for tiny with router.top_k 3, this model has 2: use that model, or plan for this one",
     ),
     (
         plan(APART, model_config={"model_type": "llama"}),

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from antiphon.base.errors import UserError
@@ -122,3 +124,34 @@ def test_sequences_that_ranks_cannot_share(tmp_path: Path) -> None:
     config = config_of(tmp_path, "batch=4")
     with pytest.raises(UserError, match=r"4 sequences of a pass cannot be shared by 3 data-parallel ranks"):
         sizes_of(config, load_model_spec(Path(config.model.path)), 3)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
+    """torchrun starts the ranks anew, they go on from the checkpoint, and the curve is the undisturbed one, bit for
+    bit."""
+    alone, killed = write_run(tmp_path / "alone"), write_run(tmp_path / "killed")
+    fixed = ("parallel.expert=2", "parallel.sequence=2", "output.checkpoint_every=2", "steps=40")
+    train(alone, 2, *fixed)
+    options = [option for change in fixed for option in ("--set", change)]
+    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(killed), *options, "--nproc", "2"]
+    with (tmp_path / "output").open("w") as output, subprocess.Popen(command, stderr=output, stdout=output) as run:
+        try:
+            await_step(tmp_path / "killed", 7)
+            rank = next(each for each in psutil.Process(run.pid).children() if each.environ().get("RANK") == "1")
+            rank.kill()
+            assert run.wait(250) == 0, (tmp_path / "output").read_text()
+        finally:
+            run.kill()
+    said = (tmp_path / "output").read_text()
+    assert "resumed from" in said, said
+    assert losses(tmp_path / "killed") == losses(tmp_path / "alone")
+
+
+def await_step(folder: Path, step: int) -> None:
+    """Until the run has logged `step`."""
+    for _ in range(2000):
+        if (folder / "out" / "metrics.jsonl").is_file() and any(line["step"] >= step for line in metrics_of(folder)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in 100 s")

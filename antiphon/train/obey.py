@@ -1,0 +1,75 @@
+"""A training plan as this trainer's configuration, or the one line that says why it cannot be obeyed.
+
+The plan decides the table `parallel` (less what only a run decides, as its row budget) and `micro_batch`. The batch,
+the length of sequences and the arithmetic are the run's own: where plan and run differ in them, the prediction would be
+of something else, so that is an error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from antiphon.base.errors import UserError
+from antiphon.models.planned import check_planned_for
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.training_plan import TrainingLayout, TrainingPlan
+from antiphon.train.config import ParallelConfig, TrainConfig
+
+
+def obey(
+    plan: TrainingPlan, config: TrainConfig, spec: ModelSpec, file: Path, changes: Sequence[str] = ()
+) -> TrainConfig:
+    """`config` for the layout of `plan`, which was read from `file`. `changes`: what the command line sets besides;
+    none of it may be the plan's business. `UserError` names what differs and the fix."""
+    check_planned_for(spec, plan.model_config, plan.model, file)
+    for name, theirs, ours, fix in (
+        ("sequence_length", plan.sequence_length, config.sequence_length, "--set sequence_length={}"),
+        ("global_batch", plan.global_batch, config.batch, "--set batch={}"),
+        ("compute", plan.compute, config.dtype, "--set dtype={}"),
+    ):
+        if theirs != ours:
+            raise UserError(f"{file}: {name} is {theirs}, this run has {ours}: plan anew, or use {fix.format(theirs)}")
+    _refuse_unknown_ways(plan, file)
+    layout = plan.layout
+    decided = _parallel(layout)
+    for change in changes:
+        key = change.partition("=")[0]
+        if key in ("micro_batch", *(f"parallel.{name}" for name in decided)):
+            raise UserError(f"--set {change}: {file} decides {key}: leave one of them out")
+    return replace(
+        config,
+        micro_batch=layout.micro_batch * layout.data_parallel,
+        parallel=ParallelConfig(**{**asdict(config.parallel), **decided}),
+    )
+
+
+def _parallel(layout: TrainingLayout) -> dict[str, Any]:
+    """The keys of `ParallelConfig` that the layout decides."""
+    sequence, expert = layout.attention == "sequence", layout.experts == "expert"
+    degree = layout.model_parallel
+    return {
+        "pipeline": layout.pipeline,
+        "virtual_stages": layout.virtual_stages,
+        "sequence": degree if sequence else 1,
+        "tensor": 1 if sequence else degree,
+        "expert": degree if expert else 1,
+        "expert_tensor": 1 if expert else degree,
+        "zero": layout.zero,
+        "dispatch": "all_to_all" if layout.dispatch == "all_to_all" else "gather_scatter",
+        "deduplicate": layout.deduplicate,
+    }
+
+
+def _refuse_unknown_ways(plan: TrainingPlan, file: Path) -> None:
+    """`UserError` for what the trainer does not do: the prediction would be of another run."""
+    layout = plan.layout
+    for what, value, wanted, fix in (
+        ("overlap", layout.overlap, "none", "--overlap none"),
+        ("rematerialized", ", ".join(layout.rematerialized), "", "fewer sequences in a step, or more devices"),
+        ("gradient_wire", layout.gradient_wire, "float32", "--no-compress"),
+        ("activation_wire", layout.activation_wire, plan.compute, f"--precision wire={plan.compute}"),
+        ("gradients", plan.gradients, "float32", "--precision gradients=float32"),
+    ):
+        if value != wanted:
+            raise UserError(f"{file}: {what} is {value}, which the trainer cannot do: plan with {fix}")
