@@ -1,4 +1,5 @@
-"""Training as anybody would write it, to hold our trainer against: transformers' model, PyTorch's AdamW, a loop.
+"""Training as anybody would write it, to hold our trainer against: transformers' model, PyTorch's AdamW, a loop, and
+`DistributedDataParallel` where there are several ranks.
 
 Parameters are in float32; bfloat16 is autocast, as the documentation of PyTorch advises. Of the ways transformers has
 to run experts, the fastest here is found by trial.
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from antiphon.specs.model import ModelSpec
 from antiphon.train.model import Batch
@@ -22,13 +25,16 @@ MOST_COPIED_BYTES = 1 << 30  # batched_mm copies the matrices of every (row, exp
 
 
 class PlainLoop:
-    """The loop over the checkpoint in `folder`. Gradients are limited to the norm `clip`."""
+    """The loop over the checkpoint in `folder`. Gradients are limited to the norm `clip`. In an initialized process
+    group it is one rank of several, which have equally many targets of a step."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, betas: tuple[float, ...], eps: float, clip: float) -> None:
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         )
         self._model.train()
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._forward: Any = self._model if self._ranks == 1 else DistributedDataParallel(self._model)
         self._dtype = dtype
         self._clip = clip
         self.optimizer = torch.optim.AdamW(
@@ -42,11 +48,18 @@ class PlainLoop:
     def use_experts(self, implementation: str) -> None:
         self._model.set_experts_implementation(implementation)
 
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends in a step, as `comm.ledger` counts an all-reduce."""
+        return sum(
+            2 * (self._ranks - 1) * each.numel() * each.element_size() // self._ranks for each in self.parameters
+        )
+
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy of a batch whose sequences are one document each."""
         assert batch.documents_BS is None, "a plain loop knows no documents"
         with torch.autocast("cpu", torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-            logits = self._model(batch.ids_BS, use_cache=False).logits
+            logits = self._forward(batch.ids_BS, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets_BS.flatten())
 
     def step(self, batch: Batch, rate: float) -> float:
@@ -58,7 +71,23 @@ class PlainLoop:
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return self._mean(loss.item())
+
+    def exposed_s(self, batch: Batch) -> float:
+        """What a pass takes longer than one whose gradients stay here; weights stay as they are."""
+        if self._ranks == 1:
+            return 0.0
+        with_others = self._trial_s(batch)
+        with self._forward.no_sync():
+            return max(0.0, with_others - self._trial_s(batch))
+
+    def _mean(self, value: float) -> float:
+        """Over all ranks."""
+        if self._ranks == 1:
+            return value
+        sum_of_all = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(sum_of_all)
+        return sum_of_all.item() / self._ranks
 
     def choose_experts(self, spec: ModelSpec, batch: Batch, say: Callable[[str], None]) -> str:
         """Try every implementation on `batch`, keep the fastest; weights stay as they are."""
@@ -68,7 +97,7 @@ class PlainLoop:
                 say("transformers' batched_mm is left out: it copies an expert's matrices for every row")
                 continue
             self.use_experts(name)
-            times_s[name] = min(self._trial_s(batch) for _ in range(2))
+            times_s[name] = self._mean(min(self._trial_s(batch) for _ in range(2)))
             say(f"transformers' experts as {name}: {times_s[name]:.2f} s forward and backward")
         fastest = min(times_s, key=lambda name: times_s[name])
         self.use_experts(fastest)

@@ -10,15 +10,19 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
-from antiphon.bench.train import TOLERANCES, TrainingCase, bench_train, check_case
+from antiphon.bench.train import bench_train, check_case
+from antiphon.bench.train_turns import TOLERANCES, TrainingCase
 from antiphon.cli import options
 from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 from antiphon.serve.config import MAX_THREADS
 from antiphon.train.config import Dtype
 
-MOST_SEQUENCES, MOST_POSITIONS, MOST_ROUNDS = 65_536, 1_000_000, 1000  # more is a slip of the finger
-_COLUMNS = ("variant", "dtype", "tok/s", "step s", "kept for backward", "to loop", "of GEMM peak", "steps", "foreign")
+MOST_SEQUENCES, MOST_POSITIONS, MOST_ROUNDS, MOST_RANKS = 65_536, 1_000_000, 1000, 64  # more is a slip of the finger
+_COLUMNS = (
+    *("variant", "ranks", "dtype", "tok/s", "step s", "waits s", "sends", "kept for backward"),
+    *("to loop", "of GEMM peak", "steps", "foreign"),
+)
 
 
 def train(
@@ -27,6 +31,11 @@ def train(
     sequence_length: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 256,
     dtype: Annotated[str, typer.Option(metavar="D,D", help="float32, bfloat16: of the arithmetic.")] = "float32",
     threads: Annotated[int | None, typer.Option(metavar="N", show_default="all cores")] = None,
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="On one process, and on several ranks.")] = "1",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of our ranks: parallel.KEY=N."),
+    ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="At most this many steps each.")] = 12,
     json: JsonOption = None,
 ) -> None:
@@ -35,19 +44,50 @@ def train(
     options.check_count("--sequence-length", sequence_length, MOST_POSITIONS)
     options.check_count("--threads", threads, MAX_THREADS)
     options.check_count("--rounds", rounds, MOST_ROUNDS)
+    cores = threads or torch.get_num_threads()
     cases = [
-        TrainingCase(folder=model, batch=batch, sequence_length=sequence_length, dtype=name, max_rounds=rounds)
+        TrainingCase(
+            folder=model,
+            batch=batch,
+            sequence_length=sequence_length,
+            dtype=name,
+            max_rounds=rounds,
+            ranks=count,
+            threads=max(1, cores // count),
+            parallel=parse_parallel(changes or [], count) if count > 1 else {},
+        )
+        for count in parse_ranks(ranks)
         for name in parse_dtypes(dtype)
     ]
     for case in cases:
         check_case(case)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(cores)
     with progress("timing training steps") as report:
         rows = bench_train(cases, lambda text: print(text, file=sys.stderr), report)
     show(result_table(rows), json=json)
     about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
     emit_json(json, {"bench": "train", **about, "rows": rows})
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``"1,2,4"`` -> all of them."""
+    if not all(name.isdecimal() for name in text.split(",")):
+        raise UserError(f"--ranks {text!r}: write numbers, for example 1,2,4")
+    found = [int(name) for name in text.split(",")]
+    for count in found:
+        options.check_count("--ranks", count, MOST_RANKS)
+    return found
+
+
+def parse_parallel(changes: list[str], ranks: int) -> dict[str, Any]:
+    """The trainer's table `parallel`: experts over all ranks, and what ``parallel.KEY=VALUE`` says."""
+    table: dict[str, Any] = {"expert": ranks}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if not key.startswith("parallel."):
+            raise UserError(f"--set {change}: only keys of parallel can be set here, for example parallel.zero=1")
+        table[key.removeprefix("parallel.")] = int(value) if value.isdecimal() else value
+    return table
 
 
 def parse_dtypes(text: str) -> list[Dtype]:
@@ -65,9 +105,12 @@ def result_table(rows: list[dict[str, Any]]) -> Any:
     cells = [
         (
             row["variant"],
+            row["world_size"],
             row["dtype"],
             row["tokens_per_s"],
             row["step_s_median"],
+            row["exposed_comm_s"],
+            format_bytes(row["comm_bytes"]),
             format_bytes(row["activation_bytes"]),
             f"{row['ratio_to_loop']:.2f}",
             f"{row['fraction_of_gemm_peak']:.0%}",

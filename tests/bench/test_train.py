@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from antiphon.bench import train as bench
+from antiphon.bench import train_turns
 from antiphon.bench.plain_loop import PlainLoop, copied_bytes
-from antiphon.bench.train import TrainingCase, bench_train, check_losses, kept_for_backward
+from antiphon.bench.train import bench_train
+from antiphon.bench.train_turns import TrainingCase, check_losses, kept_for_backward
 from antiphon.cli import main as cli
 from antiphon.models.config import load_model_spec
+from antiphon.specs.counts import count_parameters
 
 KEYS = {"variant", "world_size", "tokens_per_s", "step_s_median", "exposed_comm_s", "comm_bytes", "activation_bytes"}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "wait_for_quiet", lambda **options: True)
+    monkeypatch.setattr(train_turns, "wait_for_quiet", lambda **options: True)
     monkeypatch.setattr(bench, "measure_gemm_flops_per_s", lambda dtype: 1e12)
 
 
@@ -48,6 +51,22 @@ def test_rows(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert row["steps"] == 2
         assert row["tokens_per_s"] == pytest.approx(32 / row["step_s_median"])
     assert rows[1]["ratio_to_loop"] == 1.0
+
+
+def test_two_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside `DistributedDataParallel`, with equal losses; both send something, and say how long they wait for it."""
+    out = tmp_path / "out.json"
+    sizes = ("--batch", 2, "--sequence-length", 16, "--rounds", 1, "--ranks", 2, "--threads", 2)
+    assert run(monkeypatch, checkpoint, *sizes, "--set", "parallel.sequence=2", "--json", out) == 0
+    ours, loop = json.loads(out.read_text())["rows"]
+    for row in (ours, loop):
+        assert row.keys() >= KEYS
+        assert row["world_size"] == 2
+        assert row["threads"] == 1
+        assert row["comm_bytes"] > 0
+        assert row["fraction_of_gemm_peak"] > 0
+    spec = load_model_spec(checkpoint)
+    assert loop["comm_bytes"] == 4 * count_parameters(spec).total, "an all-reduce of all gradients"
 
 
 def test_other_losses_are_not_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +99,9 @@ def test_what_batched_mm_would_copy(checkpoint: Path) -> None:
     [
         ("--batch 0", "--batch is 0: it must be 1 to 65536"),
         ("--dtype float16", "--dtype 'float16': 'float16' is not measured, use float32 or bfloat16"),
+        ("--ranks 3", "--batch is 8, which 3 ranks cannot share"),
+        ("--ranks 1,x", "--ranks '1,x': write numbers"),
+        ("--ranks 2 --set steps=3", "--set steps=3: only keys of parallel can be set here"),
         ("--sequence-length 100000", "--sequence-length is 100000, the model's positions end at"),
     ],
 )
