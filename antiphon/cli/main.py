@@ -10,7 +10,7 @@ import typer
 
 from antiphon import __version__
 from antiphon.cli.command_group import CommandPlace, lazy_group, new_app
-from antiphon.cli.output import run_command
+from antiphon.cli.output import DEBUG, run_command
 
 COMMANDS = {
     "doctor": CommandPlace("antiphon.cli.doctor", "doctor", "What this machine offers, what is missing, how to get it"),
@@ -29,7 +29,6 @@ COMMANDS = {
     "export": CommandPlace("antiphon.cli.train", "export", "A training checkpoint in Hugging Face format"),
     "bench": CommandPlace("antiphon.cli.bench", "app", "Measure Antiphon beside other engines"),
 }
-DEBUG = "--debug"
 
 app = new_app(
     "Plan, train and serve Mixture-of-Experts models, and measure it.",

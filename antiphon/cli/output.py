@@ -24,6 +24,7 @@ from rich.text import Text
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 
+DEBUG = "--debug"
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

@@ -3,18 +3,23 @@
 import json as jsonlib
 import os
 import sys
+import uuid
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
 from antiphon.cli import options
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
+from antiphon.cli.output import DEBUG, JsonOption, check_output_file, emit_json, run_command, show, table
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.report.run_page import comparisons, write_run_page
 from antiphon.report.run_record import read_run
@@ -62,21 +67,35 @@ def train(
         _tokenize(read, json)
         return
     ranks = _ranks(nproc, planned, plan)
-    if (ranks > 1 or nproc is not None) and "RANK" not in os.environ:
-        _start_ranks(read, ranks)
+    run = partial(_run, config, read, plan, planned, timeline, json)
+    if "RANK" in os.environ or (ranks == 1 and nproc is None):
+        run()
+    else:
+        _start_ranks(read, ranks, run)
+
+
+def _run(
+    file: Path,
+    config: TrainConfig,
+    plan: Path | None,
+    planned: TrainingPlan | None,
+    timeline: Path | None,
+    json: str | None,
+) -> None:
+    """One rank's part of the run; the first one speaks."""
     if int(os.environ.get("RANK", "0")):
-        Trainer(read, timeline=timeline, plan=planned).run()
+        Trainer(config, timeline=timeline, plan=planned).run()
         return
-    with progress(f"training {config.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
+    with progress(f"training {file.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
 
         def on_step(result: StepResult) -> None:
-            report(result.step + 1, read.steps)
-            if (result.step + 1) % read.output.log_every == 0 or result.step + 1 == read.steps:
-                _show_step(result, read, json)
+            report(result.step + 1, config.steps)
+            if (result.step + 1) % config.output.log_every == 0 or result.step + 1 == config.steps:
+                _show_step(result, config, json)
 
-        facts = Trainer(read, on_step, timeline, planned).run()
-    page = write_run_page(Path(read.output.folder))
-    compared = comparisons(read_run(Path(read.output.folder)))
+        facts = Trainer(config, on_step, timeline, planned).run()
+    page = write_run_page(Path(config.output.folder))
+    compared = comparisons(read_run(Path(config.output.folder)))
     emit_json(json, facts | {"page": page, "compared": [asdict(each) for each in compared]})
     if planned is not None:
         rows = [each.words() for each in compared]
@@ -97,27 +116,40 @@ def _ranks(nproc: int | None, plan: TrainingPlan | None, file: Path | None) -> i
     return plan.layout.num_devices
 
 
-def _start_ranks(config: TrainConfig, ranks: int) -> None:
-    """Become `torchrun` with this very command on `ranks` ranks, which starts them anew when one dies. What can be
-    checked is checked first, and the token ids are written."""
+def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> None:
+    """Call `run` on `ranks` ranks, as torchrun would: they are started anew when one dies. They are forks of this
+    process, which has imported all that they need and computed nothing. What can be checked is checked first, and the
+    token ids are written."""
     options.check_count("--nproc", ranks, MOST_RANKS)
     spec = load_model_spec(Path(config.model.path))
     sizes_of(config, spec, ranks)
     prepare_data(config, spec)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*run, f"--max-restarts={RESTARTS}", "-m", "antiphon.cli.main", *without_nproc(sys.argv[1:])]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, command)
+    how = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=RESTARTS,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(how, _rank)(run)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
+        raise ResourceError(
+            f"rank {rank} of {ranks} ended {how_it_ended} after {RESTARTS} restarts: see what it said above; the same "
+            "command goes on from the newest checkpoint"
+        ) from error
 
 
-def without_nproc(arguments: list[str]) -> list[str]:
-    """What each rank is started with."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
-            kept.append(argument)
-        skip = argument == "--nproc"
-    return kept
+def _rank(run: Callable[[], None]) -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if code := run_command(run, debug=DEBUG in sys.argv):
+        sys.exit(code)
 
 
 def _tokenize(config: TrainConfig, json: str | None) -> None:
