@@ -81,7 +81,7 @@ def curves(num_steps: int, every: int) -> None:
         first_weights(workplace / "first")
         changes = [f"model.path={workplace}/first", "model.begin=checkpoint", f"output.folder={workplace}/out"]
         changes += [f"steps={num_steps}", "output.evaluate_every=0", "data.document_masks=false"]
-        changes += ["loss.balance=0.0", "loss.z=0.0", "optimizer.weight_decay=0.0"]
+        changes += ["loss.balance=0.0", "loss.z=0.0", "optimizer.weight_decay=0.0", "optimizer.name=adamw"]
         config = read_config(FOLDER / "train.toml", changes)
         optimizer = config.optimizer
         loop = PlainLoop(workplace / "first", torch.float32, optimizer.betas, optimizer.eps, optimizer.clip)

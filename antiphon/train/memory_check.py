@@ -1,7 +1,7 @@
 """Whether a run fits in memory, before its first step: the planner's sizes, in the formats that the trainer keeps.
 
-1. parameters, gradients and AdamW's two moments in float32 (float64 if that is the arithmetic); a bfloat16 run keeps a
-   copy of the parameters for its products until backward has used them
+1. parameters, gradients and the optimizer's moments in float32 (float64 if that is the arithmetic); a bfloat16 run keeps
+   a copy of the parameters for its products until backward has used them
 2. activations that backward needs, of the micro-batches in flight, and what the cross-entropy keeps
 3. what cannot fit is refused. A process holds more than backward needs, `KEPT_OVER_NEEDED` times by the peak of the
    demo model (autograd saves 1.5 times; the rest are results in between and what the allocator keeps): what fits by
@@ -21,6 +21,7 @@ from antiphon.cost.training.layer_case import LayerSizes
 from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_parameters, state_bytes
 from antiphon.cost.training.rematerialize import dense_bytes, needed_bytes
 from antiphon.cost.training.setup import TrainingPrecision, TrainingSetup
+from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
@@ -89,10 +90,19 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     return MemoryNeed(
         parameters=wide * float(parameters) + float(copies),
         gradients=wide * float(gradients),
-        optimizer=wide * float(optimizer),
+        optimizer=wide * float(optimizer) * _moments(spec, config),
         activations=wide * float(activations),
         head=wide * float(head),
     )
+
+
+def _moments(spec: ModelSpec, config: TrainConfig) -> float:
+    """Bytes of the optimizer's moments over those of AdamW's two: Muon keeps one for matrices."""
+    if config.optimizer.name == "adamw":
+        return 1.0
+    counts = count_parameters(spec)
+    others = counts.embedding + counts.head + spec.num_moe_layers * counts.router
+    return 0.5 + 0.5 * others / counts.total
 
 
 def check_memory(

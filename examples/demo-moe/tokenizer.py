@@ -1,4 +1,6 @@
-"""Train and describe the demo model's tokenizer: byte-level BPE that keeps Python's layout cheap.
+"""Trains the demo model's tokenizer on the files that `train.toml` names: byte-level BPE, cheap for Python's layout.
+
+    python examples/demo-moe/tokenizer.py FOLDER
 
 Pre-tokens, in order of preference: runs of newlines; runs of two or more blanks (an indentation is a token);
 words with at most one blank in front; up to three digits; runs of punctuation with at most one blank in
@@ -7,13 +9,19 @@ end behind a newline, and the boundary must then be one the model knows.
 """
 
 import json
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from corpus import END_OF_TEXT, TURN_END, TURN_START
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from antiphon.train.config import read_config
+from antiphon.train.documents import find_files
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
+VOCABULARY, CONTEXT = 4096, 1024
 _PRE_TOKEN = r"[\r\n]+| {2,}|\t+| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -23,7 +31,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn `vocab_size` tokens (special tokens first) from `texts`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,3 +67,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE + "\n")
+
+
+def main() -> None:
+    """Write the tokenizer's files into the folder that is named on the command line."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    data = read_config(Path(__file__).with_name("train.toml")).data
+    files = find_files(replace(data, files=data.files[:1]))
+    tokenizer = train_tokenizer((file.read_text(errors="replace") for file in files), VOCABULARY)
+    save_tokenizer(tokenizer, folder, context_length=CONTEXT)
+
+
+main()

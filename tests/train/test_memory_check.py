@@ -24,9 +24,9 @@ def need_of(config: TrainConfig) -> float:
     return memory_need(load_model_spec(Path(config.model.path)), config, setup_of(config, Sizes())).total
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_states_are_what_the_trainer_holds(tmp_path: Path, dtype: str) -> None:
-    config = config_of(tmp_path, f"dtype={dtype}")
+@pytest.mark.parametrize("change", ["dtype=float32", "dtype=float64", "optimizer.name=muon"])
+def test_states_are_what_the_trainer_holds(tmp_path: Path, change: str) -> None:
+    config = config_of(tmp_path, change)
     spec = load_model_spec(Path(config.model.path))
     need = memory_need(spec, config, setup_of(config, Sizes()))
     model = build_model(spec, config, config.sequence_length)
