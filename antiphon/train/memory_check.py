@@ -1,7 +1,7 @@
 """Whether a run fits in memory, before its first step: the planner's sizes, in the formats that the trainer keeps.
 
-1. parameters, gradients and the optimizer's moments in float32 (float64 if that is the arithmetic); a bfloat16 run keeps
-   a copy of the parameters for its products until backward has used them
+1. parameters, gradients and the optimizer's moments in float32 (float64 if that is the arithmetic). A bfloat16 run
+   keeps a copy of the parameters for its products until backward has used them
 2. activations that backward needs, of the micro-batches in flight, and what the cross-entropy keeps
 3. what cannot fit is refused. A process holds more than backward needs, `KEPT_OVER_NEEDED` times by the peak of the
    demo model (autograd saves 1.5 times; the rest are results in between and what the allocator keeps): what fits by
