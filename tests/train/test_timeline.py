@@ -14,7 +14,7 @@ from antiphon.train.timeline import join_parts, part_of, write_part
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of
 
-IN_A_LAYER = ["norm", "attention", "norm", "gate", "dispatch", "dispatch", "experts", "combine"]
+IN_A_LAYER = ["norm", "attention", "norm", "gate", "dispatch", "dispatch", "experts", "combine", "combine"]
 BACKWARD_IN_A_LAYER = ["combine", "experts", "dispatch", "gate", "norm", "attention", "norm"]
 
 
