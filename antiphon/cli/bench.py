@@ -16,6 +16,7 @@ from antiphon.bench.peers.api import Peer
 from antiphon.bench.peers.openai_peer import OpenAIPeer
 from antiphon.bench.peers.transformers_peer import transformers_peer
 from antiphon.bench.peers.vllm_peer import vllm_peer
+from antiphon.bench.profile.profile import cpu_name
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
 from antiphon.cli.bench_dispatch import dispatch
@@ -191,15 +192,6 @@ def parse_prefill(text: str) -> list[tuple[int, int]]:
 def device_name(device: str) -> str:
     """``cpu``, or the accelerator's own name behind its kind."""
     return device if device == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
-
-
-def cpu_name() -> str:
-    """The processor's own name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def result_table(rows: list[dict[str, Any]]) -> Any:

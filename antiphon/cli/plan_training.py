@@ -14,7 +14,9 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.option_groups import given_options
 from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
-from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision
+from antiphon.cost.profile import Profile, read_profile
+from antiphon.cost.training.measured import machine_of_ranks
+from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision, trained_in
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.training import plan_training
 from antiphon.specs.catalog import shipped_model_config
@@ -24,7 +26,7 @@ from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.training_plan import TrainingPlan
 
 SERVING_ONLY = (
-    *("workload", "layout", "objective", "max_micro_batches", "pin", "profile"),
+    *("workload", "layout", "objective", "max_micro_batches", "pin"),
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
 )
 PRECISION_FORMATS: dict[str, tuple[str, ...]] = {
@@ -66,7 +68,7 @@ TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
 @dataclass(frozen=True, kw_only=True)
 class TrainingInputs:
     """Everything the search is given. `config`: the model's `config.json`; `notes`: on how it was read; `device` None:
-    whichever kind is fastest; `num_devices` None: all of them."""
+    whichever kind is fastest; `num_devices` None: all of them. With a `profile` the cluster is the measured machine."""
 
     model: ModelSpec
     model_name: str
@@ -82,6 +84,7 @@ class TrainingInputs:
     zero: int
     deduplicate: bool
     compress: bool
+    profile: Profile | None
 
 
 def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
@@ -96,9 +99,10 @@ def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
 
 def read_training_inputs(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingInputs:
     """Load and check all of it; `UserError` names the option."""
-    cluster = search.cluster_spec()
     sequence_length = _required("--sequence-length", options.sequence_length, 8192)
     global_batch = _required("--global-batch", options.global_batch, 720)
+    profile = None if search.profile is None else _read_profile(search, options)
+    cluster = search.cluster_spec() if profile is None else machine_of_ranks(profile, sequence_length)
     if options.zero not in ZERO_STAGES:
         raise UserError(f"--zero is {options.zero}: it must be one of {', '.join(map(str, ZERO_STAGES))}")
     overlaps = [level for level in OVERLAP_LEVELS if level == options.overlap]
@@ -109,6 +113,8 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     path = shipped_model_config(model)
     planned = load_planned_model(path, search.model_set or ())
     _check_attention(planned.spec)
+    measured = None if profile is None else profile.training_tables(sequence_length)
+    precision = parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype)
     return TrainingInputs(
         model=planned.spec,
         model_name=model_name_of(path),
@@ -119,12 +125,26 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
         num_devices=options.devices,
         sequence_length=sequence_length,
         global_batch=global_batch,
-        precision=parse_training_precision(search.precision),
-        overlap=overlaps[0],
+        precision=precision,
+        overlap=overlaps[0] if profile is None else "none",
         zero=options.zero,
-        deduplicate=options.deduplicate,
-        compress=not options.no_compress,
+        deduplicate=options.deduplicate or profile is not None,
+        compress=not options.no_compress and profile is None,
+        profile=profile,
     )
+
+
+def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
+    """What was measured of this machine's trainer, which leaves nothing to be said of machine, formats and overlap."""
+    said = {
+        "--cluster": bool(search.cluster),
+        "--precision": search.precision is not None,
+        "--device": options.device is not None,
+    }
+    if given := [name for name, is_given in said.items() if is_given]:
+        raise UserError(f"{given[0]} beside --profile: with --phase {TRAIN} the profile says it: leave it out")
+    assert search.profile is not None
+    return read_profile(search.profile)
 
 
 def find_training_plan(inputs: TrainingInputs) -> TrainingPlan:
@@ -143,6 +163,7 @@ def find_training_plan(inputs: TrainingInputs) -> TrainingPlan:
             deduplicate=inputs.deduplicate,
             overlap=inputs.overlap,
             zero=inputs.zero,
+            profile=inputs.profile,
             on_progress=report,
         )
     notes = (*found.notes, *inputs.notes, *_congestion_note(inputs.cluster, found))

@@ -1,8 +1,12 @@
-"""`antiphon profile`: what this machine does with one model, for `antiphon plan` and `benchmarks/predict.py`."""
+"""`antiphon profile`: what this machine does with one model, for `antiphon plan` and `benchmarks/predict.py`.
+
+Serving and training are measured apart (`--phase`), into one file: what the folder's `profile.json` holds of the same
+model and the other phase stays in it.
+"""
 
 import json as jsonlib
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +18,19 @@ from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.local_times import LocalTimes, local_times_to_json
 from antiphon.bench.profile.profile import Wanted, measure
-from antiphon.bench.profile.this_machine import cost_profile, this_cluster
+from antiphon.bench.profile.this_machine import cost_profile, this_cluster, training_profile
+from antiphon.bench.profile.training_tables import WantedTraining, measure_training
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cost.profile import Profile, read_profile
+from antiphon.cost.training.tables import TrainingTables
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 from antiphon.specs.cluster import cluster_to_json
+from antiphon.specs.device import ComputeDtype
 
 CLUSTER_FILE, LOCAL_FILE, PROFILE_FILE = "this-machine.json", "local.json", "profile.json"
+PHASES = ("serve", "train")
 
 
 def profile(
@@ -36,6 +45,11 @@ def profile(
     max_rows: Annotated[int, typer.Option("--max-rows", metavar="N", help="Most requests of a step.")] = 256,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")] = "auto",
     kernels: Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")] = "auto",
+    phase: Annotated[str, typer.Option("--phase", metavar="NAME", help="serve or train.")] = "serve",
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", metavar="N", help="train: tokens of a sequence.")
+    ] = 256,
+    ranks: Annotated[str, typer.Option("--ranks", metavar="N,N", help="train: how many ranks at a time.")] = "1,2,4",
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes, briefly: to try it out.")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -46,10 +60,20 @@ def profile(
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
     if folder is not None:
         _make_folder(folder)
+    if phase not in PHASES:
+        raise UserError(f"--phase is {phase}: it must be one of {', '.join(PHASES)}")
+    effort = QUICK if quick else NORMAL
+    if phase == "train":
+        counts = parse_counts("--ranks", ranks)
+        trained = WantedTraining(
+            model=model, effort=effort, sequence_length=sequence_length, ranks=counts, dtype=training_dtype(dtype)
+        )
+        _train(trained, folder, json)
+        return
     wanted = Wanted(
         model=model,
-        effort=QUICK if quick else NORMAL,
-        threads=parse_threads(threads),
+        effort=effort,
+        threads=parse_counts("--threads", threads),
         max_rows=max_rows,
         dtype=dtype,
         kernels=kernels,
@@ -57,17 +81,59 @@ def profile(
     with progress("measuring") as report:
         times = measure(wanted, report)
     spec = load_model_spec(model)
-    measured = asdict(cost_profile(times, spec, " ".join(["antiphon", *sys.argv[1:]])))
+    former = _former(folder, times.model)
+    measured = cost_profile(times, spec, _command())
+    measured = replace(measured, training=None if former is None else former.training)
     if folder is not None:
-        contents = {PROFILE_FILE: measured, CLUSTER_FILE: cluster_to_json(this_cluster(times, spec))}
-        for name, content in (contents | {LOCAL_FILE: local_times_to_json(times)}).items():
-            with whole_file("--folder", folder / name) as path:
-                path.write_text(jsonlib.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        _write(folder, CLUSTER_FILE, cluster_to_json(this_cluster(times, spec)))
+        _write(folder, LOCAL_FILE, local_times_to_json(times))
+        _write(folder, PROFILE_FILE, asdict(measured))
     show(workers_table(times), json=json)
     show(exchange_table(times), json=json)
     for line in remarks(times, folder):
         show(line, json=json)
-    emit_json(json, measured)
+    emit_json(json, asdict(measured))
+
+
+def _train(wanted: WantedTraining, folder: Path | None, json: str | None) -> None:
+    with progress("measuring") as report:
+        tables = measure_training(wanted, report)
+    name = wanted.model.resolve().name
+    found = _former(folder, name) or training_profile(wanted.model, name, _command())
+    found = replace(found, training=tables)
+    if folder is not None:
+        _write(folder, PROFILE_FILE, asdict(found))
+    show(training_table(tables), json=json)
+    rate = f"multiplies {tables.flops_per_s / 1e9:.0f} GFLOP/s in {tables.dtype}"
+    show(f"{found.machine.name}, {found.machine.num_cores} cores: {rate}", json=json)
+    if folder is not None:
+        show(f"written to {folder}: {PROFILE_FILE}", json=json)
+    emit_json(json, asdict(found))
+
+
+def _command() -> str:
+    return " ".join(["antiphon", *sys.argv[1:]])
+
+
+def _former(folder: Path | None, model: str) -> Profile | None:
+    """What the folder holds of the same model."""
+    if folder is None or not (folder / PROFILE_FILE).exists():
+        return None
+    found = read_profile(folder / PROFILE_FILE)
+    return found if found.model == model else None
+
+
+def _write(folder: Path, name: str, content: object) -> None:
+    with whole_file("--folder", folder / name) as path:
+        path.write_text(jsonlib.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def training_dtype(name: str) -> ComputeDtype:
+    """Of `--dtype`; the trainer's own default is float32."""
+    known: dict[str, ComputeDtype] = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
+    if name not in known:
+        raise UserError(f"--dtype is {name}: to train it must be float32 or bfloat16")
+    return known[name]
 
 
 def _make_folder(folder: Path) -> None:
@@ -81,15 +147,29 @@ def _make_folder(folder: Path) -> None:
     check_output_file("--folder", folder / CLUSTER_FILE)
 
 
-def parse_threads(text: str) -> tuple[int, ...]:
+def parse_counts(option: str, text: str) -> tuple[int, ...]:
     """``"2,1"`` -> ``(2, 1)``."""
     try:
         counts = tuple(int(part) for part in text.split(",") if part)
     except ValueError as error:
-        raise UserError(f"--threads {text!r} is not a list of numbers: write for example 2,1") from error
+        raise UserError(f"{option} {text!r} is not a list of numbers: write for example 2,1") from error
     if not all(1 <= count <= MAX_THREADS for count in counts) or len(set(counts)) != len(counts):
-        raise UserError(f"--threads {text!r}: give different numbers of 1 to {MAX_THREADS}")
+        raise UserError(f"{option} {text!r}: give different numbers of 1 to {MAX_THREADS}")
     return counts
+
+
+def training_table(tables: TrainingTables) -> Any:
+    """Both passes of a layer by how ranks share it, with each number of ranks at work."""
+    tokens = tables.head.second[-1]
+    rows = []
+    for layer in tables.layers:
+        names = f"{layer.attention}, {layer.experts}, {layer.dispatch}" if layer.model_parallel > 1 else "alone"
+        for ranks in layer.forward.first:
+            times = (layer.forward, layer.backward, layer.waiting)
+            cells = (format_seconds(float(each.at(ranks, tokens))) for each in times)
+            rows.append((int(ranks), layer.model_parallel, layer.layer, names, *cells))
+    columns = ("ranks", "share a layer", "layer", f"how, {tokens:.0f} tokens", "forward", "backward", "waiting")
+    return table(columns, rows)
 
 
 def workers_table(times: LocalTimes) -> Any:

@@ -14,7 +14,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
-from antiphon.cost.profile import read_profile
+from antiphon.cost.profile import read_serving_profile
 from antiphon.models.planned import load_planned_model, planned_model
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
@@ -120,7 +120,7 @@ class SystemOptions:
             workload=workload,
             phase="decode" if "decode" in plan.phases else "prefill",
             precision=parse_precision(parts) if parts else plan.precision,
-            profile=None if self.profile is None else read_profile(self.profile),
+            profile=None if self.profile is None else read_serving_profile(self.profile),
         )
 
     def pools(self, plan: Plan, setting: Setting, demand: Demand) -> list[Pool]:

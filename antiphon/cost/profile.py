@@ -3,7 +3,7 @@ question.
 
 1. Per layer: attention by (sequences, context) for decode and (tokens, context) for prefill, and experts by (experts
    held, (token, expert) pairs); per iteration: the head by rows, and the engine's own fixed work.
-2. Per message: one-way time by bytes and transport ; per collective: time by bytes and degree.
+2. Per message: one-way time by bytes and transport. Of training: what `cost.training.tables` says.
 3. Results are the same `Parts` as the roofline's. A measurement cannot tell arithmetic from memory, so all beyond the
    fixed share k2 is booked under the table's `bound`, which the writer states.
 
@@ -13,7 +13,7 @@ strictly: a misspelt table would else be taken for one that was never measured, 
 Rejected: correcting the roofline by measured ratios. At sizes that were not measured it inherits the faults of both.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +21,9 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.network import CollectiveName
 from antiphon.cost.parts import Number, Parts
-from antiphon.specs.strict_table import read_json, write_json
+from antiphon.cost.training.tables import TrainingTables
+from antiphon.specs.strict_table import read_json
 
 PROFILE_VERSION = 1
 Bound = Literal["compute", "memory"]
@@ -82,20 +82,12 @@ class MessageTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveTable:
-    """Seconds of one collective by `size_bytes` (as `cost.network` defines it) over `degree` ranks."""
-
-    name: CollectiveName
-    degree: int
-    times: Curve
-
-
-@dataclass(frozen=True, kw_only=True)
 class Profile:
     """All that was measured. `command`: what to run to get it again; `model_config`: the `config.json` keys it is for.
 
     `head`: seconds of the last norm, logits and sampling by rows. `step_s`, `step_per_sequence_s`: what the engine
-    itself takes per step and per running sequence (scheduling, messages, detokenizing)."""
+    itself takes per step and per running sequence (scheduling, messages, detokenizing). `training` None, or `attention`
+    empty: not measured."""
 
     version: int = PROFILE_VERSION
     command: str
@@ -107,10 +99,10 @@ class Profile:
     experts: tuple[ExpertTable, ...]
     head: Curve | None = None
     messages: tuple[MessageTable, ...] = ()
-    collectives: tuple[CollectiveTable, ...] = ()
     step_s: float = 0.0
     step_per_sequence_s: float = 0.0
     model_config: dict[str, object] = field(default_factory=dict)
+    training: TrainingTables | None = None
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
@@ -139,9 +131,15 @@ class Profile:
         """One-way seconds by message bytes."""
         return next((table.times for table in self.messages if table.transport == transport), None)
 
-    def collective_times(self, name: CollectiveName, degree: int) -> Curve | None:
-        """Seconds by size; None if this collective was not measured with so many ranks."""
-        return next((table.times for table in self.collectives if (table.name, table.degree) == (name, degree)), None)
+    def training_tables(self, sequence_length: int) -> TrainingTables:
+        """`UserError` if training was not measured, or with sequences of another length."""
+        again = f"run antiphon profile --phase train --sequence-length {sequence_length}"
+        if self.training is None:
+            raise UserError(f"the profile of {self.model} holds no training: {again}")
+        if self.training.sequence_length != sequence_length:
+            measured = f"measured with sequences of {self.training.sequence_length} tokens"
+            raise UserError(f"the profile of {self.model} was {measured}, not {sequence_length}: {again}")
+        return self.training
 
 
 def profiled_attention(table: AttentionTable, rows: Number, context: Number) -> Parts:
@@ -170,11 +168,6 @@ def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: 
     return Parts(memory_s=beyond, fixed_s=fixed)
 
 
-def write_profile(profile: Profile, path: Path) -> None:
-    """Replaces the file at `path`."""
-    write_json(asdict(profile), path)
-
-
 def read_profile(path: Path) -> Profile:
     """Read a file of `antiphon profile`. `UserError` names the file and the entry that is wrong."""
     table = read_json(path)
@@ -183,3 +176,11 @@ def read_profile(path: Path) -> Profile:
         fix = "make the profile again with `antiphon profile`"
         raise table.error("version", f"this program reads version {PROFILE_VERSION}: {fix}")
     return table.read(Profile, version=version)
+
+
+def read_serving_profile(path: Path) -> Profile:
+    """`read_profile`; `UserError` if only training was measured."""
+    profile = read_profile(path)
+    if not profile.attention:
+        raise UserError(f"{path}: holds training only: run antiphon profile without --phase train")
+    return profile

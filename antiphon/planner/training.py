@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
+from antiphon.cost.profile import Profile
 from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
 from antiphon.cost.training.setup import OverlapLevel, Training, TrainingPrecision, TrainingSetup
-from antiphon.cost.training.step import StepEstimate, estimate_step
+from antiphon.cost.training.step import estimate_step
+from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.planner.training_explain import layout_of, lost, notes_of, one, one_change, predicted_of
 from antiphon.planner.training_space import Degrees, candidates
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
@@ -72,13 +74,15 @@ def plan_training(
     deduplicate: bool = False,
     overlap: OverlapLevel = "intra",
     zero: int = 1,
+    profile: Profile | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TrainingPlan:
     """The fastest way to train `model` with batches of `global_batch` sequences on at most `num_devices` (None: all)
     devices of one kind (`device`; None: whichever kind is fastest).
 
-    `compress`: gradients may travel in BF16. `deduplicate`: the trainer sends a token once per rank. `on_progress(done,
-    total)` is called after each strategy. `UserError` for what cannot be meant, `NoTrainingPlan` if nothing fits."""
+    `profile`: its training tables take the place of rooflines. `compress`: gradients may travel in BF16. `deduplicate`:
+    the trainer sends a token once per rank. `on_progress(done, total)` is called after each strategy. `UserError` for
+    what cannot be meant, `NoTrainingPlan` if nothing fits."""
     started = time.perf_counter()
     wanted = replace(TrainingSetup(), precision=precision or TrainingPrecision(), overlap=overlap, zero=zero)
     wanted = replace(wanted, deduplicate=deduplicate)
@@ -89,7 +93,12 @@ def plan_training(
     for number, group in enumerate(groups):
         offered = _offered(group, num_devices, alone=len(groups) == 1)
         training = Training(
-            model=model, cluster=cluster, group=group, sequence_length=sequence_length, batch=global_batch
+            model=model,
+            cluster=cluster,
+            group=group,
+            sequence_length=sequence_length,
+            batch=global_batch,
+            profile=profile,
         )
 
         def told(done: int, total: int, number: int = number) -> None:
@@ -179,7 +188,7 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int) -> _
     degrees = degrees.where(fits)
     best: tuple[float, int, tuple[int, int, int, int, int]] | None = None
     for start in range(0, len(degrees), BATCH_OF_CANDIDATES):
-        part = degrees.where(_range_mask(len(degrees), start))
+        part = degrees.where(np.arange(len(degrees)) // BATCH_OF_CANDIDATES == start // BATCH_OF_CANDIDATES)
         estimate = estimate_step(training, _with(strategy, part), "fit")
         memory = np.broadcast_to(np.asarray(estimate.memory.total), (len(part),))
         least = min(least, float(np.min(memory)))
@@ -192,11 +201,6 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int) -> _
         return _Best(setup=strategy, estimate=None, num_candidates=total, least_bytes=least)
     setup = _single(strategy, best[2])
     return _Best(setup=setup, estimate=estimate_step(training, setup, "fit"), num_candidates=total, least_bytes=least)
-
-
-def _range_mask(length: int, start: int) -> NDArray[np.bool_]:
-    index = np.arange(length)
-    return (index >= start) & (index < start + BATCH_OF_CANDIDATES)
 
 
 def _states(training: Training, strategy: TrainingSetup, degrees: Degrees) -> NDArray[np.float64]:

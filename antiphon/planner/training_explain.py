@@ -19,7 +19,8 @@ from antiphon.cost.training.dispatch import prefers_all_gather
 from antiphon.cost.training.fit_memory import Rematerialize
 from antiphon.cost.training.overlap import computation_to_communication
 from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.cost.training.step import StepEstimate, estimate_step
+from antiphon.cost.training.step import estimate_step
+from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPredicted
 
 
@@ -124,7 +125,7 @@ def one_change(training: Training, setup: TrainingSetup, best: StepEstimate) -> 
         found.append(("without fused pairs", replace(setup, overlap="inter"), "fit"))
     if best.rematerialized.chosen(0):
         found.append(("nothing made again", setup, "none"))
-    else:
+    elif training.profile is None:
         found.append(("norms, activation and exchanges made again", setup, "cheap"))
     return [
         lost(training, name, changed, estimate_step(training, changed, again), best) for name, changed, again in found
@@ -144,7 +145,7 @@ def notes_of(training: Training, setup: TrainingSetup, estimate: StepEstimate, n
         )
     if training.model.num_layers % int(one(setup.pipeline) * one(setup.virtual_stages)):
         notes.append(f"{training.model.num_layers} layers do not divide by the stages: the longest sets the pace")
-    if degree > 1:
+    if degree > 1 and training.profile is None:
         notes += _exchange_notes(training, setup)
     return tuple(notes)
 

@@ -20,7 +20,8 @@ from antiphon.cost.training.megascale_models import (
     TABLE_3_PIPELINE,
 )
 from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
-from antiphon.cost.training.step import StepEstimate, estimate_step
+from antiphon.cost.training.step import estimate_step
+from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.reproduce import shipped
 from antiphon.specs.cluster import ClusterSpec
 

@@ -20,9 +20,8 @@ from antiphon.comm.mesh import Sizes
 from antiphon.cost.training.layer_case import LayerSizes
 from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_parameters, state_bytes
 from antiphon.cost.training.rematerialize import dense_bytes, needed_bytes
-from antiphon.cost.training.setup import TrainingPrecision, TrainingSetup
+from antiphon.cost.training.setup import TrainingSetup, trained_in
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 
@@ -50,13 +49,19 @@ class MemoryNeed:
 
 def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
     """The setup of a run whose ranks share work by `sizes`, in the planner's terms: one group of ranks for attention
-    and experts. Where theirs differ the smaller one counts, which needs more memory."""
+    and experts. Where theirs differ the smaller one counts, which needs more memory. A float64 run is set up as a
+    float32 one."""
     experts = sizes.expert * sizes.expert_tensor
     attention = sizes.sequence * sizes.tensor
     size = config.batch // config.micro_batches
     return TrainingSetup(
         attention="tensor" if sizes.tensor > 1 else "sequence",
         experts="tensor" if sizes.expert_tensor > 1 else "expert",
+        dispatch="all_gather"
+        if sizes.expert_tensor > 1 or config.parallel.dispatch == "gather_scatter"
+        else "all_to_all",
+        overlap="none",
+        deduplicate=config.parallel.deduplicate,
         zero=config.parallel.zero,
         gate_after_down=True,
         micro_batch=max(1, size // sizes.data),
@@ -64,15 +69,8 @@ def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
         pipeline=sizes.pipeline,
         virtual_stages=config.parallel.virtual_stages,
         data_parallel=min(sizes.data, sizes.expert_data),
-        precision=precision_of(config),
+        precision=trained_in("bfloat16" if config.dtype == "bfloat16" else "float32"),
     )
-
-
-def precision_of(config: TrainConfig) -> TrainingPrecision:
-    """The trainer's formats: parameters and gradients in float32, two moments beside them. A float64 run takes twice
-    of all that."""
-    compute: ComputeDtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
-    return TrainingPrecision(weights="float32", compute=compute, gradients="float32", optimizer_bytes=8.0)
 
 
 def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> MemoryNeed:

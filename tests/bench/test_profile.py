@@ -16,7 +16,7 @@ from antiphon.bench.profile.profile import Wanted, default_threads, measure
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
-from antiphon.cost.profile import read_profile, write_profile
+from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
@@ -105,14 +105,12 @@ def test_the_profile_answers_for_every_layout(measured: LocalTimes, checkpoint: 
             assert predicted.tpot_s == pytest.approx(sum(predicted.parts_s.values()))
             assert predicted.tokens_per_s == pytest.approx(count / predicted.tpot_s)
     assert measured.exchange.message_bytes.y[0] >= spec.hidden_size * 2
-    assert set(measured.collectives) == {"all_reduce", "all_gather", "all_to_all"}
-    assert measured.collectives["all_reduce"][2].y[0] > 0
 
 
 def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: Path, tmp_path: Path) -> None:
     spec = load_model_spec(checkpoint)
     profile = cost_profile(measured, spec, "antiphon profile tiny")
-    write_profile(profile, tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text(json.dumps(asdict(profile)))
     assert read_profile(tmp_path / "profile.json") == profile
     assert Table(json.loads(json.dumps(asdict(profile))), "profile").read(type(profile)) == profile
     fewest = min(measured.threads, key=lambda each: each.num_threads)

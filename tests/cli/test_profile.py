@@ -12,7 +12,7 @@ from antiphon.bench.profile.effort import QUICK
 from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.command_group import single_command
-from antiphon.cli.profile import parse_threads, profile
+from antiphon.cli.profile import parse_counts, profile
 from antiphon.cost.profile import read_profile
 from antiphon.specs.cluster import load_cluster
 from benchmarks.local_prediction import read_local_times
@@ -73,5 +73,5 @@ def test_a_folder_that_is_a_file_is_refused(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_threads_are_a_list() -> None:
-    assert parse_threads("") == ()
-    assert parse_threads("4,2,1") == (4, 2, 1)
+    assert parse_counts("--threads", "") == ()
+    assert parse_counts("--threads", "4,2,1") == (4, 2, 1)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from antiphon.cost.curves import Curve, Surface, fit_line
 from antiphon.cost.parts import Parts
 from antiphon.cost.profile import (
     AttentionTable,
-    CollectiveTable,
     ExpertTable,
     MachineFacts,
     MessageTable,
@@ -24,11 +23,13 @@ from antiphon.cost.profile import (
     profiled_experts,
     profiled_messages,
     read_profile,
-    write_profile,
+    read_serving_profile,
 )
+from tests.cost.training.specimens import training_tables
 
 CURVE = Curve((1.0, 2.0, 4.0), (10.0, 12.0, 20.0))
 GRID = Surface((1.0, 3.0), (10.0, 20.0), ((1.0, 2.0), (3.0, 8.0)))
+TRAINING = training_tables(sequence_length=8)
 PROFILE = Profile(
     command="antiphon profile model",
     created="2026-11-21",
@@ -39,7 +40,7 @@ PROFILE = Profile(
     experts=(ExpertTable(times=GRID, num_threads=2, bound="compute"),),
     head=CURVE,
     messages=(MessageTable(transport="shm", times=Curve((100.0, 1000.0), (2.0, 4.0))),),
-    collectives=(CollectiveTable(name="all_reduce", degree=2, times=CURVE),),
+    training=TRAINING,
     step_s=1e-3,
     model_config={"hidden_size": 8},
 )
@@ -104,9 +105,23 @@ def test_a_grid_with_a_hole_is_refused() -> None:
         Surface((1.0, 2.0), (1.0,), ((1.0,),))
 
 
+def write(folder: Path, profile: Profile = PROFILE) -> Path:
+    path = folder / "profile.json"
+    path.write_text(json.dumps(asdict(profile)))
+    return path
+
+
 def test_file_and_back(tmp_path: Path) -> None:
-    write_profile(PROFILE, tmp_path / "profile.json")
-    assert read_profile(tmp_path / "profile.json") == PROFILE
+    assert read_profile(write(tmp_path)) == PROFILE
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"profile\.json: holds training only: run antiphon profile without --phase"):
+        read_serving_profile(write(tmp_path, replace(PROFILE, attention=(), experts=())))
+    with pytest.raises(UserError, match=r"holds no training: run antiphon profile --phase train --sequence-length 16"):
+        replace(PROFILE, training=None).training_tables(16)
+    with pytest.raises(UserError, match="was measured with sequences of 8 tokens, not 16: run antiphon profile"):
+        PROFILE.training_tables(16)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +135,12 @@ def test_file_and_back(tmp_path: Path) -> None:
         ({"machine": {"name": "box"}}, ": machine: num_cores is missing: add it"),
         ({"head": {"sizes": [2, 1], "seconds": [1, 1]}}, ": head: sizes are [2.0, 1.0]: they must ascend"),
         ({"messages": [{"transport": "shm", "times": None}]}, ": messages[0]: times is missing"),
-        ({"collectives": [{"name": "sum", "degree": 2, "times": {}}]}, ": collectives[0]: name is 'sum': use one of"),
+        ({"training": {"dtype": "int8"}}, ": training: dtype is 'int8': use one of"),
         ({"model": True}, ": model is True: a text that is not empty is needed"),
     ],
 )
 def test_wrong_entries_are_named(tmp_path: Path, change: dict[str, object], says: str) -> None:
-    path = tmp_path / "profile.json"
-    write_profile(PROFILE, path)
+    path = write(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=re.escape(says)) as raised:
         read_profile(path)
@@ -150,8 +164,6 @@ def test_tables_are_found_or_not() -> None:
     assert PROFILE.attention_table(tp=2) is None
     assert PROFILE.expert_table(num_threads=2) is PROFILE.experts[0]
     assert PROFILE.expert_table(num_threads=1) is None
-    assert PROFILE.collective_times("all_reduce", 2) is CURVE
-    assert PROFILE.collective_times("all_reduce", 3) is None
     assert PROFILE.message_times("tcp") is None
 
 

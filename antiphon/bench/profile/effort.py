@@ -9,8 +9,9 @@ from antiphon.base.errors import UserError
 @dataclass(frozen=True, kw_only=True)
 class Effort:
     """`rows`: requests of a micro-batch; `prompts`: tokens of a prompt; `contexts`: a short and a long one, in tokens;
-    `beside_rows`: sizes at which two workers run beside each other. `point_s`: time for one figure. `together`: whether
-    an engine of several workers is started, to see what each further one adds to the engine's turn."""
+    `beside_rows`: sizes at which two workers run beside each other. Of training: `sequences` of a micro-batch,
+    `training_steps` of each, `sum_bytes` that are summed over ranks. `point_s`: time for one figure. `together`:
+    whether an engine of several workers is started, to see what each further one adds to the engine's turn."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (32, 128, 512, 2048)
@@ -18,7 +19,9 @@ class Effort:
     beside_rows: tuple[int, ...] = (1, 8, 32, 128)
     exchange_rows: tuple[int, ...] = (1, 8, 32, 128, 512)
     engine_rows: tuple[int, ...] = (1, 8, 32, 128)
-    collective_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
+    sequences: tuple[int, ...] = (1, 4, 8)
+    sum_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
+    training_steps: int = 4
     point_s: float = 0.25
     min_repetitions: int = 3
     exchange_rounds: int = 20
@@ -56,7 +59,9 @@ QUICK = Effort(
     beside_rows=(1, 16),
     exchange_rows=(1, 32),
     engine_rows=(1, 8),
-    collective_bytes=(1 << 10, 1 << 18),
+    sequences=(1, 2),
+    sum_bytes=(1 << 10, 1 << 18, 1 << 22),
+    training_steps=2,
     point_s=0.02,
     min_repetitions=3,
     exchange_rounds=5,

@@ -130,7 +130,6 @@ class LocalTimes:
     slowdowns: Slowdowns
     exchange: ExchangeTimes
     engine: EngineTimes
-    collectives: dict[str, dict[int, Samples]] = field(default_factory=dict)
     read_bytes_per_s: dict[int, float] = field(default_factory=dict)
     gemm_flops_per_s: dict[int, float] = field(default_factory=dict)
     foreign_share: float = 0.0

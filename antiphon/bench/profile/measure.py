@@ -3,14 +3,13 @@
 1. one process, for each number of threads: decode steps over rows at two contexts, experts by how many a worker holds,
    prompts
 2. two processes on different cores: the exchange between them; each beside the other is in `beside`
-3. collectives on gloo; the machine's read bandwidth and products; the engine's own turn is in `engine_turn`
+3. the machine's read bandwidth and products; the engine's own turn is in `engine_turn`
 
 Every figure is a median; `spread` says how far the middle half of its repetitions lie apart.
 """
 
 import os
 import secrets
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,13 +21,11 @@ import psutil
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.bench.limits import MachineLimits, measure_machine_limits
-from antiphon.bench.profile.collectives import NAMES
 from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
 from antiphon.bench.profile.local_times import ExchangeTimes, Samples, ThreadTimes
 from antiphon.bench.profile.orders import (
-    CollectiveTimes,
     Done,
     JoinExchange,
     Open,
@@ -38,7 +35,6 @@ from antiphon.bench.profile.orders import (
     Served,
     StopExchange,
     Ticket,
-    TimeCollectives,
     TimeExchange,
     Times,
     Work,
@@ -198,32 +194,6 @@ def exchange_times(bench: Bench, attention: RigHandle, experts: RigHandle) -> Ex
         one_way_s=curve({rows: each.one_way_s for rows, each in medians.items()}),
         message_bytes=curve({rows: float(sent.message_bytes) for rows, sent in rounds.items()}),
     )
-
-
-def collective_times(bench: Bench, crew: Crew, handles: list[RigHandle]) -> dict[str, dict[int, Samples]]:
-    """Collectives by name and number of ranks, two and one a core; `handles` are the first of them."""
-    found: dict[str, dict[int, Samples]] = {name: {} for name in NAMES}
-    world_sizes = sorted({2, len(bench.cores)} - {1})
-    handles = handles + [crew.start(f"rank {rank}") for rank in range(len(handles), max(world_sizes))]
-    sizes = list(bench.effort.collective_bytes)
-    for world_size in world_sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, handle in enumerate(handles[:world_size]):
-                handle.settle(1, [bench.cores[rank % len(bench.cores)]])
-                order = TimeCollectives(
-                    rank=rank,
-                    world_size=world_size,
-                    store=f"{folder}/store",
-                    sizes_bytes=sizes,
-                    seconds=bench.effort.point_s,
-                )
-                handle.begin(order)
-            answers = [handle.answer(CollectiveTimes) for handle in handles[:world_size]]
-        for name in NAMES:
-            slowest = [max(answer.seconds[name][index] for answer in answers) for index in range(len(sizes))]
-            found[name][world_size] = curve(dict(zip(sizes, slowest, strict=True)))
-        bench.advance()
-    return found
 
 
 def limits_of(bench: Bench) -> MachineLimits | None:

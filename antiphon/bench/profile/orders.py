@@ -84,14 +84,21 @@ class StopExchange(msgspec.Struct, tag=True, frozen=True):
     """Leave the exchange."""
 
 
-class TimeCollectives(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Join a gloo group over loopback and time its collectives; answered by `CollectiveTimes`."""
+class TimeTraining(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Join a gloo group over loopback and time the trainer's parts, with `num_threads` threads: layers with each number
+    of `sequences`, shared by groups of each of `degrees` ranks; answered by `TrainingSeconds`."""
 
     rank: int
     world_size: int
+    num_threads: int
     store: str
+    model: str
+    dtype: str
+    sequence_length: int
+    sequences: list[int]
+    degrees: list[int]
     sizes_bytes: list[int]
-    seconds: float
+    repetitions: int
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -137,15 +144,35 @@ class Served(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reply_ns: list[tuple[int, int]]
 
 
-class CollectiveTimes(msgspec.Struct, tag=True, frozen=True):
-    """Median seconds by collective and size."""
+class LayerSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer, by kind ("moe", "dense"), of a micro-batch of `sequences` of a group of `model_parallel` ranks.
+    `waiting_s`: for other ranks, in both passes; `head_s`: of what belongs to no layer."""
 
-    seconds: dict[str, list[float]]
+    attention: str
+    experts: str
+    dispatch: str
+    model_parallel: int
+    sequences: int
+    forward_s: dict[str, float]
+    backward_s: dict[str, float]
+    waiting_s: float
+    head_s: float
+
+
+class TrainingSeconds(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """With all ranks of a group at work: `layers`; `update` of a parameter by optimizer; `step`: what else a step
+    takes; `sums` by number of ranks, collective and size; `message` by size."""
+
+    layers: list[LayerSeconds]
+    step: list[float]
+    update: dict[str, float]
+    sums: dict[int, dict[str, list[float]]]
+    message: list[float]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-ToRig = Open | Settle | Time | Busy | OpenExchange | JoinExchange | TimeExchange | StopExchange | TimeCollectives | Stop
-FromRig = Done | Opened | Times | Ticket | Rounds | Served | CollectiveTimes | Failed
+ToRig = Open | Settle | Time | Busy | OpenExchange | JoinExchange | TimeExchange | StopExchange | TimeTraining | Stop
+FromRig = Done | Opened | Times | Ticket | Rounds | Served | TrainingSeconds | Failed

@@ -15,11 +15,9 @@ import torch
 from antiphon import _native
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.bench.peers.engine_child import end_with_parent
-from antiphon.bench.profile.collectives import time_collectives
 from antiphon.bench.profile.exchange import AttentionEnd, ExpertEnd
 from antiphon.bench.profile.orders import (
     Busy,
-    CollectiveTimes,
     Done,
     Failed,
     FromRig,
@@ -32,11 +30,12 @@ from antiphon.bench.profile.orders import (
     StopExchange,
     Ticket,
     Time,
-    TimeCollectives,
     TimeExchange,
+    TimeTraining,
     ToRig,
 )
 from antiphon.bench.profile.rig import Rig
+from antiphon.bench.profile.training import time_training
 from antiphon.serve.worker.channel import Channel
 
 _FOREVER_S = 365.0 * 86400
@@ -73,8 +72,8 @@ class RigProcess:
         elif isinstance(order, Busy):
             self._stay_busy(order)
             return None
-        elif isinstance(order, TimeCollectives):
-            return CollectiveTimes(time_collectives(order))
+        elif isinstance(order, TimeTraining):
+            return time_training(order)
         else:
             return self._obey_exchange(order)
         return Done()

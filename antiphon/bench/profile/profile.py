@@ -17,7 +17,6 @@ from antiphon.bench.profile.engine_turn import engine_turns
 from antiphon.bench.profile.local_times import EngineTimes, LocalTimes, ThreadTimes, flat
 from antiphon.bench.profile.measure import (
     Bench,
-    collective_times,
     curve,
     exchange_times,
     limits_of,
@@ -74,7 +73,6 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
         else:
             beside = slowdowns(bench, first, second, half)
         exchange = exchange_times(bench, first, second)
-        collectives = collective_times(bench, crew, [first, second])
     engine = _engine_times(bench, min(by_threads, key=lambda each: each.num_threads))
     limits = limits_of(bench)
     foreign = watch.foreign_share()
@@ -91,7 +89,6 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
         slowdowns=beside,
         exchange=exchange,
         engine=engine,
-        collectives=collectives,
         read_bytes_per_s={each.num_threads: each.read_bytes_per_s for each in limits.per_threads} if limits else {},
         gemm_flops_per_s={each.num_threads: each.gemm_flops_per_s for each in limits.per_threads} if limits else {},
         foreign_share=foreign,
@@ -121,7 +118,6 @@ def _num_points(bench: Bench, num_threads: int) -> int:
         + len(bench.beside_rows)
         + len(effort.exchange_rows)
         + (1 + 2 * effort.together) * len(effort.engine_rows)
-        + 1
     )
 
 

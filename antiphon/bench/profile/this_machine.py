@@ -5,6 +5,7 @@ and `antiphon serve --plan` can obey a plan made of such devices. Rejected: the 
 then not be split between attention and experts.
 """
 
+import os
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -13,17 +14,17 @@ import psutil
 
 from antiphon.base.errors import UserError
 from antiphon.bench.profile.local_times import LocalTimes, ThreadTimes
+from antiphon.bench.profile.profile import cpu_name
 from antiphon.cost.curves import Curve as Times
 from antiphon.cost.curves import Surface
-from antiphon.cost.network import CollectiveName
 from antiphon.cost.profile import (
     AttentionTable,
-    CollectiveTable,
     ExpertTable,
     MachineFacts,
     MessageTable,
     Profile,
 )
+from antiphon.models.config import read_config
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import ComputeDtype, DeviceSpec
 from antiphon.specs.model import ModelSpec
@@ -32,7 +33,6 @@ THIS_CORE = "this-core"
 CONTEXTS = (1.0, 128.0, 512.0, 2048.0, 8192.0)
 ASSUMED_WATTS_PER_CORE = 10.0
 _POWER_LIMIT = Path("/sys/class/powercap/intel-rapl:0/constraint_0_power_limit_uw")
-_COLLECTIVES: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
 def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
@@ -57,14 +57,27 @@ def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
         experts=tuple(_expert_table(each, model) for each in ascending),
         head=Times(ascending[0].head_s.x, ascending[0].head_s.y),
         messages=(MessageTable(transport="shm", times=_message_times(times)),),
-        collectives=tuple(
-            CollectiveTable(name=name, degree=degree, times=Times(found.x, found.y))
-            for name in _COLLECTIVES
-            for degree, found in sorted(times.collectives.get(name, {}).items())
-        ),
         step_s=times.engine.alone_s.y[0] + times.engine.bookkeeping_s.y[0],
         step_per_sequence_s=max(0.0, per_sequence),
         model_config=dict(times.model_config),
+    )
+
+
+def training_profile(model: Path, name: str, command: str) -> Profile:
+    """A profile of this machine that holds nothing yet."""
+    return Profile(
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=MachineFacts(
+            name=cpu_name(),
+            num_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=psutil.virtual_memory().total,
+        ),
+        model=name,
+        dtype="float32",
+        attention=(),
+        experts=(),
+        model_config=read_config(model),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from antiphon.base.errors import UserError
 from antiphon.cost.parts import Number
+from antiphon.cost.profile import Profile
 from antiphon.cost.training.activations import Dispatch
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
@@ -54,6 +55,15 @@ class TrainingPrecision:
         return size + 4 / hidden_size if self.activation_wire == "fp8" else size
 
 
+def trained_in(compute: ComputeDtype) -> TrainingPrecision:
+    """The formats of `antiphon train`: parameters and gradients in float32, two moments beside them; rows travel as
+    they are computed."""
+    wire: StorageDtype = "float32" if compute == "float32" else "bfloat16"
+    return TrainingPrecision(
+        weights="float32", compute=compute, gradients="float32", activation_wire=wire, optimizer_bytes=8.0
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
     """One way to train. `model_parallel`: ranks of the group that shares every layer (n: TP, SP and EP size alike);
@@ -92,18 +102,23 @@ class TrainingSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained on what: the same for all candidates of a search. `batch`: sequences per iteration."""
+    """What is trained on what: the same for all candidates of a search. `batch`: sequences per iteration. `profile`:
+    of the machine, whose training tables then take the rooflines' place; `optimizer`: which of its updates."""
 
     model: ModelSpec
     cluster: ClusterSpec
     group: NodeGroup
     sequence_length: int
     batch: int
+    profile: Profile | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"training: {name} is {getattr(self, name)}: it must be at least 1")
+        if self.profile is not None:
+            self.profile.training_tables(self.sequence_length)
 
     @property
     def usable_bytes(self) -> float:

@@ -26,6 +26,7 @@ from antiphon.cost.training.flops import model_flops_utilization, tokens_per_s
 from antiphon.cost.training.gradient_sync import SyncBytes, SyncTime, sync_time
 from antiphon.cost.training.layer_case import LayerCase, layer_case
 from antiphon.cost.training.layer_time import LayerTime, layer_time
+from antiphon.cost.training.measured import measured_step
 from antiphon.cost.training.memory import (
     RankParameters,
     StageLayers,
@@ -39,36 +40,8 @@ from antiphon.cost.training.rematerialize import (
     Choice,
 )
 from antiphon.cost.training.setup import Training, TrainingSetup
+from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.specs.precision import BYTES_OF
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepEstimate:
-    """One iteration, by candidate. `parts`: what the busiest rank does all iteration long, the bubble left out;
-    `communication_s` and `exposed_s`: inside layers, over the iteration, all of it and what is not hidden;
-    `rematerialized`: what is made again, and how many bytes that saves in a layer."""
-
-    iteration_s: Number
-    tokens_per_s: Number
-    mfu: Number
-    num_micro_batches: Number
-    forward_s: Number
-    backward_s: Number
-    communication_s: Number
-    exposed_s: Number
-    bubble_s: Number
-    pipeline_exposed_s: Number
-    sync_s: Number
-    sync_exposed_s: Number
-    optimizer_s: Number
-    parts: Parts
-    memory: TrainingMemory
-    rematerialized: Choice
-
-    def bound_by(self) -> str:
-        """What takes most of one candidate's iteration."""
-        largest = max(float(np.max(value)) for value in self.parts._values())
-        return "pipeline bubble" if float(np.max(self.bubble_s)) > largest else self.parts.bound_by()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +62,8 @@ class _Stage:
 
 def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Rematerialize = "cheap") -> StepEstimate:
     """One iteration under `setup`, whose degrees may be arrays. `rematerialize`: "none" keeps all that backward reads,
-    "cheap" makes again what MegaScale-MoE does, "fit" as much as the memory demands, cheapest first.
+    "cheap" makes again what MegaScale-MoE does, "fit" as much as the memory demands, cheapest first. With a profile of
+    the machine its tables answer, and nothing is made again.
 
     `UserError` where the batch cannot be cut into equal micro-batches; memory that does not fit is the caller's to
     see."""
@@ -101,6 +75,9 @@ def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Remat
         )
     case = layer_case(training, setup)
     layers = fullest_stage(training.model, setup.pipeline, setup.virtual_stages)
+    if training.profile is not None:  # of a trainer that makes nothing again
+        choice, memory = fit_memory(training, case, layers, num_micro_batches, "none")
+        return measured_step(training, setup, training.profile, layers, num_micro_batches, memory, choice)
     choice, memory = fit_memory(training, case, layers, num_micro_batches, rematerialize)
     stage = _stage(case, layers, choice)
     return _iteration(training, case, stage, choice, memory, num_micro_batches)

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+from antiphon.cost.curves import Curve, Surface
+from antiphon.cost.profile import MachineFacts, Profile
 from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training
+from antiphon.cost.training.tables import SumName, TrainingLayer, TrainingSum, TrainingTables
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from tests.cost.specimens import ROUND, round_cluster, round_group
@@ -48,4 +51,71 @@ def round_training(model: ModelSpec | None = None, *, batch: int = 8, nodes: int
         group=group,
         sequence_length=64,
         batch=batch,
+    )
+
+
+WAYS: tuple[tuple[str, str, str], ...] = (
+    ("sequence", "expert", "all_to_all"),
+    ("sequence", "expert", "all_gather"),
+    ("sequence", "tensor", "all_gather"),
+    ("tensor", "expert", "all_to_all"),
+    ("tensor", "expert", "all_gather"),
+    ("tensor", "tensor", "all_gather"),
+)
+
+
+def training_tables(sequence_length: int = 64, cores: int = 2) -> TrainingTables:
+    """Of a machine with `cores` cores: a token takes a layer 1 ms forward and 2 backward, the head 0.5 ms, a parameter
+    1 ns, a byte of a sum 1 ns; ranks beyond the cores share them."""
+    tokens, sizes = (float(sequence_length), 8.0 * sequence_length), (1e3, 1e9)
+
+    def over(ranks: tuple[int, ...], per_unit_s: float, units: tuple[float, ...] = tokens) -> Surface:
+        shares = (max(1.0, count / cores) for count in ranks)
+        seconds = tuple(tuple(share * per_unit_s * unit for unit in units) for share in shares)
+        return Surface(tuple(map(float, ranks)), units, seconds)
+
+    def layer(way: tuple[str, str, str], degree: int, kind: str) -> TrainingLayer:
+        ranks = tuple(count for count in (1, 2, 4) if count % degree == 0)
+        return TrainingLayer(
+            attention=way[0],  # type: ignore[arg-type]
+            experts=way[1],  # type: ignore[arg-type]
+            dispatch=way[2],  # type: ignore[arg-type]
+            layer=kind,  # type: ignore[arg-type]
+            model_parallel=degree,
+            forward=over(ranks, 1e-3 / degree),
+            backward=over(ranks, 2e-3 / degree),
+            waiting=over(ranks, 0.1e-3 if degree > 1 else 0.0),
+        )
+
+    ways = [(WAYS[0], 1), *((way, degree) for degree in (2, 4) for way in WAYS)]
+    alone = (1.0, 2.0, 4.0)
+    names: tuple[SumName, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+    return TrainingTables(
+        dtype="float32",
+        flops_per_s=1e11,
+        sequence_length=sequence_length,
+        ranks=(1, 2, 4),
+        layers=tuple(layer(way, degree, kind) for way, degree in ways for kind in ("moe", "dense")),
+        head=over((1, 2, 4), 0.5e-3),
+        update={name: Curve(alone, (1e-9, 1e-9, 2e-9)) for name in ("adamw", "muon")},
+        step=Curve(alone, (1e-3, 1e-3, 2e-3)),
+        sums=tuple(
+            TrainingSum(name=name, degree=degree, times=over(tuple(range(degree, 5, degree)), 1e-9, sizes))
+            for degree in (2, 4)
+            for name in names
+        ),
+        message=Curve(sizes, tuple(1e-9 * size for size in sizes)),
+    )
+
+
+def training_profile(sequence_length: int = 64, cores: int = 2) -> Profile:
+    return Profile(
+        command="antiphon profile --phase train model",
+        created="2026-11-24",
+        machine=MachineFacts(name="box", num_cores=cores, memory_bytes=10**10),
+        model="model",
+        dtype="float32",
+        attention=(),
+        experts=(),
+        training=training_tables(sequence_length, cores),
     )

@@ -12,7 +12,8 @@ from antiphon.cost.training.layer_case import layer_case
 from antiphon.cost.training.layer_time import layer_time
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.setup import OVERLAP_LEVELS, Training, TrainingPrecision, TrainingSetup
-from antiphon.cost.training.step import StepEstimate, estimate_step
+from antiphon.cost.training.step import estimate_step
+from antiphon.cost.training.step_estimate import StepEstimate
 from tests.cost.training.specimens import megascale_cluster, round_training, small_model
 
 SETUPS = st.builds(

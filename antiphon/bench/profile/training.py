@@ -1,0 +1,249 @@
+"""One rank's part in measuring training: the trainer's own layers, sums and updates, with gloo over loopback.
+
+Two layers of each kind stand for all of them. Every way to share them is run for some numbers of sequences: forward,
+backward, and for the plain way the whole step. Times by operator come from the spans that a timeline is made of;
+medians over the steps. Weights and tokens are random, as at the begin of a run.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from antiphon.bench.profile.orders import LayerSeconds, TimeTraining, TrainingSeconds
+from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceScatter, barrier, run
+from antiphon.comm.mesh import Group, Mesh, Sizes, connect
+from antiphon.comm.point_to_point import start_receive, start_send
+from antiphon.models.config import load_model_spec
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import LossConfig, OptimizerConfig, ParallelConfig
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.optimizer import Optimizer, shards_of
+from antiphon.train.passes import Passes
+from antiphon.train.spans import Span, Spans, share_spans
+from antiphon.train.weights import FirstValues
+
+OPTIMIZERS = ("adamw", "muon")
+_TIMEOUT_S = 120.0
+_NUM_LAYERS = 2  # of each kind
+_WARM = 1
+
+
+def time_training(order: TimeTraining) -> TrainingSeconds:
+    """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
+    torch.set_num_threads(order.num_threads)
+    ranks = order.world_size
+    if ranks > 1:
+        store = dist.FileStore(order.store, ranks)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        dist.init_process_group("gloo", store=store, rank=order.rank, world_size=ranks, timeout=timeout)
+    try:
+        return _time_all(order, few_layers(load_model_spec(order.model)))
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+def few_layers(spec: ModelSpec) -> ModelSpec:
+    """The model with two layers of each kind that it has."""
+    kinds = tuple(kind for kind in (False, True) if kind in spec.moe_layers for _ in range(_NUM_LAYERS))
+    return replace(spec, num_layers=len(kinds), moe_layers=kinds)
+
+
+def _time_all(order: TimeTraining, spec: ModelSpec) -> TrainingSeconds:
+    found = TrainingSeconds(layers=[], step=[], update={}, sums={}, message=[])
+    plain = connect(Sizes(world_size=order.world_size), order.rank, _TIMEOUT_S)
+    found.layers.extend(_time_layers(order, spec, plain, "all_to_all", 1))
+    for name in OPTIMIZERS:
+        found.update[name], step_s = _time_step(order, spec, plain, name)
+        found.step.append(step_s)
+    for degree in order.degrees:
+        found.layers.extend(_time_ways(order, spec, degree))
+        mesh = connect(Sizes(world_size=order.world_size, tensor=degree), order.rank, _TIMEOUT_S)
+        found.sums[degree] = _time_sums(order, mesh.group("tensor"))
+        if not found.message:
+            found.message.extend(_time_messages(order, mesh.group("tensor")))
+        _close(mesh)
+    return found
+
+
+def _time_ways(order: TimeTraining, spec: ModelSpec, degree: int) -> list[LayerSeconds]:
+    """All ways to share a layer between `degree` ranks; as many such groups as there are ranks for."""
+    found = []
+    for attention in ("sequence", "tensor"):
+        for experts in ("expert", "expert_tensor"):
+            sizes = Sizes(world_size=order.world_size, **{attention: degree, experts: degree})
+            mesh = connect(sizes, order.rank, _TIMEOUT_S)
+            for dispatch in ("all_to_all", "gather_scatter") if experts == "expert" else ("gather_scatter",):
+                found += _time_layers(order, spec, mesh, dispatch, degree)
+            _close(mesh)
+    return found
+
+
+def _close(mesh: Mesh) -> None:
+    """A process group has threads and sockets of its own."""
+    for group in mesh.groups.values():
+        if group.process_group is not None:
+            dist.destroy_process_group(group.process_group)
+
+
+def _model(order: TimeTraining, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: Spans) -> MoeModel:
+    model = MoeModel(
+        spec,
+        mesh,
+        max_positions=order.sequence_length,
+        dtype=getattr(torch, order.dtype),
+        first=FirstValues(0, 0.02),
+        parallel=ParallelConfig(dispatch=dispatch),  # type: ignore[arg-type]  # one of its names
+    )
+    share_spans(model, spans)
+    return model
+
+
+def _batch(order: TimeTraining, spec: ModelSpec, sequences: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, spec.vocab_size, (sequences, order.sequence_length + 1), generator=generator)
+    positions = torch.arange(order.sequence_length).expand(sequences, -1).contiguous()
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, None)
+
+
+def _time_layers(order: TimeTraining, spec: ModelSpec, mesh: Mesh, dispatch: str, degree: int) -> list[LayerSeconds]:
+    """Forward and backward for each number of sequences of a group."""
+    spans = Spans()
+    model = _model(order, spec, mesh, dispatch, spans)
+    passes = Passes(model, LossConfig(), spans)
+    found = []
+    for sequences in order.sequences:
+        batch = _batch(order, spec, sequences, mesh.sizes.place(mesh.rank, "data"))
+        taken: list[LayerSeconds] = []
+        for number in range(_WARM + order.repetitions):
+            barrier(mesh.world)
+            mesh.ledger.take()
+            spans.on = True
+            passes.run([batch])
+            spans.on = False
+            seconds = _of_layers(spec, spans.take(), mesh)
+            model.zero_grad(set_to_none=True)
+            if number >= _WARM:
+                taken.append(seconds)
+        names = ("forward_s", "backward_s")
+        found.append(
+            LayerSeconds(
+                attention="tensor" if mesh.sizes.tensor > 1 else "sequence",
+                experts="tensor" if mesh.sizes.expert_tensor > 1 else "expert",
+                dispatch="all_to_all" if dispatch == "all_to_all" else "all_gather",
+                model_parallel=degree,
+                sequences=sequences,
+                **{
+                    name: {kind: median(getattr(each, name)[kind] for each in taken) for kind in taken[0].forward_s}
+                    for name in names
+                },
+                waiting_s=median(each.waiting_s for each in taken),
+                head_s=median(each.head_s for each in taken),
+            )
+        )
+    return found
+
+
+def _of_layers(spec: ModelSpec, spans: list[Span], mesh: Mesh) -> LayerSeconds:
+    """One run's seconds, by layer of each kind; what belongs to no layer is the head's."""
+    forward = {"moe" if kind else "dense": 0.0 for kind in spec.moe_layers}
+    backward, head_s = dict(forward), 0.0
+    for span in spans:
+        own_s = (span.end_ns - span.start_ns - span.inner_ns) * 1e-9
+        layer = span.label.layer
+        if layer < 0:
+            head_s += own_s
+        else:
+            passed = backward if span.label.backward else forward
+            passed["moe" if spec.moe_layers[layer] else "dense"] += own_s / _NUM_LAYERS
+    waited = mesh.ledger.take().waited_s
+    inside = sum(seconds for name, seconds in waited.items() if not name.startswith("loss"))
+    return LayerSeconds(
+        attention="",
+        experts="",
+        dispatch="",
+        model_parallel=0,
+        sequences=0,
+        forward_s=forward,
+        backward_s=backward,
+        waiting_s=inside / spec.num_layers,
+        head_s=head_s,
+    )
+
+
+def _time_step(order: TimeTraining, spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:
+    """(seconds of a parameter's update, of what else a step takes beside layers and sums), all ranks at work."""
+    spans = Spans()
+    model = _model(order, spec, mesh, "all_to_all", spans)
+    config = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]  # one of its names
+    shards = shards_of(model, 0, config)
+    updates, passes = Optimizer(model, shards, config), Passes(model, LossConfig(), spans)
+    num_parameters = sum(piece.values.numel() for piece in shards.pieces)
+    batch = _batch(order, spec, 1, mesh.rank)
+    updated, rest = [], []
+    for _ in range(_WARM + order.repetitions):
+        barrier(mesh.world)
+        spans.on = True
+        begin = time.perf_counter()
+        passes.run([batch])
+        spans.on = False
+        passed = time.perf_counter()
+        shards.reduce()
+        norm_from = time.perf_counter()
+        norm = shards.norm()
+        shards.clip(norm, config.clip)
+        updates.step(1e-6)
+        shards.end_step()
+        updated.append((time.perf_counter() - norm_from) / num_parameters)
+        recorded = sum(span.end_ns - span.start_ns - span.inner_ns for span in spans.take())
+        rest.append(max(0.0, passed - begin - recorded * 1e-9))
+    return median(updated[_WARM:]), median(rest[_WARM:])
+
+
+def _time_sums(order: TimeTraining, group: Group) -> dict[str, list[float]]:
+    """Median seconds by collective, for each size of the whole tensor."""
+    found: dict[str, list[float]] = {"all_reduce": [], "reduce_scatter": [], "all_gather": []}
+    for size in order.sizes_bytes:
+        part = max(1, size // 4 // group.size)
+        whole, own, sizes = torch.ones(part * group.size), torch.ones(part), (part,) * group.size
+        collectives: dict[str, tuple[Collective, torch.Tensor]] = {
+            "all_reduce": (AllReduce(group, "sum"), whole),
+            "reduce_scatter": (ReduceScatter(group, "sum", sizes), whole),
+            "all_gather": (AllGather(group, "sum", sizes), own),
+        }
+        for name, (collective, x) in collectives.items():
+            found[name].append(_median_s(order, group, partial(run, collective, x)))
+    return found
+
+
+def _time_messages(order: TimeTraining, group: Group) -> list[float]:
+    """One way between the first two ranks by bytes: half of there and back."""
+
+    def there_and_back(x: torch.Tensor) -> None:
+        if group.index == 0:
+            start_send(group, 1, 0, "message", x).wait()
+            start_receive(group, 1, 1, "message", x).wait()
+        elif group.index == 1:
+            start_receive(group, 0, 0, "message", x).wait()
+            start_send(group, 0, 1, "message", x).wait()
+
+    tensors = [torch.ones(max(1, size // 4)) for size in order.sizes_bytes]
+    return [_median_s(order, group, partial(there_and_back, x)) / 2 for x in tensors]
+
+
+def _median_s(order: TimeTraining, group: Group, action: Callable[[], object]) -> float:
+    times_s = []
+    for _ in range(_WARM + max(5, order.repetitions)):
+        barrier(group)
+        begin = time.perf_counter()
+        action()
+        times_s.append(time.perf_counter() - begin)
+    return median(times_s[_WARM:])
