@@ -184,10 +184,12 @@ def export(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": shard_of}
         _write_json(folder / INDEX_NAME, index)
     for file in sorted(beside.iterdir()) if beside is not None else []:
-        if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS):
+        if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS) and file.suffix != ".py":
             shutil.copyfile(file, folder / file.name)
     written = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
     _write_json(folder / "config.json", {**written, "dtype": str(dtype).removeprefix("torch.")})
+    for name in files:
+        shutil.copymode(folder / "config.json", folder / name)  # safetensors writes for the owner alone
     return sum(sizes.values())
 
 
