@@ -127,9 +127,9 @@ class Profile:
                 return table
         return None
 
-    def message_times(self, transport: str) -> Curve | None:
-        """One-way seconds by message bytes."""
-        return next((table.times for table in self.messages if table.transport == transport), None)
+    def turn_s(self, rows: Number) -> Number:
+        """What the engine itself takes between two steps with so many running sequences on a worker."""
+        return self.step_s + self.step_per_sequence_s * rows
 
     def training_tables(self, sequence_length: int) -> TrainingTables:
         """`UserError` if training was not measured, or with sequences of another length."""

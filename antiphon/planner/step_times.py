@@ -88,10 +88,21 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     for group, where in groups_of(setting, candidates):
         parts = step_parts(setting, candidates.take(where), group)
         back = np.maximum(parts.dispatch.total_s, parts.combine.total_s) if group.apart else parts.dispatch.total_s / 2
-        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, parts.step_s * drafting)
+        step_s = parts.step_s * drafting + _engine_turn_s(setting, candidates.take(where))
+        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
     return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
+
+
+def _engine_turn_s(setting: Setting, candidates: Candidates) -> Number:
+    """Between two steps, where it was measured: by the sequences of one attention worker."""
+    if setting.profile is None:
+        return 0.0
+    rows = real(candidates.batch)
+    if setting.phase == "prefill":
+        rows = np.maximum(rows / setting.new_tokens(setting.lengths.prompt), 1.0)
+    return setting.profile.turn_s(rows * candidates.micro_batches)
 
 
 def groups_of(setting: Setting, candidates: Candidates) -> Iterator[tuple[Group, BoolArray]]:

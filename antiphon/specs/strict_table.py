@@ -276,15 +276,6 @@ def read_json(path: Path) -> Table:
     return Table(value, str(path))
 
 
-def write_json(value: Mapping[str, Any], path: Path) -> None:
-    """Replaces the file at `path`; no NaN or infinity goes into it."""
-    text = json.dumps(value, indent=1, allow_nan=False)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
-
-
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

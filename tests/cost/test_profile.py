@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost.curves import Curve, Surface, fit_line
+from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.parts import Parts
 from antiphon.cost.profile import (
     AttentionTable,
@@ -62,14 +62,6 @@ def test_surface_is_linear_in_each_size() -> None:
     assert GRID.at(1.0, 10.0) == 1
     assert GRID.at(2.0, 15.0) == pytest.approx((1.5 + 5.5) / 2)
     np.testing.assert_allclose(GRID.at(np.array([3.0, 3.0, 0.0]), np.array([20.0, 30.0, 10.0])), [8, 13, 0])
-
-
-def test_line_of_least_squares_is_never_negative() -> None:
-    assert fit_line((1.0, 2.0, 3.0), (5.0, 7.0, 9.0)) == (pytest.approx(2), pytest.approx(3))
-    slope, offset = fit_line((1.0, 2.0), (1.0, 4.0))
-    assert (slope, offset) == (pytest.approx(9 / 5), 0)
-    assert fit_line((1.0, 2.0), (4.0, 2.0)) == (0, 3)
-    assert fit_line((4.0,), (2.0,)) == (0.5, 0)
 
 
 @settings(max_examples=50, deadline=None)

@@ -30,7 +30,7 @@ from antiphon.train.spans import Span, Spans, share_spans
 from antiphon.train.weights import FirstValues
 
 OPTIMIZERS = ("adamw", "muon")
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 900.0  # beside busy programs a rank may be loading for minutes
 _NUM_LAYERS = 2  # of each kind
 _WARM = 1
 
