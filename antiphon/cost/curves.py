@@ -22,10 +22,12 @@ from antiphon.cost.parts import FloatArray, Number
 
 @dataclass(frozen=True)
 class Curve:
-    """`seconds[i]` is the time at size `sizes[i]`; sizes ascend."""
+    """`seconds[i]` is the time at size `sizes[i]`; sizes ascend. `may_fall`: not of growing work but a ratio, or the
+    time of a part of it: points stay as they are, and beyond the last one its value holds."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
+    may_fall: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes("sizes", self.sizes)
@@ -36,13 +38,19 @@ class Curve:
     def at(self, size: Number) -> Number:
         """Seconds at any size; 0 at size 0."""
         sizes, seconds = self._points
+        size = np.minimum(size, sizes[-1]) if self.may_fall else size
         value = _along(np.asarray(sizes), seconds.reshape(-1, *([1] * np.ndim(size))), np.asarray(size, np.float64))
         result: Number = np.where(np.asarray(size) > 0, value, 0.0)
         return result
 
+    def value(self, size: float) -> float:
+        """`at` for one size, as a plain number."""
+        return float(self.at(size))
+
     @functools.cached_property
     def _points(self) -> tuple[FloatArray, FloatArray]:
-        return np.asarray(self.sizes, np.float64), np.maximum.accumulate(np.asarray(self.seconds, np.float64))
+        seconds = np.asarray(self.seconds, np.float64)
+        return np.asarray(self.sizes, np.float64), seconds if self.may_fall else np.maximum.accumulate(seconds)
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,12 @@ from antiphon.cost.schedules import beside_dispatch_s, two_batches_s
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.instance_packing import widest_domain
+from antiphon.planner.local_prediction import decode_steps
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
     AttentionTimes,
     attention_times,
+    decode_context,
     expert_times,
     rows_each,
     rows_of_fullest,
@@ -92,7 +94,20 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
         values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
+    _take_measured(setting, candidates, columns)
     return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
+
+
+def _take_measured(setting: Setting, candidates: Candidates, columns: FloatArray) -> None:
+    """Decode steps that the engine runs on a measured machine, from its own pieces."""
+    engine = None if setting.profile is None else setting.profile.engine
+    if engine is None or setting.phase != "decode" or setting.workload.draft_tokens:
+        return
+    contexts = np.broadcast_to(decode_context(setting, candidates), (len(candidates),))
+    for index, found in decode_steps(engine, setting.model, candidates, contexts):
+        columns[3, index] = found.tpot_s
+        for column, value in zip(columns, (found.t_a_s, found.t_e_s, found.t_c_s), strict=False):
+            column[index] = column[index] if value is None else value
 
 
 def _engine_turn_s(setting: Setting, candidates: Candidates) -> Number:

@@ -9,14 +9,13 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.profile.effort import QUICK
-from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.command_group import single_command
 from antiphon.cli.profile import parse_counts, profile
+from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.specs.cluster import load_cluster
-from benchmarks.local_prediction import read_local_times
-from tests.bench.local_times_harness import local_times
+from tests.planner.local_times_harness import local_times
 
 
 def test_profile_writes_what_plan_and_predict_read(
@@ -35,8 +34,9 @@ def test_profile_writes_what_plan_and_predict_read(
     arguments = [str(checkpoint), "--quick", "--max-rows", "4", "--folder", str(folder), "--json", str(out)]
     result = CliRunner().invoke(single_command(profile), arguments)
     assert result.exit_code == 0, result.output
-    assert {path.name for path in folder.iterdir()} == {"profile.json", "this-machine.json", "local.json"}
-    times = read_local_times(folder / "local.json")
+    assert {path.name for path in folder.iterdir()} == {"profile.json", "this-machine.json"}
+    times = read_profile(folder / "profile.json").engine
+    assert times is not None
     assert asked == [Wanted(model=checkpoint, effort=QUICK, max_rows=4)]
     assert json.loads(out.read_text()) == json.loads((folder / "profile.json").read_text())
     assert read_profile(out).machine.num_cores == times.num_cores
@@ -45,7 +45,7 @@ def test_profile_writes_what_plan_and_predict_read(
     lines = result.output.splitlines()
     assert any(line.split()[:2] == ["threads", "rows"] for line in lines)
     assert any(line.split()[:3] == ["rows", "message", "dispatch"] for line in lines)
-    assert lines[-1] == f"written to {folder}: profile.json, this-machine.json, local.json"
+    assert lines[-1] == f"written to {folder}: profile.json, this-machine.json"
 
 
 @pytest.mark.parametrize(
