@@ -1,6 +1,7 @@
 """`antiphon profile` as users run it: three files and two tables, and one line for what cannot be."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from antiphon.cli.profile import parse_counts, profile
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.specs.cluster import load_cluster
+from tests.cost.training.specimens import training_tables
 from tests.planner.local_times_harness import local_times
+
+SERVED = local_times(read_bytes_per_s={1: 2e10, 2: 4e10}, gemm_flops_per_s={1: 4e11, 2: 8e11})
 
 
 def test_profile_writes_what_plan_and_predict_read(
@@ -27,7 +31,7 @@ def test_profile_writes_what_plan_and_predict_read(
     def measure(wanted: Wanted, report: Report) -> LocalTimes:
         asked.append(wanted)
         report(1, 1)
-        return local_times(read_bytes_per_s={1: 2e10, 2: 4e10}, gemm_flops_per_s={1: 4e11, 2: 8e11})
+        return SERVED
 
     monkeypatch.setattr("antiphon.cli.profile.measure", measure)
     folder, out = tmp_path / "measured", tmp_path / "profile.json"
@@ -48,6 +52,19 @@ def test_profile_writes_what_plan_and_predict_read(
     assert lines[-1] == f"written to {folder}: profile.json, this-machine.json"
 
 
+def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = training_tables(256)
+    monkeypatch.setattr("antiphon.cli.profile.measure", lambda wanted, report: replace(SERVED, model=checkpoint.name))
+    monkeypatch.setattr("antiphon.cli.profile.measure_training", lambda wanted, report: tables)
+    command = [str(checkpoint), "--quick", "--folder", str(tmp_path)]
+    for more in (["--phase", "train"], [], ["--phase", "train"]):
+        result = CliRunner().invoke(single_command(profile), command + more)
+        assert result.exit_code == 0, result.output
+    found = read_profile(tmp_path / "profile.json")
+    assert (found.training, bool(found.attention), found.engine is None) == (tables, True, False)
+    assert "sequence, expert, all_to_all" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -55,6 +72,9 @@ def test_profile_writes_what_plan_and_predict_read(
         ("--threads 0", "--threads '0': give different numbers of 1 to 256"),
         ("--threads 2,2", "--threads '2,2': give different numbers of 1 to 256"),
         ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
+        ("--phase both", "--phase is both: it must be one of serve, train"),
+        ("--phase train --ranks 1,two", "--ranks '1,two' is not a list of numbers: write for example 2,1"),
+        ("--phase train --dtype float16", "--dtype is float16: to train it must be float32 or bfloat16"),
         ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
         ("--kernels fast", "--kernels fast do not exist: use auto, cpu or reference"),
     ],
