@@ -24,14 +24,15 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
 from antiphon.bench.profile.effort import NORMAL, QUICK
-from antiphon.bench.profile.local_times import LocalTimes, local_times_to_json
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
 from antiphon.bench.quiet import CpuWatch, wait_for_quiet
 from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.cost.local_times import LocalTimes
+from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
+from antiphon.planner.local_prediction import LocalChoice, LocalPrediction, predict_decode
 from antiphon.specs.model import ModelSpec
-from benchmarks.local_prediction import LocalChoice, LocalPrediction, predict_decode, read_local_times
 
 DEFAULT_GRID = (
     "colocated:1,4,16,64,128",
@@ -200,11 +201,18 @@ def report_rows(rows: Sequence[dict[str, Any]]) -> float:
     return middle
 
 
+def _engine_of(file: Path) -> LocalTimes:
+    found = read_profile(file).engine
+    if found is None:
+        raise UserError(f"{file} holds nothing of the engine: run antiphon profile MODEL --folder DIR")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--grid", action="append", help="ENGINE:N,N, may be given several times")
-    parser.add_argument("--profile", type=Path, help="local.json of antiphon profile --folder, instead of measuring")
+    parser.add_argument("--profile", type=Path, help="profile.json of antiphon profile --folder, instead of measuring")
     parser.add_argument("--quick", action="store_true", help="profile briefly")
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=48)
@@ -223,7 +231,7 @@ def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
     """Profile, grid, profile; table and JSON."""
     spec = load_model_spec(arguments.model)
     wanted = Wanted(model=arguments.model, effort=QUICK if arguments.quick else NORMAL)
-    given = read_local_times(arguments.profile) if arguments.profile else None
+    given = _engine_of(arguments.profile) if arguments.profile else None
     with progress("measuring this machine") as report:
         profiles = [given or measure(wanted, report)]
     measured = run_grid(arguments, points)
@@ -245,7 +253,7 @@ def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
             "median_error": middle,
             "rows": rows,
             "rounds": rounds,
-            "profiles": [local_times_to_json(times) for times in profiles],
+            "profiles": [asdict(times) for times in profiles],
         }
         arguments.json.write_text(json.dumps(written, indent=1))
 

@@ -15,6 +15,7 @@ from antiphon.cli.plan_emit import EMITTERS, emitted, launch
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
 from antiphon.cost.profile import read_serving_profile
+from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
 from antiphon.report.compare import comparison_report
@@ -127,6 +128,8 @@ def _serving(
 def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
     """Search, with progress where it lasts; the plan knows the `config.json` it was made for."""
     profile = None if inputs.profile is None else read_serving_profile(inputs.profile)
+    if profile is not None and profile.model_config:
+        refuse_other_model(profile.model_config, inputs.model, f"--profile {inputs.profile}")
     options: dict[str, Any] = {
         "model_name": inputs.model_name,
         "cluster": inputs.cluster,

@@ -17,6 +17,7 @@ from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.measured import machine_of_ranks
 from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision, trained_in
+from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.training import plan_training
 from antiphon.specs.catalog import shipped_model_config
@@ -113,6 +114,8 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     path = shipped_model_config(model)
     planned = load_planned_model(path, search.model_set or ())
     _check_attention(planned.spec)
+    if profile is not None and profile.model_config:
+        refuse_other_model(profile.model_config, planned.spec, f"--profile {search.profile}")
     measured = None if profile is None else profile.training_tables(sequence_length)
     precision = parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype)
     return TrainingInputs(

@@ -16,12 +16,12 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.profile.effort import NORMAL, QUICK
-from antiphon.bench.profile.local_times import LocalTimes, local_times_to_json
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster, training_profile
 from antiphon.bench.profile.training_tables import WantedTraining, measure_training
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.tables import TrainingTables
 from antiphon.models.config import load_model_spec
@@ -29,14 +29,14 @@ from antiphon.serve.config import MAX_THREADS
 from antiphon.specs.cluster import cluster_to_json
 from antiphon.specs.device import ComputeDtype
 
-CLUSTER_FILE, LOCAL_FILE, PROFILE_FILE = "this-machine.json", "local.json", "profile.json"
+CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"
 PHASES = ("serve", "train")
 
 
 def profile(
     model: options.ModelFolder,
     folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="DIR", help="Write profile, cluster and engine tables here.")
+        Path | None, typer.Option("--folder", metavar="DIR", help="Write profile and cluster here.")
     ] = None,
     threads: Annotated[
         str,
@@ -55,7 +55,7 @@ def profile(
 ) -> None:
     """Measure this machine with MODEL, for antiphon plan --profile.
 
-    DIR gets profile.json (plan --profile), this-machine.json (plan --cluster), local.json (benchmarks/predict.py)."""
+    DIR gets profile.json (plan --profile) and, of serving, this-machine.json (plan --cluster)."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
     if folder is not None:
@@ -86,7 +86,6 @@ def profile(
     measured = replace(measured, training=None if former is None else former.training)
     if folder is not None:
         _write(folder, CLUSTER_FILE, cluster_to_json(this_cluster(times, spec)))
-        _write(folder, LOCAL_FILE, local_times_to_json(times))
         _write(folder, PROFILE_FILE, asdict(measured))
     show(workers_table(times), json=json)
     show(exchange_table(times), json=json)
@@ -178,17 +177,17 @@ def workers_table(times: LocalTimes) -> Any:
     slow = times.slowdowns
     for worker in times.threads:
         all_experts = worker.experts_s[max(worker.experts_s)]
-        for count in worker.attention_s.x:
+        for count in worker.attention_s.sizes:
             rows.append(
                 (
                     worker.num_threads,
                     int(count),
-                    format_seconds(worker.attention_s.at(count)),
+                    format_seconds(worker.attention_s.value(count)),
                     format_seconds(worker.attention_layer_s(count, 1024)),
-                    format_seconds(all_experts.at(count)),
-                    format_seconds(worker.head_s.at(count)),
-                    f"{slow.attention_beside_experts.at(count):.2f}",
-                    f"{slow.experts_beside_attention.at(count):.2f}",
+                    format_seconds(all_experts.value(count)),
+                    format_seconds(worker.head_s.value(count)),
+                    f"{slow.attention_beside_experts.value(count):.2f}",
+                    f"{slow.experts_beside_attention.value(count):.2f}",
                 )
             )
     short = times.threads[0].base_context
@@ -200,9 +199,9 @@ def exchange_table(times: LocalTimes) -> Any:
     """The exchange over shared memory by message size."""
     exchange = times.exchange
     cells = []
-    for count, size in zip(exchange.message_bytes.x, exchange.message_bytes.y, strict=True):
+    for count, size in zip(exchange.message_bytes.sizes, exchange.message_bytes.seconds, strict=True):
         calls = (exchange.dispatch_s, exchange.receive_s, exchange.reply_s, exchange.combine_s, exchange.one_way_s)
-        cells.append((int(count), format_bytes(size), *(format_seconds(call.at(count)) for call in calls)))
+        cells.append((int(count), format_bytes(size), *(format_seconds(call.value(count)) for call in calls)))
     return table(("rows", "message", "dispatch", "receive", "reply", "combine", "one way"), cells)
 
 
@@ -216,5 +215,5 @@ def remarks(times: LocalTimes, folder: Path | None) -> list[str]:
         *times.notes,
     ]
     if folder is not None:
-        lines.append(f"written to {folder}: {PROFILE_FILE}, {CLUSTER_FILE}, {LOCAL_FILE}")
+        lines.append(f"written to {folder}: {PROFILE_FILE}, {CLUSTER_FILE}")
     return lines

@@ -4,7 +4,6 @@
 2. Between points: linear. Below the first: its value (a fixed cost does not shrink). Beyond the last: straight on,
    with the slope from the middle point to the last, for the last two are often within noise of each other.
 3. More work is never faster: a point below one of smaller size is raised to it before anything is read off.
-4. `Curve.line`: least squares of k1 * x + k2 with neither below 0 (MegaScale-Infer section 4.2).
 
 Rejected: splines, or polynomials of size. They fit better and swing between the points, even to negative times.
 """
@@ -23,10 +22,12 @@ from antiphon.cost.parts import FloatArray, Number
 
 @dataclass(frozen=True)
 class Curve:
-    """`seconds[i]` is the time at size `sizes[i]`; sizes ascend."""
+    """`seconds[i]` is the time at size `sizes[i]`; sizes ascend. `may_fall`: not of growing work but a ratio, or the
+    time of a part of it: points stay as they are, and beyond the last one its value holds."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
+    may_fall: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes("sizes", self.sizes)
@@ -37,17 +38,19 @@ class Curve:
     def at(self, size: Number) -> Number:
         """Seconds at any size; 0 at size 0."""
         sizes, seconds = self._points
+        size = np.minimum(size, sizes[-1]) if self.may_fall else size
         value = _along(np.asarray(sizes), seconds.reshape(-1, *([1] * np.ndim(size))), np.asarray(size, np.float64))
         result: Number = np.where(np.asarray(size) > 0, value, 0.0)
         return result
 
-    def line(self) -> tuple[float, float]:
-        """(k1, k2): seconds per unit of size, and seconds at size 0."""
-        return fit_line(self.sizes, self.seconds)
+    def value(self, size: float) -> float:
+        """`at` for one size, as a plain number."""
+        return float(self.at(size))
 
     @functools.cached_property
     def _points(self) -> tuple[FloatArray, FloatArray]:
-        return np.asarray(self.sizes, np.float64), np.maximum.accumulate(np.asarray(self.seconds, np.float64))
+        seconds = np.asarray(self.seconds, np.float64)
+        return np.asarray(self.sizes, np.float64), seconds if self.may_fall else np.maximum.accumulate(seconds)
 
 
 @dataclass(frozen=True)
@@ -82,23 +85,6 @@ class Surface:
     def _grid(self) -> FloatArray:
         grid = np.asarray(self.seconds, np.float64)
         return np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1)
-
-
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(k1, k2) of the least-squares line k1 * size + k2; where one would be negative it is 0, the other fitted alone.
-
-    One point: a line through the origin."""
-    x, y = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
-    if x.size == 1:
-        return (float(y[0] / x[0]), 0.0) if x[0] > 0 else (0.0, float(y[0]))
-    spread = x - x.mean()
-    slope = float(np.dot(spread, y) / np.dot(spread, spread))
-    offset = float(y.mean() - slope * x.mean())
-    if slope < 0:
-        return 0.0, float(y.mean())
-    if offset < 0:
-        return float(np.dot(x, y) / np.dot(x, x)), 0.0
-    return slope, offset
 
 
 def _along(sizes: FloatArray, values: FloatArray, at: FloatArray) -> FloatArray:

@@ -21,6 +21,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
+from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.parts import Number, Parts
 from antiphon.cost.training.tables import TrainingTables
 from antiphon.specs.strict_table import read_json
@@ -86,8 +87,9 @@ class Profile:
     """All that was measured. `command`: what to run to get it again; `model_config`: the `config.json` keys it is for.
 
     `head`: seconds of the last norm, logits and sampling by rows. `step_s`, `step_per_sequence_s`: what the engine
-    itself takes per step and per running sequence (scheduling, messages, detokenizing). `training` None, or `attention`
-    empty: not measured."""
+    itself takes per step and per running sequence (scheduling, messages, detokenizing). `engine`: the
+    pieces of its decode steps, from which `planner.local_prediction` puts steps together; the tables before it are for
+    what the engine does not run so. `training` None, or `attention` empty: not measured."""
 
     version: int = PROFILE_VERSION
     command: str
@@ -102,6 +104,7 @@ class Profile:
     step_s: float = 0.0
     step_per_sequence_s: float = 0.0
     model_config: dict[str, object] = field(default_factory=dict)
+    engine: LocalTimes | None = None
     training: TrainingTables | None = None
 
     def __post_init__(self) -> None:
@@ -127,9 +130,9 @@ class Profile:
                 return table
         return None
 
-    def message_times(self, transport: str) -> Curve | None:
-        """One-way seconds by message bytes."""
-        return next((table.times for table in self.messages if table.transport == transport), None)
+    def turn_s(self, rows: Number) -> Number:
+        """What the engine itself takes between two steps with so many running sequences on a worker."""
+        return self.step_s + self.step_per_sequence_s * rows
 
     def training_tables(self, sequence_length: int) -> TrainingTables:
         """`UserError` if training was not measured, or with sequences of another length."""

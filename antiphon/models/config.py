@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from antiphon.base.errors import UserError
 from antiphon.models.families import (
     config_keys,
     dbrx,
@@ -96,6 +97,14 @@ def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str]
     spec = family.spec_from_config(config)
     check_spec(spec)
     return spec
+
+
+def refuse_other_model(config: Mapping[str, Any], spec: ModelSpec, what: str) -> None:
+    """`UserError` if `config`, from `what`, is of a model with other sizes than `spec`."""
+    theirs = model_spec(config)
+    for name in ("num_layers", "hidden_size", "vocab_size", "moe_layers", "router", "feed_forward", "attention"):
+        if getattr(theirs, name) != getattr(spec, name):
+            raise UserError(f"{what} is of another model, with another {name}: measure this one with antiphon profile")
 
 
 def config_file(path: str | Path) -> Path:

@@ -72,9 +72,6 @@ def _reserve(setting: Setting, kinds: IntArray) -> FloatArray:
 def batch_limits(setting: Setting, candidates: Candidates) -> IntArray:
     """The largest batch of one attention worker and micro-batch; 0 where the weights leave no room for one sequence."""
     limit = np.minimum(_cache_limit(setting, candidates), activation_limit(setting, candidates))
-    limits = setting.limits
-    if limits.max_batch_per_worker is not None and setting.phase == "decode":
-        limit = np.minimum(limit, limits.max_batch_per_worker)
     if setting.workload.max_batch is not None and setting.phase == "decode":
         limit = np.minimum(limit, setting.workload.max_batch // (candidates.micro_batches * candidates.attention_dp))
     limit = np.where(missing_bytes(setting, candidates) > 0, 0, limit)

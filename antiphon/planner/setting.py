@@ -109,9 +109,8 @@ class SearchLimits:
     its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
     `overlapped`: whether colocated layouts may hide an exchange behind arithmetic. `per_node`: whether rows may travel
     once per node and be forwarded there. `whole_prompts`: passes of prefill take prompts as they come, though no rate
-    and no promise say so (see `Setting.takes_whole_prompts`). `max_batch_per_worker`: sequences of one attention worker
-    and micro-batch at most. `extra_slots`: replicas of experts per worker that are tried. `pins`: what is fixed for
-    every layout."""
+    and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`: replicas of experts per worker that are
+    tried. `pins`: what is fixed for every layout."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -125,7 +124,6 @@ class SearchLimits:
     overlapped: bool = True
     per_node: bool = True
     whole_prompts: bool = False
-    max_batch_per_worker: int | None = None
     extra_slots: tuple[int, ...] = (0, 1)
     pins: Pins = field(default_factory=Pins)
 
@@ -135,8 +133,6 @@ class SearchLimits:
         for name in ("micro_batches", "attention_dp", "attention_tp", "expert_tp", "expert_workers", "pp"):
             if any(value < 1 for value in getattr(self, name)):
                 raise UserError(f"limits: {name} has {min(getattr(self, name))}: each must be at least 1")
-        if self.max_batch_per_worker is not None and self.max_batch_per_worker < 1:
-            raise UserError(f"limits: max_batch_per_worker is {self.max_batch_per_worker}: it must be at least 1")
         if not self.extra_slots or min(self.extra_slots) < 0:
             raise UserError(f"limits: extra_slots is {self.extra_slots}: give numbers of at least 0, such as (0, 1)")
 

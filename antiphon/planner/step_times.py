@@ -28,10 +28,12 @@ from antiphon.cost.schedules import beside_dispatch_s, two_batches_s
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.instance_packing import widest_domain
+from antiphon.planner.local_prediction import decode_steps
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
     AttentionTimes,
     attention_times,
+    decode_context,
     expert_times,
     rows_each,
     rows_of_fullest,
@@ -88,10 +90,34 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     for group, where in groups_of(setting, candidates):
         parts = step_parts(setting, candidates.take(where), group)
         back = np.maximum(parts.dispatch.total_s, parts.combine.total_s) if group.apart else parts.dispatch.total_s / 2
-        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, parts.step_s * drafting)
+        step_s = parts.step_s * drafting + _engine_turn_s(setting, candidates.take(where))
+        values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
+    _take_measured(setting, candidates, columns)
     return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
+
+
+def _take_measured(setting: Setting, candidates: Candidates, columns: FloatArray) -> None:
+    """Decode steps that the engine runs on a measured machine, from its own pieces."""
+    engine = None if setting.profile is None else setting.profile.engine
+    if engine is None or setting.phase != "decode" or setting.workload.draft_tokens:
+        return
+    contexts = np.broadcast_to(decode_context(setting, candidates), (len(candidates),))
+    for index, found in decode_steps(engine, setting.model, candidates, contexts):
+        columns[3, index] = found.tpot_s
+        for column, value in zip(columns, (found.t_a_s, found.t_e_s, found.t_c_s), strict=False):
+            column[index] = column[index] if value is None else value
+
+
+def _engine_turn_s(setting: Setting, candidates: Candidates) -> Number:
+    """Between two steps, where it was measured: by the sequences of one attention worker."""
+    if setting.profile is None:
+        return 0.0
+    rows = real(candidates.batch)
+    if setting.phase == "prefill":
+        rows = np.maximum(rows / setting.new_tokens(setting.lengths.prompt), 1.0)
+    return setting.profile.turn_s(rows * candidates.micro_batches)
 
 
 def groups_of(setting: Setting, candidates: Candidates) -> Iterator[tuple[Group, BoolArray]]:

@@ -35,13 +35,15 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """A point with words beside it."""
+    """A point with words beside it. `low`, `high`: where the measured value is expected to lie; None: not said."""
 
     x: float
     y: float
     words: str
     colour: str
     is_chosen: bool = False
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,17 @@ def _spot(spot: Spot, x: float, y: Scale, height: float) -> str:
     size, outline, weight = (7.0, "white", "600") if spot.is_chosen else (4.5, "", "")
     dot = element("circle", cx=x, cy=middle, r=size, fill=spot.colour, stroke=outline)
     words = label(place, height + 4, spot.words, text_anchor=anchor, font_weight=weight)
-    return leader + dot + _behind(spot.words, place, height, is_right) + words
+    return _band(spot, x, y) + leader + dot + _behind(spot.words, place, height, is_right) + words
+
+
+def _band(spot: Spot, x: float, y: Scale) -> str:
+    """From the lowest to the highest value expected, as far as the plot goes."""
+    if spot.low is None or spot.high is None:
+        return ""
+    ends = [min(max(y(value), y.end), y.start) for value in (spot.low, spot.high)]
+    bars = "".join(element("line", x1=x - 5, x2=x + 5, y1=end, y2=end) for end in ends)
+    upright = element("line", x1=x, x2=x, y1=ends[0], y2=ends[1])
+    return element("g", upright + bars, css="band", stroke=spot.colour, stroke_width=1.5)
 
 
 def _behind(words: str, place: float, height: float, is_right: bool) -> str:

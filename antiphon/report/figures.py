@@ -98,6 +98,8 @@ def _spot(
         words=f"{head}{LAYOUT_TITLES[layout]}, {short_degrees(layout, parallel)}: {number(rate)}",
         colour=MARK if is_chosen else LAYOUT_COLOURS[layout],
         is_chosen=is_chosen,
+        low=None if predicted.band is None else rate * (1 - predicted.band),
+        high=None if predicted.band is None else rate * (1 + predicted.band),
     )
 
 

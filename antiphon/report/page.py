@@ -37,7 +37,8 @@ from antiphon.specs.plan import Objective, plan_to_json
 from antiphon.specs.workload import SloSpec
 
 CAPTIONS = {
-    "frontier": "What each layout reaches at most within a latency. Up and to the left is better.",
+    "frontier": "What each layout reaches at most within a latency. Up and to the left is better. Bars: where four of "
+    "five measurements are expected.",
     "pipeline": "Simulated, a few layers. Numbers are layers, colours micro-batches; white space is waiting.",
     "stages": "Numbers and colours are micro-batches; all of them pass all stages.",
     "kinds": "Numbers are layers, colours kinds of work.",

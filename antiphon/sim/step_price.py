@@ -4,7 +4,8 @@
 2. Disaggregated: micro-batches go round attention, dispatch, experts, combine. In the steady state a layer of all of
    them takes as long as the busiest of the four, added up over micro-batches, or as the longest round of one, whichever
    is longer; with equal micro-batches that is `cost.ping_pong.layer_time`. Dense layers and head run on attention only.
-3. Colocated: a micro-batch takes attention + exchange + experts in each layer of its stage; a step ends when all have
+3. Where a profile was measured, the engine's own turn between two steps is added.
+4. Colocated: a micro-batch takes attention + exchange + experts in each layer of its stage; a step ends when all have
    passed all stages, limited by the longest of them or by all of them on one stage.
 
 Rejected: `sim.ping_pong` for every step. It is exact in how a step begins and ends, and a thousand times slower.
@@ -118,6 +119,7 @@ class StepPricer:
             )
         model = setting.model
         self._tables = tables
+        self._profile = setting.profile
         self._num_moe = model.num_moe_layers
         self._num_dense = model.num_layers - model.num_moe_layers
         self._num_layers = model.num_layers
@@ -156,6 +158,9 @@ class StepPricer:
         else:
             layers_s, t_c = self._apart(t_a, t_e, rows, most_rows, fullest)
             duration_s = layers_s + sum(dense_s) + sum(head_s)
+        if self._profile is not None:
+            most = max(sum(_num_sequences(batch) for batch in batches) for batches in workers.values())
+            duration_s += float(self._profile.turn_s(most))
         return StepPrice(
             duration_s=duration_s,
             t_a_s=sum(t_a) / num_micro_batches,
@@ -209,6 +214,10 @@ def round_robin_s(*turns: Sequence[float]) -> float:
     busiest: float = max(sum(turn) for turn in turns)
     longest: float = max(sum(each) for each in zip(*turns, strict=True))
     return max(busiest, longest)
+
+
+def _num_sequences(batch: Rows) -> int:
+    return batch.num_decode + len(batch.chunks or ())
 
 
 def _attention_s(table: AttentionTable, batch: Rows) -> float:

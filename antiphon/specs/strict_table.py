@@ -102,13 +102,15 @@ class Table:
             return tuple(rows._list(name, get_args(inner)[0]) for name in rows.names())
         return tuple(values)
 
-    def _by_name(self, key: str, names: Any, inner: Any) -> dict[str, Any]:
-        """A table whose keys are names: any, or those of a `Literal`."""
+    def _by_name(self, key: str, names: Any, inner: Any) -> dict[Any, Any]:
+        """A table whose keys are names: any, whole numbers, or those of a `Literal`."""
         if inner in (object, Any):
             return self.mapping(key)
         table = self.table(key)
-        known = table.names() if names is str else [name for name in get_args(names) if table.has(name)]
-        values = {name: table._value(name, inner) for name in known}
+        known = table.names() if names in (str, int) else [name for name in get_args(names) if table.has(name)]
+        if names is int and (wrong := [name for name in known if not name.isdecimal()]):
+            raise self.error(key, f"its keys are whole numbers, not {wrong[0]}")
+        values = {int(name) if names is int else name: table._value(name, inner) for name in known}
         table.finish()
         return values
 
@@ -274,15 +276,6 @@ def read_json(path: Path) -> Table:
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}: an object is needed")
     return Table(value, str(path))
-
-
-def write_json(value: Mapping[str, Any], path: Path) -> None:
-    """Replaces the file at `path`; no NaN or infinity goes into it."""
-    text = json.dumps(value, indent=1, allow_nan=False)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
 
 
 def read_text(path: Path) -> str:

@@ -12,6 +12,7 @@ from antiphon.cost.profile import Profile
 from antiphon.cost.training.measured import UNMEASURED_S, machine_of_ranks
 from antiphon.cost.training.setup import Training
 from antiphon.cost.training.step import estimate_step
+from antiphon.models.config import refuse_other_model
 from antiphon.planner.training_explain import one
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
@@ -33,6 +34,8 @@ class StepPrediction:
 def predict_step(spec: ModelSpec, config: TrainConfig, sizes: Sizes, profile: Profile) -> StepPrediction:
     """The step of a run whose ranks share the work by `sizes`. `UserError` where the profile does not say: another
     model's sizes, sequence length, dtype or number of ranks, or a form that planning does not have."""
+    if profile.model_config:
+        refuse_other_model(profile.model_config, spec, "the profile")
     setup = setup_of(config, sizes)
     tables = profile.training_tables(config.sequence_length)
     if tables.dtype != config.dtype:

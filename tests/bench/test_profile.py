@@ -10,19 +10,19 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.profile.crew import Crew
 from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.exchange import exchange_medians
-from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.orders import Done, Open, Opened, Rounds, Served, Settle, Times, Work
 from antiphon.bench.profile.profile import Wanted, default_threads, measure
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster
+from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
+from antiphon.planner.local_prediction import LocalChoice, predict_decode
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
 from antiphon.specs.cluster import cluster_from_table, cluster_to_json
 from antiphon.specs.strict_table import Table
-from benchmarks.local_prediction import LocalChoice, predict_decode
 
 ROWS, CONTEXT = 3, 20
 
@@ -104,7 +104,7 @@ def test_the_profile_answers_for_every_layout(measured: LocalTimes, checkpoint: 
         for count, predicted in ((4, few), (64, many)):
             assert predicted.tpot_s == pytest.approx(sum(predicted.parts_s.values()))
             assert predicted.tokens_per_s == pytest.approx(count / predicted.tpot_s)
-    assert measured.exchange.message_bytes.y[0] >= spec.hidden_size * 2
+    assert measured.exchange.message_bytes.seconds[0] >= spec.hidden_size * 2
 
 
 def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: Path, tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
     fewest = min(measured.threads, key=lambda each: each.num_threads)
     table = profile.attention_table("decode", num_threads=fewest.num_threads)
     assert table is not None
-    assert float(table.times.at(1.0, 1.0)) == pytest.approx(fewest.attention_s.y[0])
+    assert float(table.times.at(1.0, 1.0)) == pytest.approx(fewest.attention_s.seconds[0])
     experts = profile.expert_table(num_threads=fewest.num_threads)
     assert experts is not None
     num_experts, top_k = spec.router.num_experts, spec.router.top_k
     row = experts.times.first.index(num_experts)
-    assert experts.times.seconds[row][experts.times.second.index(top_k)] == fewest.experts_s[num_experts].at(1)
+    assert experts.times.seconds[row][experts.times.second.index(top_k)] == fewest.experts_s[num_experts].value(1)
     assert profile.messages
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from antiphon.cli.plan_training import SERVING_ONLY, TRAINING_ONLY, parse_traini
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.specs.training_plan import read_training_plan, training_plan_from_json
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
+from tests.cost.training.specimens import training_profile
 
 ROOT = Path(__file__).parents[2]
 MEGASCALE = ("msm-internal-352b", "--cluster", "msm-h800", "--phase", "train")
@@ -36,7 +38,7 @@ def odd(tmp_path: Path) -> tuple[Path, ...]:
 
 
 def test_json_page_and_terminal_say_the_same(antiphon: PlanCommand, tmp_path: Path) -> None:
-    """The paper: 15 stages, 2 copies, 272.9k tokens/s, MFU 32.48% (MegaScale-MoE, Table 3)."""
+    """The paper: 15 stages of 16 devices, 272.9k tokens/s, MFU 32.48% (MegaScale-MoE, Table 3)."""
     file, page = tmp_path / "plan.json", tmp_path / "plan.html"
     out = antiphon.plans(*QUESTION, "--explain", "--json", file, "--html", page)
     plan = read_training_plan(file)
@@ -171,10 +173,32 @@ def test_wrong_questions(antiphon: PlanCommand, message: str, arguments: str) ->
     antiphon.refuses(2, message, *f"{before}{arguments}".split())
 
 
+def test_a_measured_machine_is_planned_for(antiphon: PlanCommand, tmp_path: Path) -> None:
+    """Its ranks, formats and times come from the profile; the plan is one that the trainer runs."""
+    file, found = tmp_path / "profile.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(asdict(training_profile(64))))
+    question = ("--phase", "train", "--profile", file, "--sequence-length", "64", "--global-batch", "8")
+    out = antiphon.plans(ROOT / "examples" / "demo-moe", *question, "--json", found, "--explain")
+    plan = read_training_plan(found)
+    assert (plan.cluster, plan.device, plan.weights, plan.compute) == (
+        "this-machine",
+        "this-rank",
+        "float32",
+        "float32",
+    )
+    assert plan.layout.num_devices in (1, 2, 4)
+    assert (plan.layout.overlap, plan.layout.rematerialized) == ("none", ())
+    assert "tokens/s" in out
+    antiphon.refuses(2, "--cluster beside --profile: with --phase train .*", "dbrx", *question, "--cluster", "msm-h800")
+    antiphon.refuses(
+        2, ".* measured with sequences of 64 tokens, not 32: .*", "dbrx", *question[:-3], "32", *question[-2:]
+    )
+
+
 FLAGS = {"size", "deduplicate", "no_compress"}
 VALUES = {
     **{"max_micro_batches": "4", "percentile": "0.5", "rate": "3", "workload": "msi-production"},
-    **{"objective": "per-gpu", "emit": "vllm", "profile": "p.json"},
+    **{"objective": "per-gpu", "emit": "vllm"},
     **{"sequence_length": "8", "global_batch": "8", "devices": "8", "zero": "1", "overlap": "intra"},
 }
 

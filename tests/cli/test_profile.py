@@ -1,6 +1,7 @@
 """`antiphon profile` as users run it: three files and two tables, and one line for what cannot be."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,16 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.profile.effort import QUICK
-from antiphon.bench.profile.local_times import LocalTimes
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.command_group import single_command
 from antiphon.cli.profile import parse_counts, profile
+from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.specs.cluster import load_cluster
-from benchmarks.local_prediction import read_local_times
-from tests.bench.local_times_harness import local_times
+from tests.cost.training.specimens import training_tables
+from tests.planner.local_times_harness import local_times
+
+SERVED = local_times(read_bytes_per_s={1: 2e10, 2: 4e10}, gemm_flops_per_s={1: 4e11, 2: 8e11})
 
 
 def test_profile_writes_what_plan_and_predict_read(
@@ -28,15 +31,16 @@ def test_profile_writes_what_plan_and_predict_read(
     def measure(wanted: Wanted, report: Report) -> LocalTimes:
         asked.append(wanted)
         report(1, 1)
-        return local_times(read_bytes_per_s={1: 2e10, 2: 4e10}, gemm_flops_per_s={1: 4e11, 2: 8e11})
+        return SERVED
 
     monkeypatch.setattr("antiphon.cli.profile.measure", measure)
     folder, out = tmp_path / "measured", tmp_path / "profile.json"
     arguments = [str(checkpoint), "--quick", "--max-rows", "4", "--folder", str(folder), "--json", str(out)]
     result = CliRunner().invoke(single_command(profile), arguments)
     assert result.exit_code == 0, result.output
-    assert {path.name for path in folder.iterdir()} == {"profile.json", "this-machine.json", "local.json"}
-    times = read_local_times(folder / "local.json")
+    assert {path.name for path in folder.iterdir()} == {"profile.json", "this-machine.json"}
+    times = read_profile(folder / "profile.json").engine
+    assert times is not None
     assert asked == [Wanted(model=checkpoint, effort=QUICK, max_rows=4)]
     assert json.loads(out.read_text()) == json.loads((folder / "profile.json").read_text())
     assert read_profile(out).machine.num_cores == times.num_cores
@@ -45,7 +49,20 @@ def test_profile_writes_what_plan_and_predict_read(
     lines = result.output.splitlines()
     assert any(line.split()[:2] == ["threads", "rows"] for line in lines)
     assert any(line.split()[:3] == ["rows", "message", "dispatch"] for line in lines)
-    assert lines[-1] == f"written to {folder}: profile.json, this-machine.json, local.json"
+    assert lines[-1] == f"written to {folder}: profile.json, this-machine.json"
+
+
+def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = training_tables(256)
+    monkeypatch.setattr("antiphon.cli.profile.measure", lambda wanted, report: replace(SERVED, model=checkpoint.name))
+    monkeypatch.setattr("antiphon.cli.profile.measure_training", lambda wanted, report: tables)
+    command = [str(checkpoint), "--quick", "--folder", str(tmp_path)]
+    for more in (["--phase", "train"], [], ["--phase", "train"]):
+        result = CliRunner().invoke(single_command(profile), command + more)
+        assert result.exit_code == 0, result.output
+    found = read_profile(tmp_path / "profile.json")
+    assert (found.training, bool(found.attention), found.engine is None) == (tables, True, False)
+    assert "sequence, expert, all_to_all" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -55,6 +72,9 @@ def test_profile_writes_what_plan_and_predict_read(
         ("--threads 0", "--threads '0': give different numbers of 1 to 256"),
         ("--threads 2,2", "--threads '2,2': give different numbers of 1 to 256"),
         ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
+        ("--phase both", "--phase is both: it must be one of serve, train"),
+        ("--phase train --ranks 1,two", "--ranks '1,two' is not a list of numbers: write for example 2,1"),
+        ("--phase train --dtype float16", "--dtype is float16: to train it must be float32 or bfloat16"),
         ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
         ("--kernels fast", "--kernels fast do not exist: use auto, cpu or reference"),
     ],

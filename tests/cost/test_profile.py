@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost.curves import Curve, Surface, fit_line
+from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.parts import Parts
 from antiphon.cost.profile import (
     AttentionTable,
@@ -54,6 +54,11 @@ def test_curve_between_below_and_beyond() -> None:
     assert Curve((5.0,), (3.0,)).at(50.0) == 3
 
 
+def test_a_ratio_may_fall_and_stays_beyond() -> None:
+    falling = Curve((1.0, 4.0, 8.0), (1.0, 7.0, 5.0), may_fall=True)
+    assert [falling.value(size) for size in (0.5, 1, 2.5, 4, 6, 8, 20)] == [1.0, 1.0, 4.0, 7.0, 6.0, 5.0, 5.0]
+
+
 def test_a_dip_in_the_measurements_is_noise() -> None:
     np.testing.assert_allclose(Curve((1.0, 2.0, 3.0), (5.0, 4.0, 6.0)).at(np.array([1.0, 2.0, 2.5])), [5, 5, 5.5])
 
@@ -62,14 +67,6 @@ def test_surface_is_linear_in_each_size() -> None:
     assert GRID.at(1.0, 10.0) == 1
     assert GRID.at(2.0, 15.0) == pytest.approx((1.5 + 5.5) / 2)
     np.testing.assert_allclose(GRID.at(np.array([3.0, 3.0, 0.0]), np.array([20.0, 30.0, 10.0])), [8, 13, 0])
-
-
-def test_line_of_least_squares_is_never_negative() -> None:
-    assert fit_line((1.0, 2.0, 3.0), (5.0, 7.0, 9.0)) == (pytest.approx(2), pytest.approx(3))
-    slope, offset = fit_line((1.0, 2.0), (1.0, 4.0))
-    assert (slope, offset) == (pytest.approx(9 / 5), 0)
-    assert fit_line((1.0, 2.0), (4.0, 2.0)) == (0, 3)
-    assert fit_line((4.0,), (2.0,)) == (0.5, 0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -164,7 +161,6 @@ def test_tables_are_found_or_not() -> None:
     assert PROFILE.attention_table(tp=2) is None
     assert PROFILE.expert_table(num_threads=2) is PROFILE.experts[0]
     assert PROFILE.expert_table(num_threads=1) is None
-    assert PROFILE.message_times("tcp") is None
 
 
 def test_parts_of_measured_times() -> None:
@@ -173,8 +169,7 @@ def test_parts_of_measured_times() -> None:
     experts = profiled_experts(PROFILE.experts[0], np.array([20.0, 0.0]), np.array([3.0, 3.0]))
     np.testing.assert_allclose(experts.compute_s, [7.0, 0.0])
     np.testing.assert_allclose(experts.total_s, [8.0, 0.0])
-    times = PROFILE.message_times("shm")
-    assert times is not None
+    times = PROFILE.messages[0].times
     messages = profiled_messages(times, 1000.0, 3)
     assert (messages.fixed_s, messages.scale_out_s) == (6.0, 6.0)
 

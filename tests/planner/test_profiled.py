@@ -1,5 +1,7 @@
 """A measured profile takes the roofline's place for the workers that it covers, and for no others."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,10 @@ def test_a_whole_search_runs_on_a_profile() -> None:
     assert table.feasible.any()
     ones = (table.candidates.attention_tp == 1) & (table.layout == "disaggregated")
     assert table.outcome.t_a_s[ones] == pytest.approx(3e-3)
+
+
+def test_the_engine_s_own_turn_is_part_of_every_step() -> None:
+    quick = step_times(setting(profile=profile()), candidates(1))
+    slow = step_times(setting(profile=replace(profile(), step_s=2e-3, step_per_sequence_s=1e-5)), candidates(1))
+    added = [2e-3 + 1e-5 * 3 * batch for batch in (1, 50)]  # three micro-batches a worker
+    assert (slow.step_s - quick.step_s).tolist() == pytest.approx(added)

@@ -15,7 +15,7 @@ from antiphon.planner.predict import predict
 from antiphon.planner.search import SearchLimits, evaluate_phase
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
-from antiphon.specs.plan import LAYOUTS, OBJECTIVES
+from antiphon.specs.plan import LAYOUTS, OBJECTIVES, Layout
 from antiphon.specs.workload import SloSpec
 from tests.planner.serving_specimens import (
     check_counts,
@@ -121,10 +121,15 @@ def test_a_skewed_plan_follows_from_its_fields_and_replicates_hot_experts() -> N
         assert sum(fraction for _, fraction in owners) == pytest.approx(1.0)
 
 
-def test_skew_is_never_faster() -> None:
-    even = planned().plan.phases["decode"].predicted.per_gpu
-    skewed = planned(workload=workload(expert_skew=1.2)).plan.phases["decode"].predicted.per_gpu
-    assert skewed <= even, "equal where the plan has one EP rank"
+def test_skew_is_slower_where_experts_are_spread_and_the_same_where_they_are_not() -> None:
+    def rate(skew: float, *layouts: Layout) -> float:
+        limits = SearchLimits(extra_slots=(0,), expert_workers=(4,))
+        of = workload(expert_skew=skew)
+        return planned(workload=of, layouts=layouts, limits=limits).plan.phases["decode"].predicted.per_gpu
+
+    assert rate(1.2, "disaggregated") < 0.98 * rate(0.0, "disaggregated")
+    assert rate(1.2, "dp_ep") < 0.99 * rate(0.0, "dp_ep")
+    assert rate(1.2, "tp_pp") == rate(0.0, "tp_pp")
 
 
 @settings(max_examples=20, deadline=None)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -51,6 +52,19 @@ def test_logarithmic_axes_leave_out_what_has_no_logarithm() -> None:
 @pytest.mark.parametrize("y", [(), (None,), (0.0,), (5.0, 5.0), (1e-9, 2e-9), (1e12, 2e12), (-3.0, 4.0)])
 def test_odd_data_are_drawn(y: tuple[float | None, ...]) -> None:
     drawn(line_chart(y))
+
+
+def test_a_band_reaches_from_low_to_high_within_the_plot() -> None:
+    spot = Spot(x=1.0, y=2.0, words="chosen", colour="#123456", low=1.0, high=9.0)
+    chart = LineChart(x=Axis(title="x"), y=Axis(title="y", high=4.0), lines=(), spots=(spot,))
+    (band,) = (group for group in drawn(chart).iter("g") if group.attrib.get("class") == "band")
+    upright = next(iter(band))
+    ends = float(upright.attrib["y1"]), float(upright.attrib["y2"])
+    (dot,) = (each for each in drawn(chart).iter("circle"))
+    assert ends[1] == pytest.approx(28.0), "cut off at the top of the plot"
+    assert ends[0] > float(dot.attrib["cy"]) > ends[1]
+    (without,) = [drawn(replace(chart, spots=(replace(spot, low=None),)))]
+    assert not [group for group in without.iter("g") if group.attrib.get("class") == "band"]
 
 
 def test_names_cannot_break_a_drawing() -> None:

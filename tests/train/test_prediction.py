@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import load_model_spec
+from antiphon.models.config import load_model_spec, read_config
 from antiphon.train.config import TrainConfig
 from antiphon.train.prediction import predict_step
 from antiphon.train.ranks import sizes_of
@@ -61,6 +61,14 @@ def test_every_form_has_a_time(tmp_path: Path, form: str) -> None:
 def test_what_it_cannot_say(tmp_path: Path, ranks: int, changes: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         predicted(config_of(tmp_path, *changes), ranks)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    spec = load_model_spec(Path(config.model.path))
+    other = replace(PROFILE, model_config=read_config(Path(config.model.path)) | {"num_hidden_layers": 3})
+    with pytest.raises(UserError, match="the profile is of another model, with another num_layers: measure this one"):
+        predict_step(spec, config, sizes_of(config, spec, 1), other)
 
 
 def test_another_optimizer_has_its_own_update(tmp_path: Path) -> None:

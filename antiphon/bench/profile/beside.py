@@ -7,9 +7,9 @@ bandwidth, and two multipliers one clock, differs from machine to machine and, o
 from statistics import median
 
 from antiphon.bench.profile.crew import RigHandle
-from antiphon.bench.profile.local_times import Slowdowns, flat
 from antiphon.bench.profile.measure import Bench, curve
 from antiphon.bench.profile.orders import Times, Work
+from antiphon.cost.local_times import Slowdowns, flat
 
 NO_SLOWDOWNS = Slowdowns(
     attention_beside_experts=flat(1.0),
@@ -46,7 +46,7 @@ def slowdowns(bench: Bench, one: RigHandle, other: RigHandle, num_threads: int) 
             other.settle(num_threads, bench.cores[num_threads : 2 * num_threads])  # any order ends its work
             ratios[name][rows] = max(1.0, beside / alone)
         bench.advance()
-    return Slowdowns(**{name: curve(values) for name, values in ratios.items()})
+    return Slowdowns(**{name: curve(values, may_fall=True) for name, values in ratios.items()})
 
 
 def _compute_s(bench: Bench, times: Times) -> float:

@@ -46,10 +46,10 @@ class RigHandle:
         except PeerLost:
             raise self._death() from None
 
-    def answer(self, kind: type[Answer]) -> Answer:
+    def answer(self, kind: type[Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
         """The answer to the last order; blocks. `ResourceError` if the process failed, in its own words."""
         try:
-            message = self._channel.receive(ANSWER_TIMEOUT_S)
+            message = self._channel.receive(timeout_s)
         except PeerLost:
             raise self._death() from None
         if isinstance(message, Failed):

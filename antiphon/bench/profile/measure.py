@@ -24,7 +24,6 @@ from antiphon.bench.limits import MachineLimits, measure_machine_limits
 from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
-from antiphon.bench.profile.local_times import ExchangeTimes, Samples, ThreadTimes
 from antiphon.bench.profile.orders import (
     Done,
     JoinExchange,
@@ -39,6 +38,8 @@ from antiphon.bench.profile.orders import (
     Times,
     Work,
 )
+from antiphon.cost.curves import Curve
+from antiphon.cost.local_times import ExchangeTimes, ThreadTimes
 from antiphon.specs.model import ModelSpec
 
 _CACHE_SHARE = 0.1  # of free memory, for the KV cache of a measuring process
@@ -46,10 +47,10 @@ _CACHE_MOST_BYTES = 1 << 30
 Advance = Callable[[], None]
 
 
-def curve(values: dict[int, float]) -> Samples:
+def curve(values: dict[int, float], *, may_fall: bool = False) -> Curve:
     """From values by size."""
     sizes = sorted(values)
-    return Samples(x=tuple(map(float, sizes)), y=tuple(values[size] for size in sizes))
+    return Curve(tuple(map(float, sizes)), tuple(values[size] for size in sizes), may_fall)
 
 
 class Bench:
@@ -151,7 +152,7 @@ def thread_times(bench: Bench, handle: RigHandle, num_threads: int) -> ThreadTim
         num_threads=num_threads,
         base_context=short,
         attention_s=curve(attention),
-        per_context_s=curve(per_context),
+        per_context_s=curve(per_context, may_fall=True),
         experts_s={held: curve(values) for held, values in experts.items()},
         head_s=curve(head),
         step_s=curve(step),

@@ -14,7 +14,6 @@ from antiphon.bench.profile.beside import NO_SLOWDOWNS, slowdowns
 from antiphon.bench.profile.crew import Crew
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.engine_turn import engine_turns
-from antiphon.bench.profile.local_times import EngineTimes, LocalTimes, ThreadTimes, flat
 from antiphon.bench.profile.measure import (
     Bench,
     curve,
@@ -24,6 +23,7 @@ from antiphon.bench.profile.measure import (
     thread_times,
 )
 from antiphon.bench.quiet import FOREIGN_SHARE_LIMIT, CpuWatch
+from antiphon.cost.local_times import EngineTimes, LocalTimes, ThreadTimes, flat
 from antiphon.kernels.select import check_backend, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
@@ -131,7 +131,9 @@ def _engine_times(bench: Bench, worker: ThreadTimes) -> EngineTimes:
         apart = engine_turns(APART, model, rows, steps, bench.advance)
         together = engine_turns(TOGETHER, model, rows, steps, bench.advance)
         further = curve({count: max(0.0, together[count].engine_s - apart[count].engine_s) for count in rows})
-        head_ratio = curve({count: max(1.0, apart[count].head_s / worker.head_s.at(count)) for count in rows})
+        head_ratio = curve(
+            {count: max(1.0, apart[count].head_s / worker.head_s.value(count)) for count in rows}, may_fall=True
+        )
     return EngineTimes(
         alone_s=curve({count: turn.engine_s for count, turn in alone.items()}),
         bookkeeping_s=curve({count: max(0.0, turn.bookkeeping_s) for count, turn in alone.items()}),

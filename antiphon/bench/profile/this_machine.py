@@ -6,6 +6,7 @@ then not be split between attention and experts.
 """
 
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +14,10 @@ from pathlib import Path
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.local_times import LocalTimes, ThreadTimes
 from antiphon.bench.profile.profile import cpu_name
 from antiphon.cost.curves import Curve as Times
 from antiphon.cost.curves import Surface
+from antiphon.cost.local_times import LocalTimes, ThreadTimes
 from antiphon.cost.profile import (
     AttentionTable,
     ExpertTable,
@@ -39,8 +40,8 @@ def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
     """The tables of the cost model; the fewest threads come first, because that is what a device here has."""
     ascending = sorted(times.threads, key=lambda each: each.num_threads)
     attention = [_decode_table(each) for each in ascending] + [_prefill_table(each) for each in ascending]
-    smallest, largest = times.engine.alone_s.x[0], times.engine.alone_s.x[-1]
-    per_sequence = (times.engine.alone_s.y[-1] - times.engine.alone_s.y[0]) / max(1.0, largest - smallest)
+    smallest, largest = times.engine.alone_s.sizes[0], times.engine.alone_s.sizes[-1]
+    per_sequence = (times.engine.alone_s.seconds[-1] - times.engine.alone_s.seconds[0]) / max(1.0, largest - smallest)
     return Profile(
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -55,11 +56,12 @@ def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
         dtype=times.dtype,
         attention=tuple(attention),
         experts=tuple(_expert_table(each, model) for each in ascending),
-        head=Times(ascending[0].head_s.x, ascending[0].head_s.y),
+        head=Times(ascending[0].head_s.sizes, ascending[0].head_s.seconds),
         messages=(MessageTable(transport="shm", times=_message_times(times)),),
-        step_s=times.engine.alone_s.y[0] + times.engine.bookkeeping_s.y[0],
+        step_s=times.engine.alone_s.seconds[0] + times.engine.bookkeeping_s.seconds[0],
         step_per_sequence_s=max(0.0, per_sequence),
         model_config=dict(times.model_config),
+        engine=replace(times, model_config={}),
     )
 
 
@@ -82,7 +84,7 @@ def training_profile(model: Path, name: str, command: str) -> Profile:
 
 
 def _decode_table(times: ThreadTimes) -> AttentionTable:
-    rows = times.attention_s.x
+    rows = times.attention_s.sizes
     seconds = tuple(tuple(times.attention_layer_s(each, context) for context in CONTEXTS) for each in rows)
     surface = Surface(rows, CONTEXTS, seconds)
     return AttentionTable(phase="decode", layer="moe", times=surface, num_threads=times.num_threads)
@@ -90,9 +92,9 @@ def _decode_table(times: ThreadTimes) -> AttentionTable:
 
 def _prefill_table(times: ThreadTimes) -> AttentionTable:
     """Prompts were timed one at a time; several take so many times as long, a part of one what it takes itself."""
-    sizes = times.prompt_attention_s.x
+    sizes = times.prompt_attention_s.sizes
     seconds = tuple(
-        tuple(max(1.0, total / each) * times.prompt_attention_s.at(min(total, each)) for each in sizes)
+        tuple(max(1.0, total / each) * times.prompt_attention_s.value(min(total, each)) for each in sizes)
         for total in sizes
     )
     surface = Surface(sizes, sizes, seconds)
@@ -103,9 +105,9 @@ def _expert_table(times: ThreadTimes, model: ModelSpec) -> ExpertTable:
     """By (token, expert) pairs instead of rows: a worker that holds h of E experts gets h K / E pairs of a row."""
     held = sorted(times.experts_s)
     router = model.router
-    pairs = sorted({rows * router.top_k for count in held for rows in times.experts_s[count].x})
+    pairs = sorted({rows * router.top_k for count in held for rows in times.experts_s[count].sizes})
     seconds = tuple(
-        tuple(times.experts_s[count].at(each * router.num_experts / (router.top_k * count)) for each in pairs)
+        tuple(times.experts_s[count].value(each * router.num_experts / (router.top_k * count)) for each in pairs)
         for count in held
     )
     return ExpertTable(times=Surface(tuple(map(float, held)), tuple(pairs), seconds), num_threads=times.num_threads)
@@ -116,9 +118,10 @@ def _message_times(times: LocalTimes) -> Times:
     exchange = times.exchange
     sizes = exchange.message_bytes
     seconds = [
-        exchange.dispatch_s.at(rows) + exchange.one_way_s.at(rows) + exchange.receive_s.at(rows) for rows in sizes.x
+        exchange.dispatch_s.value(rows) + exchange.one_way_s.value(rows) + exchange.receive_s.value(rows)
+        for rows in sizes.sizes
     ]
-    return Times(sizes.y, tuple(seconds))
+    return Times(sizes.seconds, tuple(seconds))
 
 
 def this_cluster(times: LocalTimes, model: ModelSpec, price: float | None = None) -> ClusterSpec:
@@ -173,10 +176,12 @@ def _efficiency(times: LocalTimes, model: ModelSpec, device: DeviceSpec) -> Effi
     share = fewest.num_threads
     weights = 3 * model.hidden_size * model.feed_forward.intermediate
     itemsize = 4 if times.dtype == "float32" else 2
-    read = model.router.top_k * weights * itemsize / experts.y[0] / (device.memory_bytes_per_s * share)
-    products = 2 * weights * model.router.top_k * experts.x[-1] / experts.y[-1]
+    read = model.router.top_k * weights * itemsize / experts.seconds[0] / (device.memory_bytes_per_s * share)
+    products = 2 * weights * model.router.top_k * experts.sizes[-1] / experts.seconds[-1]
     products /= max(device.flops_per_s.values()) * share
-    one_row = times.exchange.dispatch_s.y[0] + times.exchange.one_way_s.y[0] + times.exchange.receive_s.y[0]
+    one_row = (
+        times.exchange.dispatch_s.seconds[0] + times.exchange.one_way_s.seconds[0] + times.exchange.receive_s.seconds[0]
+    )
     return EfficiencySpec(
         gemm=_fraction(products),
         attention=_fraction(products),
@@ -188,8 +193,8 @@ def _efficiency(times: LocalTimes, model: ModelSpec, device: DeviceSpec) -> Effi
         kernel_s=0.0,
         collective_s=one_row,
         exchange_s=one_row,
-        layer_overhead_s=fewest.step_s.y[0] / model.num_layers,
-        source=f"antiphon profile of {times.model}: its experts at {experts.x[0]:.0f} and {experts.x[-1]:.0f} rows",
+        layer_overhead_s=fewest.step_s.seconds[0] / model.num_layers,
+        source=f"antiphon profile of {times.model}: experts at {experts.sizes[0]:.0f} and {experts.sizes[-1]:.0f} rows",
     )
 
 

@@ -30,13 +30,14 @@ from antiphon.train.spans import Span, Spans, share_spans
 from antiphon.train.weights import FirstValues
 
 OPTIMIZERS = ("adamw", "muon")
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 900.0  # beside busy programs a rank may be loading for minutes
 _NUM_LAYERS = 2  # of each kind
 _WARM = 1
 
 
 def time_training(order: TimeTraining) -> TrainingSeconds:
-    """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file."""
+    """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together:
+    PyTorch would name a new one like one that ended, and find its addresses in the store."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
     torch.set_num_threads(order.num_threads)
     ranks = order.world_size
@@ -70,7 +71,6 @@ def _time_all(order: TimeTraining, spec: ModelSpec) -> TrainingSeconds:
         found.sums[degree] = _time_sums(order, mesh.group("tensor"))
         if not found.message:
             found.message.extend(_time_messages(order, mesh.group("tensor")))
-        _close(mesh)
     return found
 
 
@@ -83,15 +83,7 @@ def _time_ways(order: TimeTraining, spec: ModelSpec, degree: int) -> list[LayerS
             mesh = connect(sizes, order.rank, _TIMEOUT_S)
             for dispatch in ("all_to_all", "gather_scatter") if experts == "expert" else ("gather_scatter",):
                 found += _time_layers(order, spec, mesh, dispatch, degree)
-            _close(mesh)
     return found
-
-
-def _close(mesh: Mesh) -> None:
-    """A process group has threads and sockets of its own."""
-    for group in mesh.groups.values():
-        if group.process_group is not None:
-            dist.destroy_process_group(group.process_group)
 
 
 def _model(order: TimeTraining, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: Spans) -> MoeModel:

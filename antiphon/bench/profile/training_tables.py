@@ -21,6 +21,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
 
 MOST_RANKS = 64
+ANSWER_TIMEOUT_S = 3600.0  # all ways to share a layer are one order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def _measure(wanted: WantedTraining, handles: Sequence[RigHandle], degrees: list
                     repetitions=effort.training_steps,
                 )
             )
-        answers = [handle.answer(TrainingSeconds) for handle in handles]
+        answers = [handle.answer(TrainingSeconds, ANSWER_TIMEOUT_S) for handle in handles]
         return answers[0]
 
 

@@ -24,7 +24,6 @@ from antiphon.cost.training.operators import LayerOperators
 from antiphon.specs.counts import count_flops
 
 CHEAP = ("ln1_out", "attn_a2a", "ln2_out", "ffn_in", "fc2_in")  # MegaScale-MoE's choice
-DEAR = ("qkv_a2a", "fc1_out+fc3_out", "attn")
 
 
 @dataclass(frozen=True, kw_only=True)

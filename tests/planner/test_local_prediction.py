@@ -2,25 +2,24 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.local_times import Samples, flat, local_times_to_json
-from benchmarks.local_prediction import (
-    LocalChoice,
-    experts_layer_s,
-    local_times_from_json,
-    predict_decode,
-    ratio_at,
-    read_local_times,
-)
-from tests.bench.local_times_harness import MODEL, line, local_times, thread_times
+from antiphon.cost.local_times import flat
+from antiphon.cost.profile import MachineFacts, Profile, read_profile
+from antiphon.planner.candidates import DISAGGREGATED, Candidates, candidates_of
+from antiphon.planner.local_prediction import LocalChoice, experts_layer_s, predict_decode
+from antiphon.planner.step_times import step_times
+from antiphon.planner.worker_times import decode_context
+from antiphon.specs.plan import LAYOUTS
+from tests.planner.local_times_harness import MODEL, line, local_times, thread_times
+from tests.planner.serving_specimens import setting
 
 
 def apart(attention: int = 1, experts: int = 1, micro_batches: int = 1) -> LocalChoice:
@@ -146,46 +145,56 @@ def test_more_context_or_slower_experts_never_help(
     assert slower.tpot_s > found.tpot_s
 
 
-def test_curves_are_straight_between_and_never_fall_beyond() -> None:
-    curve = Samples(x=(1.0, 4.0, 8.0), y=(1.0, 7.0, 5.0))
-    assert [curve.at(x) for x in (0.5, 1, 2.5, 4, 6, 8, 20)] == [1.0, 1.0, 4.0, 7.0, 6.0, 5.0, 5.0]
-    assert [ratio_at(curve, x) for x in (0.5, 6, 20)] == [1.0, 6.0, 5.0]
-    rising = Samples(x=(1.0, 4.0), y=(1.0, 7.0))
-    assert (rising.at(6), ratio_at(rising, 6)) == (11.0, 7.0)
-    with pytest.raises(UserError, match="ascending"):
-        Samples(x=(1.0, 1.0), y=(1.0, 2.0))
-
-
 def test_experts_between_and_below_the_numbers_measured() -> None:
     times = thread_times(1)
     assert experts_layer_s(times, 10, 6) == pytest.approx(30e-3)
     assert experts_layer_s(times, 10, 2) == pytest.approx(10e-3)
 
 
+def profile() -> Profile:
+    return Profile(
+        command="test",
+        created="2026-11-24",
+        machine=MachineFacts(name="box", num_cores=2, memory_bytes=8 * 10**9),
+        model="tiny",
+        dtype="bfloat16",
+        attention=(),
+        experts=(),
+        engine=local_times(read_bytes_per_s={1: 1e9, 2: 2e9}),
+    )
+
+
 def test_the_file_brings_back_the_same_tables(tmp_path: Path) -> None:
-    times = local_times(collectives={"all_reduce": {2: flat(1e-3)}}, read_bytes_per_s={1: 1e9, 2: 2e9})
-    path = tmp_path / "local.json"
-    path.write_text(json.dumps(local_times_to_json(times)))
-    assert read_local_times(path) == times
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(asdict(profile())))
+    assert read_profile(path) == profile()
+    changed = json.loads(path.read_text())
+    changed["engine"]["read_bytes_per_s"] = {"two": 1.0}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match=r"engine: read_bytes_per_s .* its keys are whole numbers, not two"):
+        read_profile(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "other"}, "is no profile of a machine: make one with antiphon profile MODEL --json FILE"),
-        ({"version": 7}, "has version 7, this program reads 1: measure again with antiphon profile"),
-        ({"num_cores": "two"}, r"is damaged: Expected `int`, got `str` .*num_cores"),
-        ({"engine": {"alone_s": {"x": [1], "y": []}}}, "is damaged: "),
-    ],
-)
-def test_files_that_are_something_else_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        local_times_from_json(local_times_to_json(local_times()) | change, "local.json")
+def columns(**changes: object) -> Candidates:
+    plain = {"layout": LAYOUTS.index("dp_ep"), "attention_kind": 0, "expert_kind": 0, "attention_tp": 1, "pp": 1}
+    more = {"attention_dp": 1, "expert_tp": 1, "expert_ep": 1, "slots": 5, "micro_batches": 1, "piece_devices": 0}
+    return candidates_of(**(plain | more | {"batch": np.array([1, 20])} | changes))  # type: ignore[arg-type]
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none.json cannot be read \(No such file or directory\)"):
-        read_local_times(tmp_path / "none.json")
-    (tmp_path / "text").write_text("{")
-    with pytest.raises(UserError, match="text is not JSON"):
-        read_local_times(tmp_path / "text")
+def test_a_plan_takes_its_decode_steps_from_here() -> None:
+    """The very numbers that benchmarks/predict.py holds against the engine."""
+    where = setting(profile=profile())
+    assert where.profile is not None
+    assert where.profile.engine is not None
+    found = step_times(where, columns())
+    context = float(np.max(decode_context(where, columns())))
+    two = LocalChoice(layout="colocated", num_attention=2)
+    expected = predict_decode(where.profile.engine, where.model, two, concurrency=40, context=context)
+    assert found.step_s[1] == pytest.approx(expected.tpot_s, rel=0.01)
+    layers = step_times(where, columns(layout=DISAGGREGATED, slots=5, micro_batches=2))
+    choice = LocalChoice(layout="disaggregated", num_micro_batches=2)
+    apart_s = predict_decode(where.profile.engine, where.model, choice, concurrency=40, context=context)
+    assert layers.t_e_s[1] == pytest.approx(apart_s.t_e_s)
+    assert layers.step_s[1] == pytest.approx(apart_s.tpot_s, rel=0.01)
+    other = step_times(where, columns(attention_tp=2))
+    assert other.step_s[1] != found.step_s[1], "the engine does not run that: it is modelled"

@@ -9,44 +9,14 @@ caches and waiting, which a roofline has no term for.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-import msgspec
-
-from antiphon.base.errors import UserError
-
-KIND = "antiphon-local-times"
-VERSION = 1
+from antiphon.cost.curves import Curve
 
 
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Values at ascending x, straight between them; beyond the last as between the last two, but never falling below
-    the last; before the first the first.
-
-    Not `cost.curves.Curve`: that one holds times of growing work and raises a point that falls. Ratios may fall."""
-
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.x or len(self.x) != len(self.y) or any(low >= high for low, high in pairwise(self.x)):
-            raise UserError(f"samples need ascending x and as many y: they have x {list(self.x)}, y {list(self.y)}")
-
-    def at(self, x: float) -> float:
-        if x <= self.x[0] or len(self.x) == 1:
-            return self.y[0]
-        upper = next((index for index, known in enumerate(self.x) if known >= x), len(self.x) - 1)
-        low, high = upper - 1, upper
-        slope = (self.y[high] - self.y[low]) / (self.x[high] - self.x[low])
-        value = self.y[low] + slope * (x - self.x[low])
-        return max(value, self.y[-1]) if x > self.x[-1] else value
-
-
-def flat(value: float) -> Samples:
+def flat(value: float) -> Curve:
     """The same for every x."""
-    return Samples(x=(1.0,), y=(value,))
+    return Curve((1.0,), (value,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +32,27 @@ class ThreadTimes:
 
     num_threads: int
     base_context: int
-    attention_s: Samples
-    per_context_s: Samples
-    experts_s: dict[int, Samples]
-    head_s: Samples
-    step_s: Samples
-    prompt_attention_s: Samples
+    attention_s: Curve
+    per_context_s: Curve
+    experts_s: dict[int, Curve]
+    head_s: Curve
+    step_s: Curve
+    prompt_attention_s: Curve
 
     def attention_layer_s(self, rows: float, context: float) -> float:
         beyond = max(0.0, context - self.base_context)
-        return self.attention_s.at(rows) + rows * beyond * max(0.0, self.per_context_s.at(rows))
+        return self.attention_s.value(rows) + rows * beyond * max(0.0, self.per_context_s.value(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdowns:
     """How many times longer a one-worker time takes while the other cores are at work, by rows of both."""
 
-    attention_beside_experts: Samples
-    experts_beside_attention: Samples
-    attention_beside_attention: Samples
-    experts_beside_experts: Samples
-    replica_beside_replica: Samples
+    attention_beside_experts: Curve
+    experts_beside_attention: Curve
+    attention_beside_attention: Curve
+    experts_beside_experts: Curve
+    replica_beside_replica: Curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +60,12 @@ class ExchangeTimes:
     """One micro-batch between one attention and one expert worker, by rows: what each call takes of its caller's core,
     and one way beside the calls (waking up included)."""
 
-    dispatch_s: Samples
-    receive_s: Samples
-    reply_s: Samples
-    combine_s: Samples
-    one_way_s: Samples
-    message_bytes: Samples
+    dispatch_s: Curve
+    receive_s: Curve
+    reply_s: Curve
+    combine_s: Curve
+    one_way_s: Curve
+    message_bytes: Curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +75,12 @@ class EngineTimes:
     worker's step beside kernels, head and sampling, as it is within the engine. With attention and experts apart, each
     on cores of its own, the engine has none to itself: all of it, and the head, takes longer then."""
 
-    alone_s: Samples
-    bookkeeping_s: Samples
-    apart_s: Samples
-    apart_bookkeeping_s: Samples
-    apart_head_ratio: Samples
-    per_further_worker_s: Samples
+    alone_s: Curve
+    bookkeeping_s: Curve
+    apart_s: Curve
+    apart_bookkeeping_s: Curve
+    apart_head_ratio: Curve
+    per_further_worker_s: Curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +88,6 @@ class LocalTimes:
     """All of it, with where it is from. `foreign_share`: CPU of other processes while it was measured; `spread`: the
     median over all measurements of (upper quartile - lower quartile) / median."""
 
-    kind: str = KIND
-    version: int = VERSION
     model: str
     model_config: dict[str, Any]
     dtype: str
@@ -135,9 +103,3 @@ class LocalTimes:
     foreign_share: float = 0.0
     spread: float = 0.0
     notes: tuple[str, ...] = ()
-
-
-def local_times_to_json(times: LocalTimes) -> dict[str, Any]:
-    """Plain JSON values."""
-    written: dict[str, Any] = msgspec.to_builtins(times, str_keys=True)
-    return written

@@ -1,6 +1,7 @@
 """What the engine on this machine will take for a token: the measured pieces put together by the papers' equations.
 
-The tables are `local.json` of `antiphon profile`; `benchmarks/predict.py` holds the predictions against measurements.
+The tables are those of `antiphon profile`. `antiphon plan --profile` takes decode steps from here, and
+`benchmarks/predict.py` holds the very same predictions against measurements.
 
 1. A worker has cores / workers threads, at least one, as the engine deals them (`serve.config`).
 2. Colocated: a step is its layers' attention and experts, head and sampling, bookkeeping, and the engine's turn.
@@ -12,15 +13,18 @@ The tables are `local.json` of `antiphon profile`; `benchmarks/predict.py` holds
 Rejected: simulating two cores' scheduler. What it would add is below what the machine drifts within an hour.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
+import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.local_times import KIND, VERSION, LocalTimes, Samples, ThreadTimes
 from antiphon.cost import ping_pong
+from antiphon.cost.curves import Curve
+from antiphon.cost.local_times import LocalTimes, ThreadTimes
+from antiphon.cost.parts import FloatArray
+from antiphon.planner.candidates import Candidates
 from antiphon.specs.model import ModelSpec
 
 LocalLayout = Literal["colocated", "disaggregated"]
@@ -77,14 +81,14 @@ def _colocated(
     """Replicas step independently; on shared cores the engine's turn for one is taken from the other's time."""
     replicas = min(choice.num_attention, concurrency)
     rows = concurrency / replicas
-    slow = ratio_at(times.slowdowns.replica_beside_replica, rows) if replicas > 1 else 1.0
+    slow = times.slowdowns.replica_beside_replica.value(rows) if replicas > 1 else 1.0
     crowd = max(1.0, replicas * threads.num_threads / times.num_cores)
     parts = {
         "attention": slow * crowd * model.num_layers * threads.attention_layer_s(rows, context),
         "experts": slow * crowd * model.num_moe_layers * experts_layer_s(threads, rows, model.router.num_experts),
-        "head": slow * crowd * threads.head_s.at(rows),
-        "bookkeeping": crowd * times.engine.bookkeeping_s.at(rows),
-        "engine": crowd * times.engine.alone_s.at(rows),
+        "head": slow * crowd * threads.head_s.value(rows),
+        "bookkeeping": crowd * times.engine.bookkeeping_s.value(rows),
+        "engine": crowd * times.engine.alone_s.value(rows),
     }
     tpot_s = sum(parts.values())
     return LocalPrediction(tpot_s=tpot_s, tokens_per_s=concurrency / tpot_s, parts_s=parts)
@@ -103,8 +107,8 @@ def _disaggregated(
         t_a, t_e = _slowed(
             t_a,
             t_e,
-            ratio_at(slowdowns.attention_beside_experts, rows),
-            ratio_at(slowdowns.experts_beside_attention, rows),
+            slowdowns.attention_beside_experts.value(rows),
+            slowdowns.experts_beside_attention.value(rows),
         )
     moe_layer_s = float(ping_pong.layer_time(num_micro_batches, t_a, t_e, t_c))
     work_s = num_micro_batches * (num_attention * t_a + choice.num_experts * t_e)
@@ -117,10 +121,10 @@ def _disaggregated(
     crowd = max(1.0, num_attention * threads.num_threads / times.num_cores)
     parts = {
         "layers": model.num_moe_layers * moe_layer_s + trailing_s + dense_layers * num_micro_batches * t_a,
-        "head": crowd * ratio_at(times.engine.apart_head_ratio, rows_each) * threads.head_s.at(rows_each),
+        "head": crowd * times.engine.apart_head_ratio.value(rows_each) * threads.head_s.value(rows_each),
         "bookkeeping": crowd
-        * (times.engine.apart_bookkeeping_s.at(rows_each) + (num_micro_batches - 1) * threads.step_s.at(1)),
-        "engine": times.engine.apart_s.at(rows_each) + further * times.engine.per_further_worker_s.at(rows_each),
+        * (times.engine.apart_bookkeeping_s.value(rows_each) + (num_micro_batches - 1) * threads.step_s.value(1)),
+        "engine": times.engine.apart_s.value(rows_each) + further * times.engine.per_further_worker_s.value(rows_each),
     }
     tpot_s = sum(parts.values())
     return LocalPrediction(
@@ -143,33 +147,28 @@ def _one_micro_batch(
     Each further expert worker costs one more message, whose fixed part is that of one row.
     """
     exchange, slow = times.exchange, times.slowdowns
-    calls_a = exchange.dispatch_s.at(rows) + exchange.combine_s.at(rows)
-    calls_a += (choice.num_experts - 1) * (exchange.dispatch_s.at(1) + exchange.combine_s.at(1))
+    calls_a = exchange.dispatch_s.value(rows) + exchange.combine_s.value(rows)
+    calls_a += (choice.num_experts - 1) * (exchange.dispatch_s.value(1) + exchange.combine_s.value(1))
     all_rows = num_attention * rows
-    calls_e = num_attention * (exchange.receive_s.at(rows) + exchange.reply_s.at(rows))
+    calls_e = num_attention * (exchange.receive_s.value(rows) + exchange.reply_s.value(rows))
     t_a = threads.attention_layer_s(rows, context)
     t_e = experts_layer_s(threads, all_rows, model.router.num_experts / choice.num_experts)
     if num_attention > 1:
-        t_a *= ratio_at(slow.attention_beside_attention, rows) * max(1.0, num_attention / times.num_cores)
+        t_a *= slow.attention_beside_attention.value(rows) * max(1.0, num_attention / times.num_cores)
     if choice.num_experts > 1:
-        t_e *= ratio_at(slow.experts_beside_experts, all_rows) * max(1.0, choice.num_experts / times.num_cores)
-    return t_a + calls_a, t_e + calls_e, exchange.one_way_s.at(rows)
-
-
-def ratio_at(ratios: Samples, x: float) -> float:
-    """Beyond the last as at the last: ratios do not grow on."""
-    return ratios.at(min(x, ratios.x[-1]))
+        t_e *= slow.experts_beside_experts.value(all_rows) * max(1.0, choice.num_experts / times.num_cores)
+    return t_a + calls_a, t_e + calls_e, exchange.one_way_s.value(rows)
 
 
 def experts_layer_s(times: ThreadTimes, rows: float, num_held: float) -> float:
     """Straight between the numbers of held experts that were measured; below the fewest, the line through the two
     fewest goes on."""
     known = sorted(times.experts_s)
-    values = Samples(x=tuple(map(float, known)), y=tuple(times.experts_s[held].at(rows) for held in known))
+    values = Curve(tuple(map(float, known)), tuple(times.experts_s[held].value(rows) for held in known))
     if num_held >= known[0] or len(known) == 1:
-        return values.at(num_held)
-    slope = (values.y[1] - values.y[0]) / (values.x[1] - values.x[0])
-    return max(0.0, values.y[0] + slope * (num_held - values.x[0]))
+        return values.value(num_held)
+    slope = (values.seconds[1] - values.seconds[0]) / (values.sizes[1] - values.sizes[0])
+    return max(0.0, values.seconds[0] + slope * (num_held - values.sizes[0]))
 
 
 def _slowed(t_a: float, t_e: float, slow_a: float, slow_e: float) -> tuple[float, float]:
@@ -195,29 +194,26 @@ def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
     )
 
 
-def local_times_from_json(mapping: Any, where: str) -> LocalTimes:
-    """`UserError` if it is not what `local_times_to_json` wrote."""
-    if not isinstance(mapping, dict) or mapping.get("kind") != KIND:
-        raise UserError(f"{where} is no profile of a machine: make one with antiphon profile MODEL --json FILE")
-    if mapping.get("version") != VERSION:
-        raise UserError(
-            f"{where} has version {mapping.get('version')!r}, this program reads {VERSION}: "
-            f"measure again with antiphon profile"
-        )
-    try:
-        return msgspec.convert(mapping, LocalTimes, strict=True, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{where} is damaged: {error}; measure again with antiphon profile") from error
-
-
-def read_local_times(path: Path) -> LocalTimes:
-    """The measured tables in a profile file: the file itself, or its part called `local`."""
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give the file antiphon profile wrote") from error
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}): give the file antiphon profile wrote") from error
-    if isinstance(found, dict) and "local" in found:
-        found = found["local"]
-    return local_times_from_json(found, str(path))
+def decode_steps(
+    times: LocalTimes, model: ModelSpec, candidates: Candidates, contexts: FloatArray
+) -> Iterator[tuple[int, LocalPrediction]]:
+    """Steps of those candidates that the engine runs here as they are: workers of one device each, replicas or
+    attention and experts apart. Replicas are on all cores, for idle ones would take none of the load."""
+    plain = (candidates.attention_tp == 1) & (candidates.expert_tp == 1) & (candidates.pp == 1)
+    apart = candidates.is_disaggregated
+    alone = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
+    known = {threads.num_threads for threads in times.threads}
+    for index in np.flatnonzero(plain & (apart | alone)):
+        choice = LocalChoice(layout="colocated", num_attention=times.num_cores)
+        if apart[index]:
+            choice = LocalChoice(
+                layout="disaggregated",
+                num_attention=int(candidates.attention_dp[index]),
+                num_experts=int(candidates.expert_ep[index]),
+                num_micro_batches=int(candidates.micro_batches[index]),
+            )
+        if max(1, times.num_cores // choice.num_workers) not in known:
+            continue
+        requests = int(candidates.instance_batch[index]) * (1 if apart[index] else choice.num_attention)
+        context = max(1.0, float(contexts[index]))
+        yield int(index), predict_decode(times, model, choice, concurrency=requests, context=context)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from antiphon.bench.profile.local_times import (
+from antiphon.cost.curves import Curve
+from antiphon.cost.local_times import (
     EngineTimes,
     ExchangeTimes,
     LocalTimes,
-    Samples,
     Slowdowns,
     ThreadTimes,
     flat,
@@ -28,8 +28,8 @@ MODEL = ModelSpec(
 NONE = flat(1.0)
 
 
-def line(per_row: float, fixed: float) -> Samples:
-    return Samples(x=(1.0, 1001.0), y=(fixed + per_row, fixed + 1001 * per_row))
+def line(per_row: float, fixed: float) -> Curve:
+    return Curve((1.0, 1001.0), (fixed + per_row, fixed + 1001 * per_row))
 
 
 def thread_times(num_threads: int) -> ThreadTimes:
