@@ -109,7 +109,7 @@ class Trainer:
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
         share_spans(self.model, self.spans)
-        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer)
+        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
         self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
         self.passes = Passes(self.model, config.loss, self.spans)
         self._resume()
