@@ -182,6 +182,7 @@ class TrainConfig:
             raise UserError(
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
+        self.communication.check_dispatch(self.parallel.dispatch)
 
     @property
     def micro_batches(self) -> int:

@@ -256,10 +256,7 @@ class Trainer:
             values["dropped_rows"] = result.dropped_L.tolist()
         if self.dispatch is not None:
             values["dispatch"] = self.dispatch.way
-        if watch.traffic is not None:
-            values["collective_bytes"] = dict(watch.traffic.sent_bytes)
-            values["exposed_comm_s"] = watch.traffic.waited_s
-        return values
+        return values if watch.traffic is None else values | watch.traffic.metrics()
 
     def _after_step(self, metrics: Metrics | None, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import Done
@@ -13,6 +14,7 @@ class _Dispatched:
     rows_RH: Tensor
     weights_TK: Tensor
     rows: RowMap
+    weights_R: Tensor | None
 
     def wait(self) -> tuple[Tensor, tuple[int, ...]]:
         return self.rows_RH, self.rows.counts_E
@@ -22,11 +24,17 @@ class _Dispatched:
 
 
 class LocalDispatcher:
-    """A `Dispatcher` for experts 0 to `num_experts` - 1, all on this rank."""
+    """A `Dispatcher` for experts 0 to `num_experts` - 1, all on this rank. `early_weights`: the experts weight their
+    results."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, *, early_weights: bool = False) -> None:
         self.num_experts = num_experts
+        self.early_weights = early_weights
 
     def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Dispatched:
         rows = row_map(ids_TK, self.num_experts)
-        return _Dispatched(to_experts(x_TH, rows), weights_TK, rows)
+        rows_RH = to_experts(x_TH, rows)
+        if not self.early_weights:
+            return _Dispatched(rows_RH, weights_TK, rows, None)
+        weights_R = weights_TK.flatten().index_select(0, rows.order_R)
+        return _Dispatched(rows_RH, torch.ones_like(weights_TK), rows, weights_R)
