@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from antiphon.comm.collectives import AllGather, AllReduce, ReduceScatter, run
-from antiphon.comm.mesh import Group
+from antiphon.comm.replicas import Replicas
 from antiphon.train.partition import Part
 
 
@@ -62,18 +61,18 @@ class Parameter:
 
 
 class Bucket:
-    """Parameters of one module that the ranks of `group` all hold; `zero` as in `train.shards`."""
+    """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`."""
 
-    def __init__(self, parameters: Sequence[Parameter], group: Group, zero: int) -> None:
+    def __init__(self, parameters: Sequence[Parameter], replicas: Replicas, zero: int) -> None:
         self._parameters = parameters
-        self._group = group
-        self._zero = zero if group.size > 1 else 0
+        self._replicas = replicas
+        self._zero = zero if replicas.size > 1 else 0
         if self._zero:
-            self._sizes = _shard_sizes(parameters, group.size)
+            self._sizes = _shard_sizes(parameters, replicas.size)
             self._values = torch.zeros(sum(self._sizes), dtype=parameters[0].tensor.dtype)
             self._num_bytes = self._values.untyped_storage().nbytes()
-            first = sum(self._sizes[: group.index])
-            self._own = first, first + self._sizes[group.index]
+            first = sum(self._sizes[: replicas.place])
+            self._own = first, first + self._sizes[replicas.place]
             self._lay_out()
             shard = self._values[slice(*self._own)]
             self._shard = shard.clone() if self._zero == 3 else shard
@@ -94,7 +93,7 @@ class Bucket:
             flat, begin = each.tensor.data.view(-1), 0
             for size, matrices in each.blocks():
                 values = flat[begin : begin + size].requires_grad_()
-                counted = self._group.index == 0
+                counted = self._replicas.group.index == 0
                 yield Piece(each.name, each.purpose, each.part, begin, values, counted, matrices)
                 begin += size
 
@@ -122,9 +121,9 @@ class Bucket:
         if self._zero:
             padding = sum(self._sizes) - sum(each.shape[0] for each in gradients)
             flat = torch.cat([*gradients, gradients[0].new_zeros(padding)])
-            parts = _split(run(ReduceScatter(self._group, "gradients", self._sizes), flat), self.pieces)
-        elif self._group.size > 1:
-            parts = _split(run(AllReduce(self._group, "gradients"), torch.cat(gradients)), self.pieces)
+            parts = _split(self._replicas.sum_shard(flat, self._sizes), self.pieces)
+        elif self._replicas.size > 1:
+            parts = _split(self._replicas.sum(torch.cat(gradients)), self.pieces)
         else:
             parts = [
                 part for each, flat in zip(self._parameters, gradients, strict=True) for part in _blocks(each, flat)
@@ -140,7 +139,7 @@ class Bucket:
         storage = self._values.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self._num_bytes)
-        self._values.copy_(run(AllGather(self._group, "parameters", self._sizes), self._shard.detach()))
+        self._values.copy_(self._replicas.gather(self._shard.detach(), self._sizes))
 
     def release(self) -> None:
         """Give back the memory of parameters that are kept in shards; until `gather` nobody may use them."""

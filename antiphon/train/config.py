@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from antiphon.base.errors import UserError
 from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_text
+from antiphon.train.communication_config import CommunicationConfig
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -172,6 +173,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
@@ -180,6 +182,7 @@ class TrainConfig:
             raise UserError(
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
+        self.communication.check_dispatch(self.parallel.dispatch)
 
     @property
     def micro_batches(self) -> int:

@@ -102,7 +102,10 @@ def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh) -> dict[
     weights_TK, ids_TK = scores_TE.topk(sizes["top_k"], dim=1)  # even use, as the balance loss wants it
     x_TH = torch.randn(sizes["rows"], sizes["hidden_size"], generator=generator).to(dtype).requires_grad_()
     weights_TK = weights_TK.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    ways = [dispatcher_of(mesh, sizes["num_experts"], replace(config.parallel, dispatch=way)) for way in WAYS]
+    ways = [
+        dispatcher_of(mesh, sizes["num_experts"], replace(config.parallel, dispatch=way), config.communication, dtype)
+        for way in WAYS
+    ]
     own = torch.zeros(ROUNDS + 1, len(WAYS), dtype=torch.float64)
     for number in range(ROUNDS + 1):
         for index, way in enumerate(ways):

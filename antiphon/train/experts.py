@@ -28,14 +28,17 @@ class Experts:
         purposes = (GATE_UP, DOWN, *((GATE_UP + "_bias", DOWN + "_bias") if spec.expert_bias else ()))
         return Experts(spec, adds_bias, {purpose: weights[purpose] for purpose in purposes})
 
-    def __call__(self, rows_RH: Tensor, counts_E: tuple[int, ...]) -> Tensor:
-        """[R, H]: each row through its expert; `counts_E`: rows of each expert."""
+    def __call__(self, rows_RH: Tensor, counts_E: tuple[int, ...], weights_R: Tensor | None = None) -> Tensor:
+        """[R, H]: each row through its expert; `counts_E`: rows of each expert. `weights_R`: what results count,
+        multiplied before the second product (MegaScale-MoE, section 4.1)."""
         gate_up_RJ = grouped_product(rows_RH, self.tensors[GATE_UP], counts_E)
-        if not self.spec.expert_bias:
-            return grouped_product(activate(gate_up_RJ, self.spec), self.tensors[DOWN], counts_E)
         experts_R = torch.tensor(counts_E, device=rows_RH.device)
-        gate_up_RJ = gate_up_RJ + self.tensors[GATE_UP + "_bias"].repeat_interleave(experts_R, dim=0)
-        down_RH = grouped_product(activate(gate_up_RJ, self.spec), self.tensors[DOWN], counts_E)
-        if not self.adds_bias:
+        if self.spec.expert_bias:
+            gate_up_RJ = gate_up_RJ + self.tensors[GATE_UP + "_bias"].repeat_interleave(experts_R, dim=0)
+        hidden = activate(gate_up_RJ, self.spec)
+        factor_R1 = None if weights_R is None else weights_R.to(hidden.dtype).unsqueeze(1)
+        down_RH = grouped_product(hidden if factor_R1 is None else hidden * factor_R1, self.tensors[DOWN], counts_E)
+        if not self.spec.expert_bias or not self.adds_bias:
             return down_RH
-        return down_RH + self.tensors[DOWN + "_bias"].repeat_interleave(experts_R, dim=0)
+        bias_RH = self.tensors[DOWN + "_bias"].repeat_interleave(experts_R, dim=0)
+        return down_RH + (bias_RH if factor_R1 is None else bias_RH * factor_R1)

@@ -77,7 +77,7 @@ class MoeLayer(nn.Module):
             rows_RH, counts = dispatched.wait()
         with span("experts", layer):
             experts = Experts.of(spec.feed_forward, weights, adds_bias=self.share.adds_bias)
-            rows_RH = experts(rows_RH, counts)
+            rows_RH = experts(rows_RH, counts, dispatched.weights_R)
         with span("combine", layer):
             out_TH = dispatched.start_combine(rows_RH).wait()
         if pieces.num_more:

@@ -20,12 +20,14 @@ from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
 from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.float8 import RowFormat
 from antiphon.comm.mesh import Mesh, split_evenly
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import Sequences
 from antiphon.train.capacity import RowNumbers
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.layer import MoeLayer, norm
 from antiphon.train.partition import Share, part_of
@@ -83,6 +85,7 @@ class MoeModel(nn.Module):
         dtype: torch.dtype,
         first: FirstValues = FirstValues(),
         parallel: ParallelConfig = ParallelConfig(),
+        communication: CommunicationConfig = CommunicationConfig(),
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -94,7 +97,7 @@ class MoeModel(nn.Module):
         self.stages = self.schedule.stages_of(mesh.sizes.place(mesh.rank, "pipeline"))
         outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
         register(self, outer, "outer", first, partial(part_of, spec, self.share))
-        dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel)
+        dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel, communication, dtype)
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
         self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in own)
@@ -194,15 +197,24 @@ class MoeModel(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def dispatcher_of(mesh: Mesh, num_experts: int, config: ParallelConfig) -> Dispatcher:
-    """The way of this rank's rows to all experts."""
+def dispatcher_of(
+    mesh: Mesh,
+    num_experts: int,
+    config: ParallelConfig,
+    communication: CommunicationConfig = CommunicationConfig(),
+    dtype: torch.dtype = torch.float32,
+) -> Dispatcher:
+    """The way of this rank's rows, which are in `dtype`, to all experts."""
     group, slices = mesh.group("expert"), mesh.group("expert_tensor")
     experts = split_evenly(num_experts, group.size)
     first, last = experts[group.index]
     assert group.size == 1 or config.dispatch != "auto", "choose_dispatch first"
-    dispatcher: Dispatcher = LocalDispatcher(last - first)
+    formats, early = RowFormat(communication.activations, dtype), communication.gate_weights == "experts"
+    dispatcher: Dispatcher = LocalDispatcher(last - first, early_weights=early)
     if group.size > 1 and config.dispatch == "gather_scatter":
-        dispatcher = GatherScatter(group, dispatcher, (first, last))
+        dispatcher = GatherScatter(group, dispatcher, (first, last), formats)
     elif group.size > 1:
-        dispatcher = AllToAllDispatcher(group, dispatcher, experts, deduplicate=config.deduplicate)
-    return GatherScatter(slices, dispatcher) if slices.size > 1 else dispatcher
+        dispatcher = AllToAllDispatcher(
+            group, dispatcher, experts, deduplicate=config.deduplicate, formats=formats, weights_inside=early
+        )
+    return GatherScatter(slices, dispatcher, formats=formats) if slices.size > 1 else dispatcher

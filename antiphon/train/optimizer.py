@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.train.bucket import Piece
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import OptimizerConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.muon import Muon, matrices_of
@@ -65,11 +66,16 @@ class Optimizer:
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
 
 
-def shards_of(model: MoeModel, zero: int, config: OptimizerConfig) -> Shards:
-    """As the optimizer of `config` wants them."""
-    if config.name == "muon":
-        return Shards(model, zero, lambda purpose, shape: matrices_of(model.spec, purpose, shape))
-    return Shards(model, zero)
+def shards_of(
+    model: MoeModel,
+    zero: int,
+    config: OptimizerConfig,
+    communication: CommunicationConfig = CommunicationConfig(),
+) -> Shards:
+    """As the optimizer of `config` wants them. Made by all ranks together."""
+    if config.name != "muon":
+        return Shards(model, zero, communication=communication)
+    return Shards(model, zero, lambda purpose, shape: matrices_of(model.spec, purpose, shape), communication)
 
 
 def _is_decayed(piece: Piece) -> bool:

@@ -85,7 +85,7 @@ def _piece_of(rows_Tn: Tensor, own_n: Tensor, kept_n: Tensor, num_more: int) -> 
 def pass_experts(dispatcher: Dispatcher, experts: Experts, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """[T, H]: there, through the experts, and back."""
     dispatched = dispatcher.start_dispatch(x_TH, ids_TK, weights_TK)
-    return dispatched.start_combine(experts(*dispatched.wait())).wait()
+    return dispatched.start_combine(experts(*dispatched.wait(), dispatched.weights_R)).wait()
 
 
 def pass_over_budget(

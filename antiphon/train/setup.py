@@ -38,5 +38,6 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
         dtype=_DTYPES[config.dtype],
         first=FirstValues(config.seed, config.model.initializer_range),
         parallel=config.parallel,
+        communication=config.communication,
     )
     return model.double() if config.dtype == "float64" else model

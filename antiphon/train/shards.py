@@ -17,21 +17,23 @@ Rejected: FSDP2. It wants DTensor parameters, one mesh for all parameters of a m
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from antiphon.comm.collectives import AllReduce, run
-from antiphon.comm.mesh import Group
+from antiphon.comm.replicas import ReplicaGroups, Replicas
 from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import attribute_of, parts_of
 
 
 class Shards:
     """All parameters of `model`. `matrices` says of a purpose and a local shape what is to be updated as matrices,
-    which are never cut between shards; empty: nothing.
+    which are never cut between shards; empty: nothing. Made by all ranks together.
 
     From zero 2 on, the model's layers do their part in forward and backward by themselves; what belongs to no layer is
     gathered by `begin_step` and summed by `reduce`."""
@@ -41,11 +43,18 @@ class Shards:
         model: MoeModel,
         zero: int = 0,
         matrices: MatricesOf = lambda purpose, shape: (),
+        communication: CommunicationConfig = CommunicationConfig(),
     ) -> None:
         self._world = model.mesh.world
         self._zero = zero
-        self._outer = _buckets(model, "", model, zero, matrices)
-        self._layers = [_buckets(layer, f"layers.{layer.layer}.", model, zero, matrices) for layer in model.layers]
+        replicas = ReplicaGroups(
+            model.mesh,
+            node_size=communication.ranks_per_node(self._world.size),
+            narrow=communication.gradients == "bfloat16",
+        )
+        make = partial(_buckets, model=model, replicas=replicas, zero=zero, matrices=matrices)
+        self._outer = make(model, "")
+        self._layers = [make(layer, f"layers.{layer.layer}.") for layer in model.layers]
         self._buckets = [*self._outer, *itertools.chain.from_iterable(self._layers)]
         if zero >= 2:
             for layer, buckets in zip(model.layers, self._layers, strict=True):
@@ -101,12 +110,13 @@ def _buckets(
     module: nn.Module,
     where: str,
     model: MoeModel,
+    replicas: ReplicaGroups,
     zero: int,
     matrices: MatricesOf,
 ) -> list[Bucket]:
     """Of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks hold parts
     apart again, so that these ranks cut their shards alike."""
-    found: dict[tuple[int, bool, bool], tuple[Group, list[Parameter]]] = {}
+    found: dict[tuple[int, bool, bool], tuple[Replicas, list[Parameter]]] = {}
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))
         if isinstance(tensor, nn.Parameter):
@@ -115,8 +125,8 @@ def _buckets(
             taken = matrices(purpose, tuple(tensor.shape))
             key = id(group), bool(taken), bool(part.axes)
             parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
-            found.setdefault(key, (group, []))[1].append(parameter)
-    return [Bucket(parameters, group, zero) for group, parameters in found.values()]
+            found.setdefault(key, (replicas.of(group), []))[1].append(parameter)
+    return [Bucket(parameters, alike, zero) for alike, parameters in found.values()]
 
 
 def _attach(layer: nn.Module, buckets: Sequence[Bucket], *, gathered: bool) -> None:

@@ -113,7 +113,7 @@ class Trainer:
         if config.model.begin == "checkpoint":
             import_weights(self.model, Path(config.model.path))
         share_spans(self.model, self.spans)
-        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer)
+        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
         self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
         self.passes = Passes(self.model, config.loss, self.spans)
         self._resume()
@@ -260,10 +260,7 @@ class Trainer:
             values["dropped_rows"] = result.dropped_L.tolist()
         if self.dispatch is not None:
             values["dispatch"] = self.dispatch.way
-        if watch.traffic is not None:
-            values["collective_bytes"] = dict(watch.traffic.sent_bytes)
-            values["exposed_comm_s"] = watch.traffic.waited_s
-        return values
+        return values if watch.traffic is None else values | watch.traffic.metrics()
 
     def _after_step(self, metrics: Metrics | None, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,10 +29,17 @@ _log = get_logger("train")
 @dataclass(frozen=True)
 class Traffic:
     """Of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the rank
-    that waited longest. What a collective did while a rank was computing is not in it."""
+    that waited longest. What a collective did while a rank was computing is not in it. `lost_numbers` of E4M3 rows, by
+    what was lost, of all ranks."""
 
     sent_bytes: Mapping[str, float]
     waited_s: float
+    lost_numbers: Mapping[str, int]
+
+    def metrics(self) -> dict[str, Any]:
+        """As a run's metrics name them."""
+        values: dict[str, Any] = {"collective_bytes": dict(self.sent_bytes), "exposed_comm_s": self.waited_s}
+        return values | ({"float8_lost": dict(self.lost_numbers)} if self.lost_numbers else {})
 
 
 class Watch:
@@ -102,6 +110,11 @@ def _traffic(mesh: Mesh) -> Traffic:
     sizes = gather_sizes(mesh.world, len(text), own.device)
     texts = torch.split(run(AllGather(mesh.world, "ledger", sizes), own), list(sizes))
     ledgers = [json.loads(bytes(each.tolist())) for each in texts]
-    names = sorted({name for ledger in ledgers for name in ledger["sent_bytes"]})
-    sent = {name: sum(ledger["sent_bytes"].get(name, 0) for ledger in ledgers) / len(ledgers) for name in names}
-    return Traffic(sent, max(sum(ledger["waited_s"].values()) for ledger in ledgers))
+    sent, lost = _sums(ledgers, "sent_bytes"), _sums(ledgers, "lost_numbers")
+    mean = {name: num / len(ledgers) for name, num in sent.items()}
+    return Traffic(mean, max(sum(ledger["waited_s"].values()) for ledger in ledgers), lost)
+
+
+def _sums(ledgers: Sequence[Mapping[str, Mapping[str, int]]], kind: str) -> dict[str, int]:
+    names = sorted({name for ledger in ledgers for name in ledger[kind]})
+    return {name: sum(ledger[kind].get(name, 0) for ledger in ledgers) for name in names}

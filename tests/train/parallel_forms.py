@@ -10,6 +10,7 @@ from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Piece
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult
@@ -18,6 +19,8 @@ from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
 
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
+PLAIN = CommunicationConfig()
+EARLY = CommunicationConfig(gate_weights="experts")
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
 DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
@@ -36,6 +39,7 @@ class Form:
     deduplicate: bool = True
     row_budget: float = 1.1
     losses: LossConfig = LOSSES
+    communication: CommunicationConfig = PLAIN
 
     def __str__(self) -> str:
         """What is not as it is by itself."""
@@ -101,6 +105,8 @@ SOME_FAMILIES = (
     Form(tensor=2, expert=4, dispatch="gather_scatter", row_budget=0.5, losses=DROPPING),
     Form(pipeline=2, expert=2, losses=DROPPING),
     Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, row_budget=0.5, losses=DROPPING),
+    Form(expert=4, communication=EARLY),
+    Form(tensor=2, expert=2, expert_tensor=2, deduplicate=False, row_budget=0.5, communication=EARLY),
 )
 
 
@@ -119,7 +125,13 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     of ranks is in `mesh` already."""
     parallel = form.parallel if mesh.sizes.world_size > 1 else ParallelConfig()
     model = MoeModel(
-        spec, mesh, max_positions=LENGTH, dtype=torch.float64, first=FirstValues(1, 0.2), parallel=parallel
+        spec,
+        mesh,
+        max_positions=LENGTH,
+        dtype=torch.float64,
+        first=FirstValues(1, 0.2),
+        parallel=parallel,
+        communication=form.communication,
     )
     model.double()
     size = BATCH // form.micro_batches
@@ -128,7 +140,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
     passed = Passes(model, form.losses, Spans()).run(batches)
     assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
-    shards = Shards(model)
+    shards = Shards(model, communication=form.communication)
     shards.reduce()
     return shards.pieces, passed, shards.norm()
 

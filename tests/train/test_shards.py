@@ -1,6 +1,6 @@
 """Two steps with shards of optimizer, gradients and parameters on four ranks, against one process, in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import OptimizerConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
@@ -21,7 +22,8 @@ from tests.comm.ranks import on_ranks
 from tests.train.harness import CONFIG, LATENT
 from tests.train.parallel_forms import LOSSES, RANKS, batch_of
 
-STEPS = 2
+STEPS, RATE = 2, 1e-2
+PLAIN = CommunicationConfig()
 MODELS: dict[str, dict[str, Any]] = {"qwen3_moe": CONFIG, "deepseek_v3": LATENT}
 
 
@@ -31,26 +33,47 @@ class Form:
     optimizer: str
     zero: int
     axes: tuple[tuple[str, int], ...]
+    communication: CommunicationConfig = PLAIN
 
 
 DATA: tuple[tuple[str, int], ...] = ()
 MIXED = (("expert", 2), ("sequence", 2))
 STAGED = (("pipeline", 2),)
 SLICED = (("tensor", 2), ("expert_tensor", 2))
+TWO_NODES = CommunicationConfig(hierarchical=True, node_size=2)
+NARROW = CommunicationConfig(gradients="bfloat16")
+FLOAT8 = CommunicationConfig(activations="float8")
 FORMS = [
     *(Form("qwen3_moe", "adamw", zero, axes) for zero in (1, 2, 3) for axes in (DATA, MIXED)),
     *(Form("qwen3_moe", "muon", zero, axes) for zero in (0, 1, 3) for axes in (MIXED, SLICED)),
     Form("deepseek_v3", "muon", 1, SLICED),
     Form("deepseek_v3", "muon", 3, DATA),
     *(Form("qwen3_moe", "adamw", zero, STAGED) for zero in (1, 2, 3)),
+    *(Form("qwen3_moe", "adamw", zero, MIXED, TWO_NODES) for zero in (0, 1, 2, 3)),
+    Form("qwen3_moe", "muon", 1, DATA, TWO_NODES),
+    *(Form("qwen3_moe", "adamw", zero, DATA, NARROW) for zero in (0, 1, 2, 3)),
+    Form("qwen3_moe", "adamw", 1, MIXED, replace(NARROW, hierarchical=True, node_size=2)),
+    Form("qwen3_moe", "muon", 2, MIXED, NARROW),
+    *(Form("qwen3_moe", "adamw", 0, axes, FLOAT8) for axes in (MIXED, SLICED)),
+    Form("qwen3_moe", "adamw", 0, MIXED, replace(FLOAT8, activations="float8_permutation")),
 ]
 
 
-def some_steps(spec: ModelSpec, mesh: Mesh, zero: int, name: str, batches: list[Batch]) -> tuple[list[float], Shards]:
+def some_steps(
+    spec: ModelSpec,
+    mesh: Mesh,
+    zero: int,
+    name: str,
+    batches: list[Batch],
+    communication: CommunicationConfig = PLAIN,
+) -> tuple[list[float], Shards]:
     """Loss and norm of each step; then what this rank holds."""
-    model = MoeModel(spec, mesh, max_positions=11, dtype=torch.float64, first=FirstValues(1, 0.2)).double()
+    first = FirstValues(1, 0.2)
+    model = MoeModel(
+        spec, mesh, max_positions=11, dtype=torch.float64, first=first, communication=communication
+    ).double()
     settings = OptimizerConfig(name=name, clip=0.5)  # type: ignore[arg-type]
-    shards = shards_of(model, zero, settings)
+    shards = shards_of(model, zero, settings, communication)
     optimizer, passes = Optimizer(model, shards, settings), Passes(model, LOSSES, Spans())
     numbers = []
     for _ in range(STEPS):
@@ -59,7 +82,7 @@ def some_steps(spec: ModelSpec, mesh: Mesh, zero: int, name: str, batches: list[
         shards.reduce()
         norm = shards.norm()
         shards.clip(norm, settings.clip)
-        optimizer.step(1e-2)
+        optimizer.step(RATE)
         shards.end_step()
         numbers += [float(passed.loss), float(norm)]
     return numbers, shards
@@ -101,7 +124,8 @@ def differences(rank: int) -> dict[Form, tuple[float, float, str]]:
             theirs, shards = some_steps(spec, mesh, 0, form.optimizer, batches_of(mesh.sizes, 0, key[2]))
             expected[key] = theirs, wholes_of(shards)
         mesh = connect(sizes, rank, 60)
-        numbers, shards = some_steps(spec, mesh, form.zero, form.optimizer, batches_of(sizes, rank, key[2]))
+        batches = batches_of(sizes, rank, key[2])
+        numbers, shards = some_steps(spec, mesh, form.zero, form.optimizer, batches, form.communication)
         theirs, wholes = expected[key]
         worst = (0.0, "")
         for piece in shards.pieces:
@@ -121,5 +145,7 @@ def all_differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Form,
 def test_steps_are_those_of_one_process(all_differences: list[dict[Form, Any]], form: Form) -> None:
     for of_rank in all_differences:
         numbers, values, name = of_rank[form]
-        assert numbers < 1e-9
-        assert values < 1e-9, name
+        communication = form.communication
+        narrow = communication.gradients == "bfloat16" or communication.activations != "plain"
+        assert numbers < (0.1 if narrow else 1e-9)
+        assert values < (2 * STEPS * RATE if narrow else 1e-9), name  # AdamW steps by the rate, whatever the gradient

@@ -29,6 +29,10 @@ class Dispatched(Protocol):
     def wait(self) -> tuple[Tensor, tuple[int, ...]]:
         """Rows [R, H] in order of the experts held here, and how many each has."""
 
+    @property
+    def weights_R(self) -> Tensor | None:
+        """What each row's result counts, once rows are there, if the experts multiply by it; None: the combine does."""
+
     def start_combine(self, y_RH: Tensor) -> Combined:
         """Send results back; `y_RH` in the order that `wait` gave."""
 

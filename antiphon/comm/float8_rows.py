@@ -1,0 +1,93 @@
+"""Rows as E4M3 numbers and scales, in one tensor of bytes that travels whole (MegaScale-MoE, section 5).
+
+    by token     one scale a row, behind its H bytes: H + 4 bytes a row. For activations, forward
+    by channel   one scale a channel and group of 128 rows for the same rank, behind them, as four rows of H bytes a
+                 group: H (1 + 4 / 128) bytes a row where groups are full. For gradients, backward
+
+A scale is the largest magnitude over 448, E4M3's largest number, so only what is infinite is clipped; what is far below
+the largest becomes zero. PyTorch's cast saturates without a sign of it, so both are counted.
+
+Letters: T rows, H width, G groups.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+SCALE_BYTES = 4
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+Lost = tuple[int, int]  # numbers that were clipped, and those that became zero
+
+
+def encode_by_token(x_TH: Tensor) -> tuple[Tensor, Lost]:
+    """[T, H + 4] bytes."""
+    if not x_TH.shape[0]:
+        return x_TH.new_empty((0, x_TH.shape[1] + SCALE_BYTES), dtype=torch.uint8), (0, 0)
+    scale_T1 = _scale(_magnitude(x_TH).amax(1, keepdim=True))
+    bytes_TH, lost = _quantized(x_TH, scale_T1)
+    return torch.cat((bytes_TH, scale_T1.view(torch.uint8)), dim=1), lost
+
+
+def decode_by_token(bytes_TH: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, H] from what `encode_by_token` gave."""
+    if not bytes_TH.shape[0]:
+        return bytes_TH.new_empty((0, bytes_TH.shape[1] - SCALE_BYTES), dtype=dtype)
+    scale_T1 = bytes_TH[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    x_TH = bytes_TH[:, :-SCALE_BYTES].contiguous().view(torch.float8_e4m3fn)
+    return (x_TH.to(_wide(dtype)) * scale_T1).to(dtype)
+
+
+def rows_by_channel(rows: int) -> int:
+    """Rows of H bytes that so many rows become, scales and all."""
+    return rows + SCALE_BYTES * -(-rows // GROUP)
+
+
+def encode_by_channel(x_TH: Tensor, runs: Sequence[int]) -> tuple[Tensor, Lost]:
+    """[sum of `rows_by_channel`, H] bytes; `runs`: how many rows go to each rank, in order."""
+    parts, clipped, flushed = [], 0, 0
+    for run_TH in torch.split(x_TH, list(runs)):
+        groups = list(torch.split(run_TH, GROUP)) if run_TH.shape[0] else []
+        scales = [_scale(_magnitude(each).amax(0, keepdim=True)) for each in groups]
+        for each, scale_1H in zip(groups, scales, strict=True):
+            bytes_TH, lost = _quantized(each, scale_1H)
+            parts.append(bytes_TH)
+            clipped, flushed = clipped + lost[0], flushed + lost[1]
+        parts += [scale_1H.view(torch.uint8).view(SCALE_BYTES, -1) for scale_1H in scales]
+    empty = x_TH.new_zeros((0, x_TH.shape[1]), dtype=torch.uint8)
+    return torch.cat([empty, *parts]), (clipped, flushed)
+
+
+def decode_by_channel(bytes_NH: Tensor, runs: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[T, H] from what each rank's `encode_by_channel` gave; `runs`: how many rows came from each, in order."""
+    parts = [torch.empty((0, bytes_NH.shape[1]), dtype=dtype, device=bytes_NH.device)]
+    for rows, run_NH in zip(runs, torch.split(bytes_NH, [rows_by_channel(rows) for rows in runs]), strict=True):
+        if not rows:
+            continue
+        scales_GH = run_NH[rows:].clone().view(-1, SCALE_BYTES * run_NH.shape[1]).view(torch.float32)
+        x_TH = run_NH[:rows].view(torch.float8_e4m3fn).to(_wide(dtype))
+        parts.append((x_TH * scales_GH.repeat_interleave(GROUP, dim=0)[:rows]).to(dtype))
+    return torch.cat(parts)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """What is not finite counts 0: it takes no part in a scale."""
+    return x.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    scale = largest.float() / _LARGEST
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _quantized(x: Tensor, scale: Tensor) -> tuple[Tensor, Lost]:
+    scaled = x.detach() / scale
+    narrow = scaled.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    clipped = int((scaled.abs() > _LARGEST * 1.001).sum())  # the largest itself may round up by a last bit
+    flushed = int(((narrow.to(torch.float32) == 0) & (scaled != 0)).sum())
+    return narrow.view(torch.uint8), (clipped, flushed)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,178 @@
+"""Ranks that hold the same parameters: how they sum gradients and gather what each of them updates.
+
+1. On one level a sum is an all-reduce, or a reduce-scatter where each rank keeps a shard.
+2. On two levels (MegaScale-MoE, Appendix A.1) it is a reduce-scatter inside each node, one across nodes on the part
+   that is left, then all-gathers in the reverse order. So one copy travels between nodes, however many a node holds.
+3. In a narrow format (`comm/narrow_sum`) an all-to-all takes the place of each reduce-scatter. A sum that all ranks
+   keep whole is gathered in that format too, so that every rank has the same bits.
+
+With two levels, shards follow each other in order of (place in the node, node): what a node's rank keeps of the inner
+sum is then one run, cut across nodes. Levels are used where every node has equally many of the ranks, and more than
+one.
+
+Rejected: an all-reduce over all ranks, which sends each node's copies across nodes; and one process group for gradients
+and parameters, because sums that run beside backward would have another order on every rank.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from antiphon.comm.collectives import AllGather, AllReduce, ReduceScatter, run
+from antiphon.comm.ledger import Ledger
+from antiphon.comm.mesh import Group, Mesh
+from antiphon.comm.narrow_sum import NarrowSum
+
+_TIMEOUT = timedelta(seconds=600)
+_REPLICAS: tuple[tuple[str, ...], ...] = (
+    ("data", "sequence"),
+    ("data", "sequence", "tensor"),
+    ("expert_data",),
+    ("expert_data", "expert_tensor"),
+)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A group and what its collectives are called in the ledger behind their purpose."""
+
+    group: Group
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks of `group`. `sums`, `gathers`: levels for gradients and for parameters, the inner one first. `narrow`:
+    gradients travel in bfloat16."""
+
+    group: Group
+    sums: tuple[Level, ...]
+    gathers: tuple[Level, ...]
+    narrow: bool = False
+
+    @staticmethod
+    def flat(group: Group) -> "Replicas":
+        """On one level, in the format that gradients have."""
+        return Replicas(group, (Level(group),), (Level(group),))
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def place(self) -> int:
+        """The number of this rank's shard."""
+        place = 0
+        for level in self.sums:
+            place = place * level.group.size + level.group.index
+        return place
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """The sum over all ranks, on each of them. `flat` is used up."""
+        if len(self.sums) == 1 and not self.narrow:
+            return run(AllReduce(self.group_of_sums, "gradients"), flat)
+        count = flat.shape[0]
+        sizes = (-(-count // self.size),) * self.size
+        padded = torch.cat((flat, flat.new_zeros(sum(sizes) - count))) if sum(sizes) > count else flat
+        shard = self.sum_shard(padded, sizes)
+        whole = _gather(self.sums, "gradients", shard.bfloat16() if self.narrow else shard, sizes)
+        return whole[:count].to(flat.dtype)
+
+    def sum_shard(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's shard of the sum; shards have these sizes. `flat` is used up."""
+        for level, parts in _levels(self.sums, sizes):
+            purpose = f"gradients{level.suffix}"
+            if self.narrow:
+                flat = run(NarrowSum(level.group, purpose, parts, flat.dtype), flat)
+            else:
+                flat = run(ReduceScatter(level.group, purpose, parts), flat)
+        return flat
+
+    def gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The parameters of which this rank has a shard."""
+        return _gather(self.gathers, "parameters", shard, sizes)
+
+    @property
+    def group_of_sums(self) -> Group:
+        return self.sums[0].group
+
+
+def _gather(levels: Sequence[Level], purpose: str, shard: Tensor, sizes: Sequence[int]) -> Tensor:
+    for level, parts in reversed(list(_levels(levels, sizes))):
+        shard = run(AllGather(level.group, purpose + level.suffix, parts), shard)
+    return shard
+
+
+def _levels(levels: Sequence[Level], sizes: Sequence[int]) -> list[tuple[Level, tuple[int, ...]]]:
+    """Each level with the sizes that its ranks keep of what they have there."""
+    found = []
+    for level in levels:
+        ranks, index = level.group.size, level.group.index
+        together = len(sizes) // ranks
+        found.append((level, tuple(sum(sizes[rank * together : (rank + 1) * together]) for rank in range(ranks))))
+        sizes = sizes[index * together : (index + 1) * together]
+    return found
+
+
+class ReplicaGroups:
+    """All replica groups of one rank's mesh. Made by all ranks together, because it may make process groups: for levels
+    where `node_size` ranks are neighbours on a node (0: no levels), and, if `apart`, others for gradients than for
+    parameters, with the ledger `aside`."""
+
+    def __init__(self, mesh: Mesh, *, node_size: int = 0, narrow: bool = False, apart: bool = False) -> None:
+        self.aside = Ledger() if apart else mesh.ledger
+        self._found: dict[tuple[int, ...], Replicas] = {}
+        lists = [mesh.sizes.groups(axes) for axes in _REPLICAS]
+        if mesh.sizes.pipeline > 1:
+            ranks = range(mesh.sizes.world_size)
+            lists.append([[rank for rank in ranks if mesh.sizes.is_end(rank) is end] for end in (True, False)])
+        for members, _ in itertools.groupby(sorted(lists)):
+            own = next((ranks for ranks in members if mesh.rank in ranks), None)
+            if own is not None:
+                self._found[tuple(own)] = self._of(mesh, members, own, node_size, narrow, apart)
+
+    def of(self, group: Group) -> Replicas:
+        """For the ranks of `group`, which is one of the mesh."""
+        return self._found[group.ranks]
+
+    def _of(
+        self, mesh: Mesh, members: list[list[int]], own: list[int], node_size: int, narrow: bool, apart: bool
+    ) -> Replicas:
+        group = next(group for group in mesh.groups.values() if group.ranks == tuple(own))
+        if max(map(len, members)) == 1:
+            return Replicas.flat(group)
+        if _has_levels(members, node_size):
+            inside = [rank for rank in own if rank // node_size == mesh.rank // node_size]
+            place = inside.index(mesh.rank)
+            across = [rank for index, rank in enumerate(own) if index % len(inside) == place]
+            ways = (inside, "_inside"), (across, "_across")
+            gathers = tuple(Level(_group(ranks, mesh.rank, mesh.ledger), suffix) for ranks, suffix in ways)
+        else:
+            gathers = (Level(group),)
+        sums = gathers
+        if apart:
+            sums = tuple(replace(each, group=_group(each.group.ranks, mesh.rank, self.aside)) for each in gathers)
+        return Replicas(group, sums, gathers, narrow)
+
+
+def _has_levels(members: list[list[int]], node_size: int) -> bool:
+    """Whether each of these groups has equally many ranks, more than one, on each of several nodes."""
+    if not node_size:
+        return False
+    shares = {
+        tuple(len(list(of_node)) for _, of_node in itertools.groupby(ranks, lambda rank: rank // node_size))
+        for ranks in members
+    }
+    share = shares.pop()
+    return not shares and len(share) > 1 and len(set(share)) == 1 and share[0] > 1
+
+
+def _group(ranks: Sequence[int], rank: int, ledger: Ledger) -> Group:
+    """Waits for the other ranks; all ranks make equally many."""
+    made = dist.new_group(list(ranks), timeout=_TIMEOUT, use_local_synchronization=True)
+    return Group(tuple(ranks), list(ranks).index(rank), ledger, made)

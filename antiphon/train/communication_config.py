@@ -1,0 +1,46 @@
+"""How ranks send gradients and rows: formats, levels, order. Everything is off by default."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.base.errors import UserError
+from antiphon.comm.float8 import Format
+from antiphon.specs.strict_table import CountFromZero
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """`gradients`: their format between ranks that hold the same parameters; they are added in float32 either way.
+    `hierarchical`: these sums go inside each node first, then one copy between nodes. `node_size`: ranks of a node (0:
+    as many as torchrun started on this machine).
+
+    `activations`: rows and their gradients on the way to experts and back: "float8" all of them, "float8_permutation"
+    only those that all-to-alls move, which add nothing. `gate_weights`: where a result is multiplied by its choice's
+    weight: "combine", behind the experts, or "experts", before their second product."""
+
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    hierarchical: bool = False
+    node_size: CountFromZero = 0
+    activations: Format = "plain"
+    gate_weights: Literal["combine", "experts"] = "combine"
+
+    def check_dispatch(self, dispatch: str) -> None:
+        """`UserError` where a switch would do nothing with this way of rows."""
+        if dispatch == "gather_scatter" and self.activations == "float8_permutation":
+            raise UserError(
+                "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
+                "is gather_scatter, which has none: use dispatch all_to_all, or another value"
+            )
+
+    def ranks_per_node(self, world_size: int) -> int:
+        """For hierarchical sums; 0: they are off. `UserError` where there are no two levels."""
+        if not self.hierarchical or world_size == 1:
+            return 0
+        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if world_size % size or size in (1, world_size):
+            raise UserError(
+                f"communication: hierarchical sums with nodes of {size} ranks, of {world_size} in all: set node_size "
+                "to a divisor between these, or hierarchical to false"
+            )
+        return size

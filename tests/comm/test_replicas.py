@@ -1,0 +1,101 @@
+"""Sums over ranks that hold the same: values, and bytes against MegaScale-MoE's section 5 and Appendix A.1, on four
+ranks that are two nodes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from antiphon.comm.mesh import Sizes, connect
+from antiphon.comm.replicas import ReplicaGroups, _has_levels
+from tests.comm.ranks import on_ranks
+
+RANKS, NODE = 4, 2
+COUNT = 96
+UNEVEN = (10, 0, 61, 25)
+
+
+def number_of(rank: int) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(rank))
+
+
+def sums(rank: int) -> dict[tuple[bool, bool], Any]:
+    """By (two levels, narrow): worst distance of the sum, of uneven shards and of what is gathered of them, how many
+    numbers ranks disagree on, and the bytes of each."""
+    mesh = connect(Sizes(world_size=RANKS), rank, 60)
+    expected = torch.stack([number_of(each) for each in range(RANKS)]).double().sum(0)
+    found = {}
+    for levels in (False, True):
+        for narrow in (False, True):
+            replicas = ReplicaGroups(mesh, node_size=NODE if levels else 0, narrow=narrow, apart=True)
+            of = replicas.of(mesh.world)
+            total = of.sum(number_of(rank))
+            whole = replicas.aside.take().sent_bytes
+            shard = of.sum_shard(number_of(rank), (COUNT // RANKS,) * RANKS)
+            cut = replicas.aside.take().sent_bytes
+            uneven = of.sum_shard(number_of(rank), UNEVEN)
+            begin = sum(UNEVEN[: of.place])
+            mesh.ledger.take()
+            gathered = of.gather(uneven, UNEVEN)
+            others = ReplicaGroups(mesh).of(mesh.world).sum(total.clone()) - RANKS * total
+            found[levels, narrow] = (
+                float((total - expected).abs().max()),
+                float((uneven - expected[begin : begin + UNEVEN[of.place]]).abs().sum() / max(1, uneven.shape[0])),
+                float((gathered - expected).abs().max()),
+                float(others.abs().max()),
+                whole,
+                cut,
+                shard.shape[0],
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), sums)
+
+
+def test_sums_and_shards(of_ranks: list[Any]) -> None:
+    for found in of_ranks:
+        for (levels, narrow), (total, uneven, gathered, others, *_, size) in found.items():
+            band = (0.08 if levels else 0.05) if narrow else 1e-5
+            assert total < band
+            assert uneven < band
+            assert gathered < band
+            assert others == 0, "every rank has the same bits"
+            assert size == COUNT // RANKS
+
+
+def test_bytes_are_those_of_the_formulas(of_ranks: list[Any]) -> None:
+    """In float32; a narrow sum sends exactly half."""
+    whole, nodes = 4 * COUNT, RANKS // NODE
+    for found in of_ranks:
+        one_way = whole * (RANKS - 1) // RANKS
+        assert found[False, False][4] == {"gradients.all_reduce": 2 * one_way}
+        assert found[False, False][5] == {"gradients.reduce_scatter": one_way}
+        assert found[False, True][5] == {"gradients.all_to_all": one_way // 2}
+        assert sum(found[False, True][4].values()) == one_way
+        inside, across = whole * (NODE - 1) // NODE, whole // NODE * (nodes - 1) // nodes  # eq. 10: P and P / n
+        assert found[True, False][5] == {
+            "gradients_inside.reduce_scatter": inside,
+            "gradients_across.reduce_scatter": across,
+        }
+        assert by_level(found[True, False][4]) == {"gradients_inside": 2 * inside, "gradients_across": 2 * across}
+        assert by_level(found[True, True][4]) == {"gradients_inside": inside, "gradients_across": across}
+
+
+def by_level(sent: dict[str, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, num_bytes in sent.items():
+        level = name.split(".")[0]
+        found[level] = found.get(level, 0) + num_bytes
+    return found
+
+
+def test_which_groups_have_levels() -> None:
+    assert _has_levels([[0, 1, 2, 3]], 2)
+    assert _has_levels([[0, 1, 4, 5], [2, 3, 6, 7]], 4)
+    assert not _has_levels([[0, 1, 2, 3]], 4), "one node"
+    assert not _has_levels([[0, 2], [1, 3]], 2), "one rank on each node"
+    assert not _has_levels([[0, 1, 2], [3, 4, 5]], 2), "uneven nodes"
+    assert not _has_levels([[0, 1, 2, 3]], 0)
