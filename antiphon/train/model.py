@@ -16,10 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.comm.mesh import Mesh, split_evenly
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
@@ -200,9 +199,9 @@ def dispatcher_of(mesh: Mesh, num_experts: int, config: ParallelConfig) -> Dispa
     experts = split_evenly(num_experts, group.size)
     first, last = experts[group.index]
     assert group.size == 1 or config.dispatch != "auto", "choose_dispatch first"
-    dispatcher: Dispatcher = LocalDispatcher(last - first)
+    ways: list[Way] = [GatherScatter(slices)] if slices.size > 1 else []
     if group.size > 1 and config.dispatch == "gather_scatter":
-        dispatcher = GatherScatter(group, dispatcher, (first, last))
+        ways.append(GatherScatter(group, (first, last)))
     elif group.size > 1:
-        dispatcher = AllToAllDispatcher(group, dispatcher, experts, deduplicate=config.deduplicate)
-    return GatherScatter(slices, dispatcher) if slices.size > 1 else dispatcher
+        ways.append(AllToAllWay(group, experts, deduplicate=config.deduplicate))
+    return Dispatcher(last - first, tuple(ways))

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
 from antiphon.cost.network import all_to_all_bytes
 from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
@@ -165,8 +165,8 @@ def deduplicated(rank: int) -> dict[str, tuple[int, float]]:
             generator = torch.Generator().manual_seed(rank)
             choices = torch.rand(20_000, row.num_experts, generator=generator).argsort(1)[:, : row.top_k]
         experts = split_evenly(row.num_experts, RANKS)
-        local = LocalDispatcher(experts[rank][1] - experts[rank][0])
-        dispatcher = AllToAllDispatcher(group, local, experts, deduplicate=True)
+        way = AllToAllWay(group, experts, deduplicate=True)
+        dispatcher = Dispatcher(experts[rank][1] - experts[rank][0], (way,))
         x = torch.ones(choices.shape[0], hidden, requires_grad=True)
         mesh.ledger.take()
         dispatched = dispatcher.start_dispatch(x, choices, torch.ones(choices.shape))
