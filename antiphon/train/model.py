@@ -23,7 +23,6 @@ from antiphon.comm.mesh import Mesh, split_evenly
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.attention import Sequences
 from antiphon.train.capacity import RowNumbers
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.layer import MoeLayer, norm
@@ -32,6 +31,7 @@ from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
 from antiphon.train.schedule import Schedule
 from antiphon.train.sequence_parallel import SequenceParallel
+from antiphon.train.sequences import Sequences
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
 

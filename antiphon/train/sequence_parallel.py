@@ -8,8 +8,9 @@
     scatter         the sum over tensor ranks of rows times their weights; each gets its rows
 
 Each exchange is what is packed, a collective, and what is unpacked, which `train/attention` makes operators of. With
-one sequence rank nothing is packed, and a collective over one tensor rank is the identity. Positions are split evenly, in order, over the ranks of
-both groups; heads too, the longer parts first. A key-value head that several ranks need is sent to each of them.
+one sequence rank nothing is packed, and a collective over one tensor rank is the identity. Positions are split evenly,
+in order, over the ranks of both groups; heads too, the longer parts first. A key-value head that several ranks need is
+sent to each of them.
 
 Letters: B sequences, S positions, s those of this rank (after the gather: of its tensor group), N query heads,
 G KV heads, D head width, V width of a value, H hidden.
@@ -129,9 +130,7 @@ class SequenceParallel:
         batch = received.shape[0] // (self._num_rows * sum(heads) * width)
         parts = torch.split(received, [batch * self._num_rows * count * width for count in heads])
         shape = batch, self._num_rows
-        return torch.cat(
-            [part.view(*shape, count * width) for part, count in zip(parts, heads, strict=True)], dim=2
-        )
+        return torch.cat([part.view(*shape, count * width) for part, count in zip(parts, heads, strict=True)], dim=2)
 
     @property
     def _lengths(self) -> list[int]:

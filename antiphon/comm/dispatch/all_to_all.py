@@ -54,6 +54,10 @@ class AllToAllWay:
         ranks = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]
         self._rank_of = torch.tensor([*ranks, -1])  # the last one is where -1 points
 
+    @property
+    def weighs_at_home(self) -> bool:
+        return not self.deduplicate
+
     def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
         size, ranks_TK = self.group.size, self._rank_of.to(ids_TK.device)[ids_TK]
         firsts, ones_Tn = self._firsts.to(ids_TK.device), None

@@ -51,6 +51,10 @@ class Hop(Protocol):
 class Way(Protocol):
     """Rows over one group and back."""
 
+    @property
+    def weighs_at_home(self) -> bool:
+        """Whether results are weighted when they are back: then weights travel only as ones."""
+
     def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
         """How rows with these choices go, and choices with weights as they leave. May wait for other ranks."""
 

@@ -56,6 +56,10 @@ class GatherScatter:
     group: Group
     experts: tuple[int, int] | None = None
 
+    @property
+    def weighs_at_home(self) -> bool:
+        return False
+
     def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
         sizes = gather_sizes(self.group, ids_TK.shape[0], ids_TK.device)
         purposes = "dispatch", "routing"

@@ -30,8 +30,8 @@ def activate(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
     if widths.activation == "silu":
         hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
-        return hidden
-    hidden = _Again.apply(gate_up_RJ, widths)  # type: ignore[no-untyped-call]
+    else:
+        hidden = _Again.apply(gate_up_RJ, widths)  # type: ignore[no-untyped-call]
     return hidden
 
 

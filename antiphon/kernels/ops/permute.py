@@ -72,7 +72,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Kept are the experts' rows as they lie, not a second copy in order of token, and only for the weights' gradient."""
+    """Kept are the experts' rows as they lie, no second copy in order of token, and only for the weights' gradient."""
 
     @staticmethod
     def forward(ctx: Any, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
