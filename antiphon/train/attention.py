@@ -31,7 +31,7 @@ def attention_operators(spec: ModelSpec, *, sequence_ranks: int) -> list[Operato
     """From normed rows to attention's output, without the residual."""
     attention = spec.attention
     latent = attention.latent
-    normed = latent is not None or attention.qk_norm is not None or attention.clip_qkv is not None
+    normed = reads_qkv(attention)
     return [
         Exchange(
             name="tensor_gather",
@@ -61,6 +61,11 @@ def attention_operators(spec: ModelSpec, *, sequence_ranks: int) -> list[Operato
             dim=1,
         ),
     ]
+
+
+def reads_qkv(attention: AttentionSpec) -> bool:
+    """Whether backward reads what the projection made: for norms or clipping."""
+    return attention.latent is not None or attention.qk_norm is not None or attention.clip_qkv is not None
 
 
 def _heads(*, copies: bool) -> list[Operator]:

@@ -8,6 +8,7 @@ Letters: T rows of this rank, K experts a row, P rows that travel, R rows in ord
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,10 +28,16 @@ def dense_operators() -> list[Operator]:
     return [*_gated("dense"), add]
 
 
-def expert_operators(spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool) -> list[Operator]:
-    """Of a MoE layer: from normed rows to the next layer's."""
+def expert_operators(
+    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool
+) -> list[Operator]:
+    """Of a MoE layer: from normed rows to the next layer's. `weighs_early`: the router's weights multiply before the
+    second product where they can (MegaScale-MoE, section 4.1), so that backward does not need its result; they cannot
+    where that product has a bias, and where they stay at home."""
     has_shared, bounded = bool(spec.feed_forward.shared_intermediate), budget.may_exceed
-    there, back = _ways(dispatcher)
+    weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
+    early = weighs_early and weighs_here and not spec.feed_forward.expert_bias
+    there, weights, back = _ways(dispatcher, has_weights=not early, needs_rows=weighs_here)
     return [
         Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
         Compute(
@@ -53,7 +60,7 @@ def expert_operators(spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget,
         ),
         *there,
         *(_shared(spec) if has_shared else ()),
-        *_experts(spec, dispatcher, adds_bias=adds_bias),
+        *_experts(spec, weights if early else None, adds_bias=adds_bias),
         *back,
         *(_over_budget() if bounded else ()),
         Compute(
@@ -65,8 +72,9 @@ def expert_operators(spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget,
     ]
 
 
-def _ways(dispatcher: Dispatcher) -> tuple[list[Operator], list[Operator]]:
-    """The operators that bring rows over each way, and those that bring sums back."""
+def _ways(dispatcher: Dispatcher, *, has_weights: bool, needs_rows: bool) -> tuple[list[Operator], str, list[Operator]]:
+    """The operators that bring rows over each way, the name of the weights that came, and the operators that bring sums
+    back. `has_weights`: the sum of an expert's rows is weighted; `needs_rows`: the weights' gradient reads the rows."""
     there, back, rows, ids, weights, total = list[Operator](), list[Operator](), "ln2_out", "ids", "weights", "ffn_out"
     for number, way in enumerate(dispatcher.ways):
         end = "" if number == 0 else f"_{number + 1}"
@@ -87,15 +95,14 @@ def _ways(dispatcher: Dispatcher) -> tuple[list[Operator], list[Operator]]:
     scatter = Compute(
         name="scatter", reads=(rows, "row_map"), makes=("ffn_in",), function=lambda here, x, rows: to_experts(x, rows)
     )
-    weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
     gather = Compute(
         name="gather",
-        reads=("fc2_out", weights, "row_map"),
+        reads=("fc2_out", "row_map", *((weights,) if has_weights else ())),
         makes=(total,),
-        saves=("fc2_out", weights) if weighs_here else (weights,),
-        function=lambda here, y, weights, rows: combine(y, weights, rows),
+        saves=("fc2_out", weights) if has_weights and needs_rows else (),
+        function=_gather,
     )
-    return [*there, scatter], [gather, *back]
+    return [*there, scatter], weights, [gather, *back]
 
 
 def _way_there(way: Way, end: str, rows: str, ids: str, weights: str) -> list[Operator]:
@@ -159,8 +166,10 @@ def _way_back(way: Way, end: str, weights: str, total: str) -> list[Operator]:
     ]
 
 
-def _experts(spec: ModelSpec, dispatcher: Dispatcher, *, adds_bias: bool) -> list[Operator]:
-    has_bias = spec.feed_forward.expert_bias
+def _experts(spec: ModelSpec, weights: str | None, *, adds_bias: bool) -> list[Operator]:
+    """`weights`: the name of those that multiply before the second product; None: none do."""
+    has_bias, activated = spec.feed_forward.expert_bias, "fc2_in" if weights is None else "act_out"
+    weighed = [] if weights is None else [_weigh(activated, weights)]
     return [
         Product(
             name="fc1",
@@ -171,7 +180,8 @@ def _experts(spec: ModelSpec, dispatcher: Dispatcher, *, adds_bias: bool) -> lis
             bias=_bias(GATE_UP, has_bias),
             grouped=True,
         ),
-        Compute(name="activation", reads=("fc1_out",), makes=("fc2_in",), saves=("fc1_out",), function=_activate),
+        Compute(name="activation", reads=("fc1_out",), makes=(activated,), saves=("fc1_out",), function=_activate),
+        *weighed,
         Product(
             name="fc2",
             reads=("fc2_in", "row_map"),
@@ -182,6 +192,15 @@ def _experts(spec: ModelSpec, dispatcher: Dispatcher, *, adds_bias: bool) -> lis
             grouped=True,
         ),
     ]
+
+
+def _weigh(rows: str, weights: str) -> Operator:
+    def weigh(here: Here, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+        weights_R = weights_TK.flatten().index_select(0, rows.order_R)
+        return x * weights_R.to(x.dtype).unsqueeze(1)
+
+    saves = (rows, weights)
+    return Compute(name="weigh", reads=(rows, weights, "row_map"), makes=("fc2_in",), saves=saves, function=weigh)
 
 
 def _bias(purpose: str, exists: bool) -> Callable[[Weights], Tensor | None]:
@@ -244,6 +263,11 @@ def _route(here: Here, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Pieces, Tens
 
 def _sort(here: Here, ids_TK: Tensor) -> RowMap:
     return row_map(ids_TK, here.dispatcher.num_experts)
+
+
+def _gather(here: Here, y_RH: Tensor, rows: RowMap, *weights_TK: Tensor) -> Tensor:
+    ones_TK = torch.ones_like(rows.place_TK, dtype=y_RH.dtype)
+    return combine(y_RH, weights_TK[0] if weights_TK else ones_TK, rows)
 
 
 def _activate(here: Here, x: Tensor) -> Tensor:

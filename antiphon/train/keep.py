@@ -33,12 +33,12 @@ class Keeping:
     again: frozenset[str]
 
 
-def keeping(graph: Graph, keep: Keep) -> Keeping:
-    """Under a policy or a list of names. A name may be of another kind of layer; `UserError` if it is of none, see
-    `check_names`."""
+def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
+    """Under a policy or a list of names; "none" without those in `dropped`. A name may be of another kind of layer;
+    `check_names` refuses it if it is of none."""
     saved = graph.saved
     if keep == "none":
-        wanted = saved
+        wanted = saved - set(dropped)
     elif keep == "selective":
         wanted = {*DEAR, *(() if "qkv" in saved else HEADS)}
     elif keep == "full":

@@ -55,8 +55,8 @@ class MoeLayer(nn.Module):
         self.budget = budget
         self.spans = Spans()
         self.held = Held()
-        operators = layer_operators(spec, layer, share, dispatcher, budget)
-        self.plan = LayerPlan.of(Graph(operators, "hidden", "hidden_next"), options)
+        graph = layer_graph(spec, layer, share, dispatcher, budget, weighs_early=options.weighs_early)
+        self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
     def forward(self, x_BSH: Tensor, sequences: Sequences, routing: Routing) -> Tensor:
@@ -83,21 +83,22 @@ class MoeLayer(nn.Module):
         return logits_TE, *choose_experts(logits_TE, score_bias_E, router)
 
 
-def layer_operators(
-    spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, budget: RowBudget
-) -> list[Operator]:
+def layer_graph(
+    spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, budget: RowBudget, *, weighs_early: bool = False
+) -> Graph:
     """All operators of one layer."""
-    return [
+    operators: list[Operator] = [
         Compute(name="ln1", reads=("hidden",), makes=("ln1_out",), saves=("hidden",), function=_input_norm),
         *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence),
         Compute(name="add_attention", reads=("hidden", "attn_out_rs"), makes=("ln2_in",), function=_add_attention),
         Compute(name="ln2", reads=("ln2_in",), makes=("ln2_out",), saves=("ln2_in",), function=_post_norm),
         *(
-            expert_operators(spec, dispatcher, budget, adds_bias=share.adds_bias)
+            expert_operators(spec, dispatcher, budget, adds_bias=share.adds_bias, weighs_early=weighs_early)
             if spec.moe_layers[layer]
             else dense_operators()
         ),
     ]
+    return Graph(operators, "hidden", "hidden_next")
 
 
 def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:

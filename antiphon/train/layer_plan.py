@@ -7,7 +7,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
@@ -23,6 +23,7 @@ from antiphon.train.layer_schedule import (
     WAIT,
     WAIT_AGAIN,
     WAIT_GRADIENT,
+    WAIT_OF,
     WEIGHTS,
     Action,
     Schedule,
@@ -34,11 +35,17 @@ from antiphon.train.operators import Exchange, Graph, Operator, Product
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """`keep`: a policy or names, see `train.keep`. `schedule`: as text, and where it comes from."""
+    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from."""
 
     keep: Keep = "none"
+    dropped: tuple[str, ...] = ()
     schedule: str = DEFAULT
     where: str = "the default schedule"
+
+    @property
+    def weighs_early(self) -> bool:
+        """Whether the router's weights multiply before the experts' second product, see `train.feed_forward`."""
+        return self.keep in ("selective", "full")
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,28 @@ class LayerPlan:
     @staticmethod
     def of(graph: Graph, options: PlanOptions) -> "LayerPlan":
         """`UserError` for a schedule that cannot run."""
-        kept = keeping(graph, options.keep)
-        text = parse(options.schedule, options.where)
+        kept = keeping(graph, options.keep, options.dropped)
+        return LayerPlan._of(graph, kept, options.schedule, options.where)
+
+    def with_schedule(self, text: str, where: str) -> "LayerPlan":
+        """The same operators in another order."""
+        return LayerPlan._of(self.graph, self.keeping, text, where)
+
+    def records_again(self, operator: Operator) -> bool:
+        """Whether what the operator's backward needs is noted when it runs again, and not in forward."""
+        return _records_again(operator, self.keeping.again)
+
+    @staticmethod
+    def _of(graph: Graph, kept: Keeping, schedule: str, where: str) -> "LayerPlan":
+        text = parse(schedule, where)
         forward = only(text.forward, graph.operators, kept.again)
         backward = only(text.backward, graph.operators, kept.again)
         needed = _needed(graph, kept)
-        _check_all_there(forward, needed.forward, f"{options.where}, forward")
+        _check_all_there(forward, needed.forward, f"{where}, forward")
         backward = list(_with_again(graph, kept, backward))
-        _check_all_there(backward, needed.backward, f"{options.where}, backward")
-        _check_forward(graph, forward, options.where)
-        _check_backward(graph, kept, backward, options.where)
+        _check_all_there(backward, needed.backward, f"{where}, backward")
+        _check_order(graph, forward, f"{where}, forward", backward=False)
+        _check_order(graph, backward, f"{where}, backward", backward=True)
         return LayerPlan(
             graph,
             kept,
@@ -72,6 +91,10 @@ class LayerPlan:
             _last_uses([_touched(graph, each) for each in forward], {graph.end}),
             _last_uses([_touched(graph, each) for each in backward], set()),
         )
+
+
+def _records_again(operator: Operator, again: Collection[str]) -> bool:
+    return operator.name in again and bool(operator.saves)
 
 
 def _needed(graph: Graph, kept: Keeping) -> Schedule:
@@ -145,8 +168,10 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
         if action in done and action.verb in (AGAIN, START_AGAIN, WAIT_AGAIN):
             return
         done.add(action)
-        yield from need(read_by(graph, action))
         operator = graph.operators[action.operator]
+        if action.verb == GRADIENT and _records_again(operator, kept.again):
+            yield from again(operator)
+        yield from need(read_by(graph, action))
         if action.verb == WAIT_AGAIN and operator.name not in started:
             yield from do(Action(START_AGAIN, operator.name))
         if action.verb == START_AGAIN:
@@ -159,50 +184,40 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
         yield from do(action)
 
 
-def _check_forward(graph: Graph, actions: list[Action], where: str) -> None:
-    there, started = {graph.begin}, set[str]()
+def needs(graph: Graph, actions: Sequence[Action], *, backward: bool) -> dict[Action, dict[Action, str]]:
+    """By action: those that have to come before it, and for what."""
+    making = (each for each in actions if each.verb in (RUN, WAIT, AGAIN, WAIT_AGAIN))
+    makers = {name: each for each in making for name in graph.operators[each.operator].makes}
+    readers, there = _readers(graph), set(actions)
+    found: dict[Action, dict[Action, str]] = {}
     for action in actions:
-        operator = graph.operators[action.operator]
-        _check_there(graph, action, there, f"{where}, forward")
-        if action.verb == WAIT and operator.name not in started:
-            raise UserError(f"{where}, forward: {str(action)!r} stands before 'start {operator.name}': turn them round")
-        if action.verb == START:
-            started.add(operator.name)
-        else:
-            there.update(operator.makes)
+        before = found[action] = {makers[name]: name for name in read_by(graph, action) if name in makers}
+        if action.verb in _STARTED:
+            before[Action(_STARTED[action.verb], action.operator)] = "what was started"
+        again = Action(AGAIN, action.operator)
+        if action.verb == GRADIENT and again in there and graph.operators[action.operator].saves:
+            before[again] = "what its backward reads"
+        if backward and action.verb in (GRADIENT, WEIGHTS, START_GRADIENT):
+            for name in graph.operators[action.operator].makes:
+                for reader in readers.get(name, ()):
+                    last = Action(WAIT_GRADIENT if isinstance(reader, Exchange) else GRADIENT, reader.name)
+                    if last in there:
+                        before[last] = f"the gradient of {name}"
+    return found
 
 
-def _check_there(graph: Graph, action: Action, there: set[str], where: str) -> None:
-    for name in read_by(graph, action):
-        if name not in there:
-            maker = graph.maker_of[name].name
-            raise UserError(
-                f"{where}: {str(action)!r} needs {name}, which {maker} makes, and {maker} comes later, so each would "
-                f"wait for the other: put {maker} first"
-            )
+_STARTED = {wait: start for start, wait in WAIT_OF.items()}
 
 
-def _check_backward(graph: Graph, kept: Keeping, actions: list[Action], where: str) -> None:
-    where = f"{where}, backward"
-    there, done = set(kept.kept), set[Action]()
-    readers = _readers(graph)
-    for action in actions:
-        operator = graph.operators[action.operator]
-        _check_there(graph, action, there, where)
-        if action.verb in (GRADIENT, WEIGHTS, START_GRADIENT):
-            for reader in (reader for name in operator.makes for reader in readers.get(name, ())):
-                last = Action(WAIT_GRADIENT if isinstance(reader, Exchange) else GRADIENT, reader.name)
-                if last not in done:
-                    raise UserError(
-                        f"{where}: {str(action)!r} needs the gradient that {str(last)!r} gives, which comes later, so "
-                        f"each would wait for the other: put {str(last)!r} first"
-                    )
-        for verb, first in ((WAIT_GRADIENT, START_GRADIENT), (WAIT_AGAIN, START_AGAIN)):
-            if action.verb == verb and Action(first, operator.name) not in done:
-                raise UserError(f"{where}: {str(action)!r} stands before '{first} {operator.name}': turn them round")
-        done.add(action)
-        if action.verb in (AGAIN, WAIT_AGAIN):
-            there.update(operator.makes)
+def _check_order(graph: Graph, actions: Sequence[Action], where: str, *, backward: bool) -> None:
+    place = {action: index for index, action in enumerate(actions)}
+    for action, before in needs(graph, actions, backward=backward).items():
+        for other, what in before.items():
+            if place[other] > place[action]:
+                raise UserError(
+                    f"{where}: {str(action)!r} needs {what}, which {str(other)!r} gives, and that comes later, so each "
+                    f"would wait for the other: put {str(other)!r} first"
+                )
 
 
 def _readers(graph: Graph) -> Mapping[str, list[Operator]]:

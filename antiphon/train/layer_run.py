@@ -21,6 +21,7 @@ from antiphon.train.layer_schedule import (
     GRADIENT,
     START,
     START_AGAIN,
+    WAIT,
     WAIT_AGAIN,
     WAIT_GRADIENT,
     WEIGHTS,
@@ -65,7 +66,7 @@ class _LayerRun:
         self._held = held
         self._held_bytes = 0
         self._values: dict[str, Any] = {}
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients: dict[str, dict[str, Tensor]] = {}  # by name, and by the operator that read it
         self._constants: set[str] = set(plan.graph.facts)  # names without a gradient
         self._graphs: dict[str, OperatorGraph] = {}
         self._collectives: dict[str, Collective] = {}
@@ -76,11 +77,11 @@ class _LayerRun:
         plan, self._values = self._plan, {self._plan.graph.begin: x}
         for action, freed in zip(plan.schedule.forward, plan.freed_forward, strict=True):
             operator = plan.graph.operators[action.operator]
-            with self._spans.of(operator.name, self._here.layer):
+            with self._spans.of(span_name(action), self._here.layer):
                 if isinstance(operator, Exchange):
                     self._exchange(operator, action.verb)
                 else:
-                    self._run(operator, recorded=recorded and operator.name not in plan.keeping.again)
+                    self._run(operator, recorded=recorded and not plan.records_again(operator))
             for name in freed:
                 if not recorded or name not in plan.keeping.kept:
                     self._values.pop(name, None)
@@ -93,16 +94,18 @@ class _LayerRun:
     def backward(self, grad: Tensor) -> Tensor:
         """The gradient of the layer's input; those of parameters are in `parameter_gradients`."""
         plan, graph = self._plan, self._plan.graph
-        self._gradients[graph.end] = grad
+        self._gradients[graph.end] = {graph.maker_of[graph.end].name: grad}
         for action, freed in zip(plan.schedule.backward, plan.freed_backward, strict=True):
             operator = graph.operators[action.operator]
-            with self._spans.of(_span_name(action), self._here.layer, backward=True):
+            with self._spans.of(span_name(action), self._here.layer, backward=True):
                 self._do(operator, action.verb)
             for name in freed:
                 self._values.pop(name, None)
         self._values.clear()
         self._held.add(-self._held_bytes)
-        return self._gradients.pop(graph.begin)
+        result = self._gradient_of(graph.begin)
+        assert result is not None
+        return result
 
     def _do(self, operator: Operator, verb: str) -> None:
         match operator, verb:
@@ -111,7 +114,7 @@ class _LayerRun:
             case Exchange(), _:
                 self._exchange_gradient(operator, verb)
             case _, "again":
-                self._run(operator, recorded=True)
+                self._run(operator, recorded=self._plan.records_again(operator))
             case Product(), _:
                 self._product_gradient(operator, verb)
             case _:
@@ -170,21 +173,24 @@ class _LayerRun:
     # backward
 
     def _gradient(self, operator: Operator) -> None:
-        grads = {name: self._gradients.pop(name) for name in operator.makes if name in self._gradients}
+        found = {name: self._gradient_of(name) for name in operator.makes}
+        grads = {name: grad for name, grad in found.items() if grad is not None}
         of_read, of_parameters = self._graphs.pop(operator.name).gradients(grads)
+        for name in operator.makes:
+            self._gradients.pop(name, None)
         for name, grad in of_read.items():
-            self._add(name, grad)
+            self._add(operator, name, grad)
         for parameter, grad in of_parameters:
             self._add_parameter(parameter, grad)
 
     def _product_gradient(self, operator: Product, verb: str) -> None:
-        grad = self._gradients.get(operator.makes[0])
+        grad = self._gradient_of(operator.makes[0])
         if grad is None:
             return
         values = [self._values.get(name) for name in operator.reads]
         if verb == GRADIENT:
             with torch.no_grad():
-                self._add(operator.reads[0], operator.input_gradient(self._here.weights, values, grad))
+                self._add(operator, operator.reads[0], operator.input_gradient(self._here.weights, values, grad))
             self._here.weights.take()
         else:
             self._weight_gradients(operator, values, grad)
@@ -207,18 +213,29 @@ class _LayerRun:
     def _exchange_gradient(self, operator: Exchange, verb: str) -> None:
         if verb == WAIT_GRADIENT:
             if (operator.name, True) in self._flights:
-                self._add(operator.reads[0], self._land(operator, backward=True))
+                self._add(operator, operator.reads[0], self._land(operator, backward=True))
             return
-        grad = self._gradients.pop(operator.makes[0], None)
+        grad = self._gradient_of(operator.makes[0])
+        self._gradients.pop(operator.makes[0], None)
         if grad is not None and self._collectives[operator.name].group.size > 1:
             self._launch(operator, grad, backward=True)
         else:
-            self._add(operator.reads[0], grad)
+            self._add(operator, operator.reads[0], grad)
 
-    def _add(self, name: str, grad: Tensor | None) -> None:
+    def _add(self, operator: Operator, name: str, grad: Tensor | None) -> None:
         if grad is not None and name not in self._constants:
-            known = self._gradients.get(name)
-            self._gradients[name] = grad if known is None else known + grad
+            self._gradients.setdefault(name, {})[operator.name] = grad
+
+    def _gradient_of(self, name: str) -> Tensor | None:
+        """The sum of what its readers gave, in the order of operators: the same bits under every schedule."""
+        parts = self._gradients.get(name)
+        if not parts:
+            return None
+        total, *others = (parts[each] for each in self._plan.graph.operators if each in parts)
+        for other in others:
+            total = total + other
+        self._gradients[name] = {next(iter(parts)): total}
+        return total
 
     def _add_parameter(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         if grad is not None:
@@ -232,7 +249,9 @@ class _LayerRun:
             yield from graph.own_tensors()
 
 
-def _span_name(action: Action) -> str:
-    """Of what is done in backward beside gradients: its own."""
-    extra = {WEIGHTS: "weights", AGAIN: "again", START_AGAIN: "again", WAIT_AGAIN: "again"}.get(action.verb)
-    return f"{action.operator} {extra}" if extra else action.operator
+def span_name(action: Action) -> str:
+    """What the time of `action` is recorded as: gradients are told by being in backward."""
+    if action.verb in (WAIT, WAIT_GRADIENT):
+        return f"wait for {action.operator}"
+    again = {WEIGHTS: "weights", AGAIN: "again", START_AGAIN: "again", WAIT_AGAIN: "again, wait"}.get(action.verb)
+    return f"{action.operator} {again}" if again else action.operator

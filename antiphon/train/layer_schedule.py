@@ -28,6 +28,7 @@ from antiphon.specs.nearest import did_you_mean
 RUN, START, WAIT = "", "start", "wait"
 GRADIENT, WEIGHTS, START_GRADIENT, WAIT_GRADIENT = "gradient", "weights", "start gradient", "wait gradient"
 AGAIN, START_AGAIN, WAIT_AGAIN = "again", "start again", "wait again"
+WAIT_OF = {START: WAIT, START_GRADIENT: WAIT_GRADIENT, START_AGAIN: WAIT_AGAIN}
 FORWARD_VERBS = (START, WAIT)
 BACKWARD_VERBS = (START_GRADIENT, WAIT_GRADIENT, START_AGAIN, WAIT_AGAIN, GRADIENT, WEIGHTS, AGAIN)
 
@@ -137,6 +138,7 @@ sort
 scatter
 fc1
 activation
+weigh
 fc2
 gather
 start combine_2
@@ -163,6 +165,7 @@ start gradient combine   # behind it: rows are sent again, activations made agai
 again send
 start again dispatch
 again activation
+again weigh
 gradient shared_gate
 gradient shared_fc2
 weights shared_fc2
@@ -174,12 +177,13 @@ gradient total_2
 start gradient combine_2
 wait gradient combine_2
 gradient gather
-gradient arrive_2
-start gradient routing_2
 gradient fc2
+gradient weigh
 gradient activation
 gradient fc1
 gradient scatter
+gradient arrive_2
+start gradient routing_2
 start gradient dispatch_2
 wait gradient routing_2
 gradient hop_2

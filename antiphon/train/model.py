@@ -25,7 +25,10 @@ from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
 from antiphon.train.capacity import RowNumbers
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.layer import MoeLayer, norm
+from antiphon.train.keep import check_names
+from antiphon.train.layer import MoeLayer, layer_graph, norm
+from antiphon.train.layer_plan import PlanOptions
+from antiphon.train.operator_graph import Held
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
@@ -82,6 +85,7 @@ class MoeModel(nn.Module):
         dtype: torch.dtype,
         first: FirstValues = FirstValues(),
         parallel: ParallelConfig = ParallelConfig(),
+        options: PlanOptions = PlanOptions(),
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -96,7 +100,13 @@ class MoeModel(nn.Module):
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel)
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
-        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in own)
+        if isinstance(options.keep, tuple):
+            kinds = {routes: layer for layer, routes in enumerate(spec.moe_layers)}.values()
+            check_names(options.keep, [layer_graph(spec, each, self.share, dispatcher, budget) for each in kinds])
+        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first, options) for layer in own)
+        self.held = Held()
+        for each in self.layers:
+            each.held = self.held
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)

@@ -96,10 +96,10 @@ class OperatorGraph:
     def gradients(self, grads: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[nn.Parameter, Tensor]]]:
         """Of what was read, by name, and of parameters, from those of what was made. To be called once."""
         made = {name: grad for name, grad in grads.items() if name in self._edges}
-        inputs = [*self._tokens.values(), *self._parameters]
-        if not made or not inputs:
+        inputs, edges = [*self._tokens.values(), *self._parameters], [self._edges[name] for name in made]
+        self._edges.clear()  # else this object and what its hooks are known to would keep each other
+        if not edges or not inputs:
             return {}, []
-        edges = [self._edges[name] for name in made]
         found = torch.autograd.grad(edges, inputs, list(made.values()), allow_unused=True)
         of_read = {name: grad for name, grad in zip(self._tokens, found, strict=False) if grad is not None}
         of_parameters = zip(self._parameters, found[len(self._tokens) :], strict=True)
