@@ -42,7 +42,7 @@ def test_a_run_learns_and_tells(tmp_path: Path) -> None:
     assert len(board.Scalars("fullest_expert_ratio/layer_01")) == 60
     tags = board.Tags()
     assert tags["histograms"] == ["expert_rows/layer_00", "expert_rows/layer_01"], "no curve an expert"
-    assert len(tags["scalars"]) < 50
+    assert len(tags["scalars"]) < 100
     assert "operator_s/fc1_backward" in tags["scalars"]
 
 
