@@ -28,10 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.comm.mesh import Group, Sizes, connect, split_evenly
 from antiphon.cost.training.volumes import distinct_ranks, expert_parallel_volume
 
@@ -150,13 +149,12 @@ def dispatchers_over(group: Group, num_experts: int) -> dict[str, tuple[Dispatch
     """Each way over `group`, and the experts [first, last) that are here."""
     experts = split_evenly(num_experts, group.size)
     first, last = own = experts[group.index]
-    local = LocalDispatcher(last - first)
-    ways: tuple[Dispatcher, ...] = (
-        AllToAllDispatcher(group, local, experts, deduplicate=False),
-        AllToAllDispatcher(group, local, experts, deduplicate=True),
-        GatherScatter(group, local, own),
+    ways: tuple[Way, ...] = (
+        AllToAllWay(group, experts, deduplicate=False),
+        AllToAllWay(group, experts, deduplicate=True),
+        GatherScatter(group, own),
     )
-    return {name: (way, own) for name, way in zip(VARIANTS, ways, strict=True)}
+    return {name: (Dispatcher(last - first, (way,)), own) for name, way in zip(VARIANTS, ways, strict=True)}
 
 
 def there_and_back(dispatcher: Dispatcher, experts: tuple[int, int], inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +172,7 @@ def _measure(case: DispatchCase, rank: int) -> list[dict[str, Any]]:
     mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), rank, CASE_TIMEOUT_S)
     group, inputs = mesh.group("expert"), _Inputs.draw(case, rank)
     ways = dispatchers_over(group, case.num_experts)
-    expected = there_and_back(LocalDispatcher(case.num_experts), (0, case.num_experts), inputs)
+    expected = there_and_back(Dispatcher(case.num_experts), (0, case.num_experts), inputs)
     for name, way in ways.items():
         check_equal(name, case.dtype, there_and_back(*way, inputs), expected)
     times: dict[str, list[float]] = {name: [] for name in ways}

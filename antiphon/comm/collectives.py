@@ -160,7 +160,7 @@ class Pending:
     """A collective under way."""
 
     def __init__(self, collective: Collective, x: Tensor) -> None:
-        self._flight = _Flight(collective)
+        self._flight = Flight(collective)
         self._token: Tensor = _Start.apply(x, self._flight)  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
@@ -201,8 +201,8 @@ def barrier(group: Group) -> None:
         dist.barrier(group=group.process_group)
 
 
-class _Flight:
-    """What is under way for one `Pending`: forward first, later backward."""
+class Flight:
+    """A collective under way: forward first, later backward. No gradient passes it by itself."""
 
     def __init__(self, collective: Collective) -> None:
         self._forward = collective
@@ -228,7 +228,7 @@ class _Start(torch.autograd.Function):
     """Gives a view of the input as the token that `_Wait` takes: its gradient has the input's shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         flight.launch(x, backward=False)
         return x.view_as(x)
@@ -240,7 +240,7 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         ctx.shape = token.shape
         return flight.land()

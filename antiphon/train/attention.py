@@ -1,4 +1,4 @@
-"""Attention of one layer in training: no cache, gradients, positions and heads shared between ranks.
+"""Attention of one layer in training, as operators: no cache, gradients, positions and heads shared between ranks.
 
 Grouped-query attention in the order of `models/attention`: projection with bias, norm over the whole of q and of k
 (OLMoE), clipping (DBRX, OLMoE), per-head norms (Qwen3), rotary embedding. Latent attention in its expanded form, as
@@ -8,71 +8,147 @@ Letters: B sequences, S positions, s those of this rank, H hidden, X fused width
 D head width, L latent, C width without rotation, R rotated width, V width of a value. Heads are those of this rank.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.ops.attention import attention_mask, causal_attention
+from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
+from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
 from antiphon.train.sequence_parallel import SequenceParallel
+from antiphon.train.sequences import Sequences
 from antiphon.train.weights import Weights
 
-
-@dataclass(frozen=True)
-class Sequences:
-    """What all layers know of a micro-batch. Rotations are those of the positions that this rank projects; `masks`: by
-    sliding window, over all positions, see `attention_mask`."""
-
-    parallel: SequenceParallel
-    cos_BsR: Tensor
-    sin_BsR: Tensor
-    masks: dict[int | None, Tensor | None]
-
-    @staticmethod
-    def of(
-        spec: ModelSpec,
-        parallel: SequenceParallel,
-        cos_PR: Tensor,
-        sin_PR: Tensor,
-        positions_BS: Tensor,
-        documents_BS: Tensor | None,
-    ) -> "Sequences":
-        """`positions_BS` count within documents; `documents_BS` None: one document a sequence."""
-        windows = {spec.attention.window_of(layer) for layer in range(spec.num_layers)}
-        masks = {
-            window: attention_mask(documents_BS, positions_BS.shape[1], window, positions_BS.device)
-            for window in windows
-        }
-        positions_Bs = positions_BS[:, slice(*parallel.gathered)]
-        return Sequences(parallel, cos_PR[positions_Bs], sin_PR[positions_Bs], masks)
+QKV = ("q", "k", "v")
+QKV_A2A = ("q_a2a", "k_a2a", "v_a2a")
 
 
-def attend(spec: ModelSpec, layer: int, weights: Weights, y_BsH: Tensor, sequences: Sequences) -> Tensor:
-    """[B, s, H]: attention of normed rows, without the residual."""
-    attention, parallel = spec.attention, sequences.parallel
-    y_BsH = parallel.gather(y_BsH)
-    if attention.latent is None:
-        q, k, v = _grouped_query(attention, spec.norm_eps, weights, y_BsH, sequences)
-    else:
-        q, k, v = _latent(attention, attention.latent, weights, y_BsH, sequences)
-    q, k, v = parallel.to_heads(q, k, v)
-    sinks_N = weights.optional("sinks")
-    sinks_N = None if sinks_N is None else sinks_N[slice(*parallel.heads)]
-    out_BSNV = causal_attention(q, k, v, sequences.masks[attention.window_of(layer)], attention.scale, sinks_N)
-    out_BsNV = parallel.to_rows(out_BSNV)
-    out_BsH = parallel.scatter(F.linear(out_BsNV.flatten(2), weights["out"]))
-    bias = weights.optional("out_bias")
-    return out_BsH if bias is None else out_BsH + bias
+def attention_operators(spec: ModelSpec, *, sequence_ranks: int) -> list[Operator]:
+    """From normed rows to attention's output, without the residual."""
+    attention = spec.attention
+    latent = attention.latent
+    normed = reads_qkv(attention)
+    return [
+        Exchange(
+            name="tensor_gather",
+            reads=("ln1_out",),
+            makes=("ln1_out_ag",),
+            collective=lambda here, x: here.sequences.parallel.gather(),
+            dim=1,
+        ),
+        Product(
+            name="qkv",
+            reads=("ln1_out_ag",),
+            makes=("qkv",),
+            saves=("ln1_out_ag",),
+            weight="qkv" if latent is None else "down",
+            bias=_qkv_bias if latent is None else _down_bias(latent),
+        ),
+        Compute(name="rope", reads=("qkv",), makes=QKV, saves=("qkv",) if normed else (), function=_rope),
+        *(_heads(copies=latent is not None or not normed) if sequence_ranks == 1 else _exchanged_heads()),
+        Compute(name="attention", reads=QKV_A2A, makes=("attn",), saves=(*QKV_A2A, "attn"), function=_attention),
+        *(_rows() if sequence_ranks == 1 else _exchanged_rows()),
+        Product(name="out", reads=("attn_a2a",), makes=("attn_out",), saves=("attn_a2a",), weight="out"),
+        Exchange(
+            name="tensor_scatter",
+            reads=("attn_out",),
+            makes=("attn_out_rs",),
+            collective=lambda here, x: here.sequences.parallel.scatter(),
+            dim=1,
+        ),
+    ]
+
+
+def reads_qkv(attention: AttentionSpec) -> bool:
+    """Whether backward reads what the projection made: for norms or clipping."""
+    return attention.latent is not None or attention.qk_norm is not None or attention.clip_qkv is not None
+
+
+def _heads(*, copies: bool) -> list[Operator]:
+    """`copies`: values are a part of something larger that need not be held for them."""
+
+    def heads(here: Here, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return here.sequences.parallel.own_heads(q, k, v.contiguous() if copies else v)
+
+    return [Compute(name="heads", reads=QKV, makes=QKV_A2A, function=heads)]
+
+
+def _exchanged_heads() -> list[Operator]:
+    return [
+        Compute(
+            name="pack_heads",
+            reads=QKV,
+            makes=("heads_sent",),
+            function=lambda here, q, k, v: here.sequences.parallel.pack_heads(q, k, v),
+        ),
+        Exchange(
+            name="heads_a2a",
+            reads=("heads_sent",),
+            makes=("heads_received",),
+            collective=lambda here, packed: here.sequences.parallel.to_heads(packed),
+        ),
+        Compute(
+            name="unpack_heads",
+            reads=("heads_received",),
+            makes=QKV_A2A,
+            function=lambda here, received: here.sequences.parallel.unpack_heads(received),
+        ),
+    ]
+
+
+def _rows() -> list[Operator]:
+    return [Compute(name="rows", reads=("attn",), makes=("attn_a2a",), function=lambda here, out: out.flatten(2))]
+
+
+def _exchanged_rows() -> list[Operator]:
+    return [
+        Compute(
+            name="pack_rows",
+            reads=("attn",),
+            makes=("rows_sent",),
+            function=lambda here, out: here.sequences.parallel.pack_rows(out),
+        ),
+        Exchange(
+            name="rows_a2a",
+            reads=("rows_sent",),
+            makes=("rows_received",),
+            collective=lambda here, packed: here.sequences.parallel.to_rows(packed),
+        ),
+        Compute(
+            name="unpack_rows",
+            reads=("rows_received",),
+            makes=("attn_a2a",),
+            function=lambda here, received: here.sequences.parallel.unpack_rows(received),
+        ),
+    ]
+
+
+def _rope(here: Here, qkv_BsX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    spec, weights, sequences = here.spec, here.weights, here.sequences
+    if spec.attention.latent is None:
+        return _grouped_query(spec.attention, spec.norm_eps, weights, qkv_BsX, sequences)
+    return _latent(spec.attention, spec.attention.latent, weights, qkv_BsX, sequences)
+
+
+def _attention(here: Here, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attention, sequences = here.spec.attention, here.sequences
+    sinks_N = here.weights.optional("sinks")
+    sinks_N = None if sinks_N is None else sinks_N[slice(*sequences.parallel.heads)]
+    mask = sequences.masks[attention.window_of(here.layer)]
+    return causal_attention(q, k, v, mask, attention.scale, sinks_N)
+
+
+def _qkv_bias(weights: Weights) -> Tensor | None:
+    return weights.optional("qkv_bias")
 
 
 def _grouped_query(
-    spec: AttentionSpec, eps: float, weights: Weights, y_BsH: Tensor, sequences: Sequences
+    spec: AttentionSpec, eps: float, weights: Weights, qkv_BsX: Tensor, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    qkv_BsX = F.linear(y_BsH, weights["qkv"], weights.optional("qkv_bias"))
     q_width, kv_width = sequences.parallel.projected(spec.head_dim)
     q, k, v = torch.split(qkv_BsX, [q_width, kv_width, kv_width], dim=-1)
     if spec.qk_norm == "full":
@@ -97,9 +173,8 @@ def _whole_norm(x: Tensor, weight: Tensor, eps: float, width: int, parallel: Seq
 
 
 def _latent(
-    spec: AttentionSpec, latent: LatentSpec, weights: Weights, y_BsH: Tensor, sequences: Sequences
+    spec: AttentionSpec, latent: LatentSpec, weights: Weights, down: Tensor, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    down = F.linear(y_BsH, weights["down"], _latent_bias(latent, weights))
     first = down.shape[-1] - latent.key_dim
     q, latent_BsL, k_rope_BsR = torch.split(down, [first, latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
     if latent.q_lora_rank is not None:
@@ -115,9 +190,13 @@ def _latent(
     return q, torch.cat((k_nope_BsNC, k_rope), dim=-1), v_BsNV
 
 
-def _latent_bias(latent: LatentSpec, weights: Weights) -> Tensor | None:
+def _down_bias(latent: LatentSpec) -> Callable[[Weights], Tensor | None]:
     """The bias of the down projections; a direct query projection has none, its rows get zeros."""
-    bias = weights.optional("down_bias")
-    if bias is None or latent.q_lora_rank is not None:
-        return bias
-    return torch.cat((bias.new_zeros(weights["down"].shape[0] - bias.shape[0]), bias))
+
+    def bias(weights: Weights) -> Tensor | None:
+        found = weights.optional("down_bias")
+        if found is None or latent.q_lora_rank is not None:
+            return found
+        return torch.cat((found.new_zeros(weights["down"].shape[0] - found.shape[0]), found))
+
+    return bias

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from antiphon.base.errors import UserError
 from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_text
 from antiphon.train.communication_config import CommunicationConfig
+from antiphon.train.memory_config import MemoryConfig, OverlapConfig
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -174,6 +175,8 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
@@ -233,7 +236,12 @@ def _apply(mapping: dict[str, Any], change: str) -> None:
         mapping[last] = value
 
 
-_PATHS = {"model": ("path",), "data": ("files", "exclude", "tokenizer", "cache"), "output": ("folder",)}
+_PATHS = {
+    "model": ("path",),
+    "data": ("files", "exclude", "tokenizer", "cache"),
+    "output": ("folder",),
+    "overlap": ("schedule",),
+}
 
 
 def _absolute(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:

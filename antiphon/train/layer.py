@@ -2,9 +2,10 @@
 
     attention -> gate -> dispatch -> experts -> combine
 
-The shared expert (or the dense layer's feed-forward) runs between dispatch and the experts' results. How positions and
-heads are shared between ranks is `SequenceParallel`'s business, how rows reach their experts the dispatcher's, how many
-are worked on at once the `RowBudget`'s. This file has no `if` for the first two.
+The layer is a list of operators between named tensors (Figure 9 has the names), below in the order in which a reader
+would run them. In which order they really run, what is kept for backward and what is made again is a `LayerPlan`'s
+business, how positions and heads are shared `SequenceParallel`'s, how rows reach their experts the dispatcher's, how
+many are worked on at once the `RowBudget`'s.
 
 Letters: B sequences, S positions of this rank, T = B * S rows, H hidden, K experts a row, E experts, R rows in order of
 expert.
@@ -12,22 +13,25 @@ expert.
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from antiphon.comm.dispatch.api import Dispatcher
-from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
-from antiphon.train.attention import Sequences, attend
-from antiphon.train.experts import Experts
+from antiphon.train.attention import attention_operators
+from antiphon.train.feed_forward import dense_operators, expert_operators, scaled
+from antiphon.train.layer_plan import LayerPlan, PlanOptions
+from antiphon.train.layer_run import run_layer
+from antiphon.train.operator_graph import Held
+from antiphon.train.operators import Compute, Graph, Here, Operator
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
-from antiphon.train.row_budget import RowBudget, pass_over_budget
+from antiphon.train.row_budget import RowBudget
+from antiphon.train.sequences import Sequences
 from antiphon.train.spans import Spans
-from antiphon.train.weights import FirstValues, Weights, layer_parameters, register
+from antiphon.train.weights import FirstValues, Recorder, Weights, layer_parameters, register
 
 
 class MoeLayer(nn.Module):
@@ -41,6 +45,7 @@ class MoeLayer(nn.Module):
         dispatcher: Dispatcher,
         budget: RowBudget,
         first: FirstValues,
+        options: PlanOptions = PlanOptions(),
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -49,52 +54,51 @@ class MoeLayer(nn.Module):
         self.dispatcher = dispatcher
         self.budget = budget
         self.spans = Spans()
+        self.held = Held()
+        graph = layer_graph(spec, layer, share, dispatcher, budget, weighs_early=options.weighs_early)
+        self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
     def forward(self, x_BSH: Tensor, sequences: Sequences, routing: Routing) -> Tensor:
         """The residual stream behind the layer; `routing` learns what the gate did."""
-        weights, spec, layer, span = Weights(self, x_BSH.dtype), self.spec, self.layer, self.spans.of
-        with span("norm", layer):
-            y_BSH = norm(spec, weights, "input_norm", x_BSH)
-        with span("attention", layer):
-            x_BSH = x_BSH + _scaled(attend(spec, layer, weights, y_BSH, sequences), spec.residual_multiplier)
-        with span("norm", layer):
-            y_TH = norm(spec, weights, "post_norm", x_BSH).flatten(0, 1)
-        if not spec.moe_layers[layer]:
-            with span("dense feed-forward", layer):
-                dense_TH = _scaled(_gated(spec, weights, "dense", y_TH), spec.residual_multiplier)
-                return x_BSH + dense_TH.view_as(x_BSH)
-        with span("gate", layer):
-            logits_TE, ids_TK, weights_TK = self._gate(weights, y_TH)
-            y_TH = routing.attach(y_TH, logits_TE, ids_TK)
-            ids_TK = routing.limit(ids_TK, weights_TK)
-        with span("dispatch", layer):
-            pieces = self.budget.pieces(ids_TK)
-            dispatched = self.dispatcher.start_dispatch(y_TH, pieces.choices(0), weights_TK)
-        with span("shared expert", layer):
-            shared_TH = _shared(spec, weights, y_TH)
-        with span("dispatch", layer):
-            rows_RH, counts = dispatched.wait()
-        with span("experts", layer):
-            experts = Experts.of(spec.feed_forward, weights, adds_bias=self.share.adds_bias)
-            rows_RH = experts(rows_RH, counts, dispatched.weights_R)
-        with span("combine", layer):
-            out_TH = dispatched.start_combine(rows_RH).wait()
-        if pieces.num_more:
-            with span("experts over budget", layer):
-                out_TH = out_TH + pass_over_budget(self.dispatcher, experts, y_TH, pieces, weights_TK)
-        with span("combine", layer):
-            if shared_TH is not None:
-                out_TH = out_TH + _scaled(shared_TH, spec.residual_multiplier)
-            return x_BSH + out_TH.view_as(x_BSH)
+        here = Here(
+            spec=self.spec,
+            layer=self.layer,
+            adds_bias=self.share.adds_bias,
+            weights=Recorder(self, x_BSH.dtype),
+            sequences=sequences,
+            routing=routing,
+            dispatcher=self.dispatcher,
+            budget=self.budget,
+            gate=self._gate,
+        )
+        return run_layer(self.plan, here, self.spans, self.held, x_BSH)
 
     def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of all experts, and each row's choices and their weights, in float32 at least."""
-        router, wide = self.spec.router, torch.promote_types(y_TH.dtype, torch.float32)
-        bias_E = weights.stored("router_bias").to(wide) if router.has_logit_bias else None
-        logits_TE = F.linear(y_TH.to(wide), weights.stored("router").to(wide), bias_E)
-        score_bias_E = weights.stored("score_bias").to(wide) if router.has_score_bias else None
+        router = self.spec.router
+        bias_E = weights.stored("router_bias").to(y_TH.dtype) if router.has_logit_bias else None
+        logits_TE = F.linear(y_TH, weights.stored("router").to(y_TH.dtype), bias_E)
+        score_bias_E = weights.stored("score_bias").to(y_TH.dtype) if router.has_score_bias else None
         return logits_TE, *choose_experts(logits_TE, score_bias_E, router)
+
+
+def layer_graph(
+    spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, budget: RowBudget, *, weighs_early: bool = False
+) -> Graph:
+    """All operators of one layer."""
+    operators: list[Operator] = [
+        Compute(name="ln1", reads=("hidden",), makes=("ln1_out",), saves=("hidden",), function=_input_norm),
+        *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence),
+        Compute(name="add_attention", reads=("hidden", "attn_out_rs"), makes=("ln2_in",), function=_add_attention),
+        Compute(name="ln2", reads=("ln2_in",), makes=("ln2_out",), saves=("ln2_in",), function=_post_norm),
+        *(
+            expert_operators(spec, dispatcher, budget, adds_bias=share.adds_bias, weighs_early=weighs_early)
+            if spec.moe_layers[layer]
+            else dense_operators()
+        ),
+    ]
+    return Graph(operators, "hidden", "hidden_next")
 
 
 def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
@@ -104,20 +108,14 @@ def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
     return layer_norm(x, weights[purpose], weights.optional(purpose + "_bias"), spec.norm_eps)
 
 
-def _gated(spec: ModelSpec, weights: Weights, kind: str, y_TH: Tensor) -> Tensor:
-    """The feed-forward that all rows pass: "dense" or "shared"."""
-    hidden = activate(F.linear(y_TH, weights[f"{kind}.gate_up"]), spec.feed_forward)
-    return F.linear(hidden, weights[f"{kind}.down"])
+def _input_norm(here: Here, x_BSH: Tensor) -> Tensor:
+    return norm(here.spec, here.weights, "input_norm", x_BSH)
 
 
-def _shared(spec: ModelSpec, weights: Weights, y_TH: Tensor) -> Tensor | None:
-    if not spec.feed_forward.shared_intermediate:
-        return None
-    out_TH = _gated(spec, weights, "shared", y_TH)
-    if not spec.feed_forward.shared_gate:
-        return out_TH
-    return out_TH * F.linear(y_TH, weights["shared_gate"]).sigmoid()
+def _post_norm(here: Here, x_BSH: Tensor) -> Tensor:
+    return norm(here.spec, here.weights, "post_norm", x_BSH).flatten(0, 1)
 
 
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1.0 else x * factor
+def _add_attention(here: Here, x_BSH: Tensor, out_BSH: Tensor) -> Tensor:
+    bias = here.weights.optional("out_bias")
+    return x_BSH + scaled(out_BSH if bias is None else out_BSH + bias, here.spec.residual_multiplier)

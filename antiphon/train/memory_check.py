@@ -19,7 +19,7 @@ from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Sizes
 from antiphon.cost.training.layer_case import LayerSizes
 from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_parameters, state_bytes
-from antiphon.cost.training.rematerialize import dense_bytes, needed_bytes
+from antiphon.cost.training.rematerialize import CHEAP, activations_of, dense_bytes, needed_bytes
 from antiphon.cost.training.setup import TrainingSetup, trained_in
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
@@ -79,8 +79,9 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     held = rank_parameters(spec, setup, layers)
     parameters, gradients, optimizer = state_bytes(held, setup)
     sizes = LayerSizes(model=spec, setup=setup, sequence_length=config.sequence_length)
-    in_flight = layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches)
-    activations = in_flight * (layers.num_moe * needed_bytes(sizes) + layers.num_dense * dense_bytes(sizes))
+    in_flight = float(layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches))
+    activations = in_flight * float(layers.num_moe * needed_bytes(sizes) + layers.num_dense * dense_bytes(sizes))
+    activations = _kept(activations, in_flight * float(layers.num_moe), in_flight * float(layers.total), sizes, config)
     rows = sizes.rows * spec.hidden_size * setup.precision.row_bytes
     head = 4.0 * spec.vocab_size * spec.hidden_size + 2 * rows  # the cross-entropy's gradients of head and rows
     copies = 2.0 * held.total if config.dtype == "bfloat16" else 0.0
@@ -101,6 +102,17 @@ def _moments(spec: ModelSpec, config: TrainConfig) -> float:
     counts = count_parameters(spec)
     others = counts.embedding + counts.head + spec.num_moe_layers * counts.router
     return 0.5 + 0.5 * others / counts.total
+
+
+def _kept(everything: float, moe_layers: float, layers: float, sizes: LayerSizes, config: TrainConfig) -> float:
+    """Of `everything` that backward reads, what `[memory]` keeps; a list of names may keep less than this."""
+    unit = float(sizes.rows) * sizes.model.hidden_size * sizes.setup.precision.row_bytes
+    if config.memory.activation_bytes:
+        return min(everything, float(config.memory.activation_bytes))
+    if config.memory.remake == "full":
+        return layers * unit
+    cheap = sum(float(each.width) for each in activations_of(sizes) if each.needed and each.name in (*CHEAP, "fc2_out"))
+    return everything - (moe_layers * cheap * unit if config.memory.remake == "selective" else 0.0)
 
 
 def check_memory(

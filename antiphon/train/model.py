@@ -16,25 +16,31 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
+<<<<<<< HEAD
 from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.comm.float8 import RowFormat
+=======
+>>>>>>> h-graph
 from antiphon.comm.mesh import Mesh, split_evenly
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.attention import Sequences
 from antiphon.train.capacity import RowNumbers
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.layer import MoeLayer, norm
+from antiphon.train.keep import check_names
+from antiphon.train.layer import MoeLayer, layer_graph, norm
+from antiphon.train.layer_plan import PlanOptions
+from antiphon.train.operator_graph import Held
 from antiphon.train.partition import Share, part_of
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
 from antiphon.train.schedule import Schedule
 from antiphon.train.sequence_parallel import SequenceParallel
+from antiphon.train.sequences import Sequences
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
 
@@ -85,7 +91,11 @@ class MoeModel(nn.Module):
         dtype: torch.dtype,
         first: FirstValues = FirstValues(),
         parallel: ParallelConfig = ParallelConfig(),
+<<<<<<< HEAD
         communication: CommunicationConfig = CommunicationConfig(),
+=======
+        options: PlanOptions = PlanOptions(),
+>>>>>>> h-graph
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -100,7 +110,13 @@ class MoeModel(nn.Module):
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel, communication, dtype)
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
-        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first) for layer in own)
+        if isinstance(options.keep, tuple):
+            kinds = {routes: layer for layer, routes in enumerate(spec.moe_layers)}.values()
+            check_names(options.keep, [layer_graph(spec, each, self.share, dispatcher, budget) for each in kinds])
+        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first, options) for layer in own)
+        self.held = Held()
+        for each in self.layers:
+            each.held = self.held
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)
@@ -209,6 +225,7 @@ def dispatcher_of(
     experts = split_evenly(num_experts, group.size)
     first, last = experts[group.index]
     assert group.size == 1 or config.dispatch != "auto", "choose_dispatch first"
+<<<<<<< HEAD
     formats, early = RowFormat(communication.activations, dtype), communication.gate_weights == "experts"
     dispatcher: Dispatcher = LocalDispatcher(last - first, early_weights=early)
     if group.size > 1 and config.dispatch == "gather_scatter":
@@ -218,3 +235,11 @@ def dispatcher_of(
             group, dispatcher, experts, deduplicate=config.deduplicate, formats=formats, weights_inside=early
         )
     return GatherScatter(slices, dispatcher, formats=formats) if slices.size > 1 else dispatcher
+=======
+    ways: list[Way] = [GatherScatter(slices)] if slices.size > 1 else []
+    if group.size > 1 and config.dispatch == "gather_scatter":
+        ways.append(GatherScatter(group, (first, last)))
+    elif group.size > 1:
+        ways.append(AllToAllWay(group, experts, deduplicate=config.deduplicate))
+    return Dispatcher(last - first, tuple(ways))
+>>>>>>> h-graph

@@ -52,10 +52,15 @@ class RowBudget:
     num_experts: int
     factor: float
 
+    @property
+    def may_exceed(self) -> bool:
+        """Whether there may be rows over budget: one rank has all rows, balanced or not."""
+        return bool(self.factor) and (self.mesh.group("expert").size > 1 or self.factor < 1)
+
     def pieces(self, ids_TK: Tensor) -> Pieces:
         """How these choices go; ranks that share experts call it together."""
         group = self.mesh.group("expert")
-        if not self.factor or (group.size == 1 and self.factor >= 1):  # one rank has all rows, balanced or not
+        if not self.may_exceed:
             return Pieces(ids_TK, ids_TK, 0)
         experts = split_evenly(self.num_experts, group.size)
         rank_of = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]

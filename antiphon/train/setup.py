@@ -1,12 +1,17 @@
 """What a run is made of before its first step: token ids and the model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.strict_table import read_text
+from antiphon.train.activation_bytes import dropped_to_fit
 from antiphon.train.config import TrainConfig
+from antiphon.train.layer_plan import PlanOptions
+from antiphon.train.memory_check import setup_of
 from antiphon.train.model import MoeModel
 from antiphon.train.tokens import tokenize
 from antiphon.train.weights import FirstValues
@@ -39,5 +44,15 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
         first=FirstValues(config.seed, config.model.initializer_range),
         parallel=config.parallel,
         communication=config.communication,
+        options=plan_options(spec, config, Sizes() if mesh is None else mesh.sizes),
     )
     return model.double() if config.dtype == "float64" else model
+
+
+def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:
+    """How layers run under this configuration."""
+    memory, file = config.memory, config.overlap.schedule
+    found = PlanOptions(
+        keep=memory.keep or memory.remake, dropped=dropped_to_fit(spec, config, setup_of(config, sizes))
+    )
+    return replace(found, schedule=read_text(Path(file)), where=file) if file else found

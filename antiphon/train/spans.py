@@ -72,9 +72,9 @@ class Spans:
         """What is being done now."""
         return self._open[-1].label if self._open else Label(OUTSIDE)
 
-    def of(self, operator: str, layer: int = -1) -> AbstractContextManager[None]:
-        """What runs within is `operator`, and so is its backward."""
-        return self._forward(Label(operator, layer)) if self.on else _NOTHING
+    def of(self, operator: str, layer: int = -1, *, backward: bool = False) -> AbstractContextManager[None]:
+        """What runs within is `operator`, and so is its backward; or it is its backward already."""
+        return self._forward(Label(operator, layer, backward)) if self.on else _NOTHING
 
     def backward(self, root: Tensor) -> AbstractContextManager[None]:
         """While `root.backward()` runs within, its nodes are recorded."""
@@ -111,12 +111,13 @@ class Spans:
                 self._end()
 
     def _change(self, label: Label, depth: int) -> Callable[..., None]:
-        """A hook that ends what ran above `depth` and begins `label`."""
+        """A hook that ends what ran above `depth` and begins `label`; what is outside, as layers are, has its own."""
 
         def change(*_: object) -> None:
             while len(self._open) > depth:
                 self._end()
-            self._begin(label)
+            if label.operator != OUTSIDE:
+                self._begin(label)
 
         return change
 

@@ -22,6 +22,7 @@ from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train import checkpoint, not_finite
+from antiphon.train.activation_bytes import activation_facts
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
@@ -34,6 +35,7 @@ from antiphon.train.passes import Passes
 from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
 from antiphon.train.run_facts import write_run_facts
 from antiphon.train.samples import Samples
+from antiphon.train.schedule_choice import choose_schedules
 from antiphon.train.setup import build_model, cache_of, prepare_data
 from antiphon.train.spans import Spans, share_spans
 from antiphon.train.timeline import join_parts
@@ -162,6 +164,9 @@ class Trainer:
         return Samples(tokens, length, seed=seed, document_masks=data.document_masks, shuffled=shuffled)
 
     def _resume(self) -> None:
+        if self.config.overlap.search:
+            batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(0)]
+            choose_schedules(self.model, Path(self.config.output.folder), self.passes, self.shards, batches)
         found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
         if not found:
             return
@@ -254,8 +259,8 @@ class Trainer:
         )
 
     def _of_some_runs(self, result: StepResult, watch: Watch) -> dict[str, Any]:
-        """Metrics of runs that drop rows, choose their dispatch, or have several ranks."""
-        values: dict[str, Any] = {}
+        """What layers keep; of runs that drop rows, choose their dispatch, or have several ranks, more."""
+        values: dict[str, Any] = activation_facts(self.model, self.config)
         if self.config.loss.drops:
             values["dropped_rows"] = result.dropped_L.tolist()
         if self.dispatch is not None:

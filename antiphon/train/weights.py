@@ -146,11 +146,11 @@ class Weights:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module
-        self._dtype = dtype
+        self.dtype = dtype
 
     def __getitem__(self, purpose: str) -> Tensor:
         part = parts_of(self._module)[purpose]
-        value = self.stored(purpose).to(self._dtype)
+        value = self.stored(purpose).to(self.dtype)
         return pick(value, part.used_dim, part.used) if part.used else value
 
     def stored(self, purpose: str) -> Tensor:
@@ -162,3 +162,34 @@ class Weights:
     def optional(self, purpose: str) -> Tensor | None:
         """None where the model has no such part."""
         return self[purpose] if hasattr(self._module, attribute_of(purpose)) else None
+
+
+class Recorder(Weights):
+    """Notes which parameters are asked for, so that their gradients can be asked for in turn."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        self._asked: dict[str, nn.Parameter] = {}
+        self._places: set[int] = set()
+
+    def __getitem__(self, purpose: str) -> Tensor:
+        value = super().__getitem__(purpose)
+        self._places.add(value.untyped_storage().data_ptr())
+        return value
+
+    def stored(self, purpose: str) -> Tensor:
+        found = super().stored(purpose)
+        self._places.add(found.untyped_storage().data_ptr())
+        if isinstance(found, nn.Parameter):
+            self._asked[purpose] = found
+        return found
+
+    def take(self) -> tuple[list[nn.Parameter], set[int]]:
+        """The parameters asked for since this was called last, and where in memory lies what was given for them."""
+        asked, places = list(self._asked.values()), self._places
+        self._asked, self._places = {}, set()
+        return asked, places
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the module."""
+        return list(self._module.parameters(recurse=False))

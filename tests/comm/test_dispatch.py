@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
 from antiphon.cost.training.volumes import distinct_ranks, expert_parallel_volume
 from tests.comm.ranks import on_ranks
@@ -29,12 +28,12 @@ def dispatcher_of(mesh: Mesh, kind: str, num_experts: int) -> tuple[Dispatcher, 
     group, slices = mesh.group("expert"), mesh.group("expert_tensor")
     experts = split_evenly(num_experts, group.size)
     own = experts[group.index]
-    dispatcher: Dispatcher = LocalDispatcher(own[1] - own[0])
+    ways: list[Way] = [GatherScatter(slices)] if slices.size > 1 else []
     if group.size > 1 and kind == "gather_scatter":
-        dispatcher = GatherScatter(group, dispatcher, own)
+        ways.append(GatherScatter(group, own))
     elif group.size > 1:
-        dispatcher = AllToAllDispatcher(group, dispatcher, experts, deduplicate=kind == "once")
-    return (GatherScatter(slices, dispatcher) if slices.size > 1 else dispatcher), own
+        ways.append(AllToAllWay(group, experts, deduplicate=kind == "once"))
+    return Dispatcher(own[1] - own[0], tuple(ways)), own
 
 
 def drawn(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,7 +61,7 @@ def through(
 
 def differences(rank: int) -> dict[Case, float]:
     """The largest difference of sums and gradients from one process's, by case, and the same bits twice."""
-    expected, _ = through(LocalDispatcher(NUM_EXPERTS), (0, NUM_EXPERTS), 1.0, drawn(rank))
+    expected, _ = through(Dispatcher(NUM_EXPERTS), (0, NUM_EXPERTS), 1.0, drawn(rank))
     found = {}
     for case in CASES:
         experts, slices, kind = case

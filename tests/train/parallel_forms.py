@@ -12,6 +12,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Piece
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import LossConfig, ParallelConfig
+from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult
 from antiphon.train.shards import Shards
@@ -40,6 +41,7 @@ class Form:
     row_budget: float = 1.1
     losses: LossConfig = LOSSES
     communication: CommunicationConfig = PLAIN
+    keep: str = "none"
 
     def __str__(self) -> str:
         """What is not as it is by itself."""
@@ -107,6 +109,11 @@ SOME_FAMILIES = (
     Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, row_budget=0.5, losses=DROPPING),
     Form(expert=4, communication=EARLY),
     Form(tensor=2, expert=2, expert_tensor=2, deduplicate=False, row_budget=0.5, communication=EARLY),
+    Form(sequence=4, expert=4, keep="selective"),  # here and below, rows are sent again in backward
+    Form(sequence=2, expert=2, deduplicate=False, row_budget=0.3, losses=DROPPING, keep="selective"),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="selective"),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", keep="full"),
+    Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, keep="full"),
 )
 
 
@@ -132,6 +139,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
         first=FirstValues(1, 0.2),
         parallel=parallel,
         communication=form.communication,
+        options=PlanOptions(keep=form.keep if mesh.sizes.world_size > 1 else "none"),
     )
     model.double()
     size = BATCH // form.micro_batches

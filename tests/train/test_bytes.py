@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.local import LocalDispatcher
+from antiphon.comm.collectives import run
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
 from antiphon.cost.network import all_to_all_bytes
 from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
@@ -63,15 +64,17 @@ def attention_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     def tensor(*shape: int) -> Tensor:
         return torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True)
 
-    gathered = parallel.gather(tensor(rows, spec.hidden_size))
+    gathered = run(parallel.gather(), tensor(rows, spec.hidden_size).transpose(0, 1))
     heads, width = spec.attention.num_heads // sizes.tensor, spec.attention.head_dim
     kv_heads = spec.attention.num_kv_heads // sizes.tensor
-    queries, keys, values = parallel.to_heads(
+    packed = parallel.pack_heads(
         *(tensor(LENGTH // sizes.sequence, each, width) for each in (heads, kv_heads, kv_heads))
     )
-    out = parallel.to_rows(tensor(*queries.shape[1:]))
-    summed = parallel.scatter(tensor(*gathered.shape[1:]))
-    results = [gathered, queries, keys, values, out, summed]
+    received = run(parallel.to_heads(packed), packed)
+    packed_rows = parallel.pack_rows(tensor(LENGTH, heads // sizes.sequence, width))
+    rows_back = run(parallel.to_rows(packed_rows), packed_rows)
+    summed = run(parallel.scatter(), tensor(gathered.shape[0], spec.hidden_size).transpose(0, 1))
+    results = [gathered, received, rows_back, summed]
     torch.autograd.backward(results, [torch.ones_like(each) for each in results])
     return sent(mesh, "attention")
 
@@ -165,8 +168,8 @@ def deduplicated(rank: int) -> dict[str, tuple[int, float]]:
             generator = torch.Generator().manual_seed(rank)
             choices = torch.rand(20_000, row.num_experts, generator=generator).argsort(1)[:, : row.top_k]
         experts = split_evenly(row.num_experts, RANKS)
-        local = LocalDispatcher(experts[rank][1] - experts[rank][0])
-        dispatcher = AllToAllDispatcher(group, local, experts, deduplicate=True)
+        way = AllToAllWay(group, experts, deduplicate=True)
+        dispatcher = Dispatcher(experts[rank][1] - experts[rank][0], (way,))
         x = torch.ones(choices.shape[0], hidden, requires_grad=True)
         mesh.ledger.take()
         dispatched = dispatcher.start_dispatch(x, choices, torch.ones(choices.shape))

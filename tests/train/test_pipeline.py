@@ -127,7 +127,7 @@ def test_waits_are_spans_of_their_own(seen: list[Seen]) -> None:
     rows, gradients = "rows from the stage before, forward", "gradients from the next stage, forward"
     assert [rows in each.operators for each in seen] == [False, True, True]
     assert [gradients in each.operators for each in seen] == [True, True, False]
-    assert "layer 2, experts, backward" in seen[1].operators
+    assert "layer 2, fc1, backward" in seen[1].operators
 
 
 def test_a_nan_is_traced_to_the_rank_that_made_it(seen: list[Seen]) -> None:

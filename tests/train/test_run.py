@@ -42,8 +42,8 @@ def test_a_run_learns_and_tells(tmp_path: Path) -> None:
     assert len(board.Scalars("fullest_expert_ratio/layer_01")) == 60
     tags = board.Tags()
     assert tags["histograms"] == ["expert_rows/layer_00", "expert_rows/layer_01"], "no curve an expert"
-    assert len(tags["scalars"]) < 50
-    assert "operator_s/experts_backward" in tags["scalars"]
+    assert len(tags["scalars"]) < 100
+    assert "operator_s/fc1_backward" in tags["scalars"]
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_others(tmp_path: Path) -> None:

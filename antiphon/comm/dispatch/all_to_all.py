@@ -5,9 +5,9 @@ bytes, n (1 - C(E - E/n, k) / C(E, k)) instead of k rows a token at uniform rout
 itself, as in the papers, and the sum is made at home.
 
 1. Rows are put in order of rank. 2. Counts are gathered. 3. Rows, with their choices and weights, travel.
-4. The dispatcher inside takes them to the experts here. 5. Results return and are summed in order of choice.
+4. What is behind takes them to the experts here. 5. Results return and are summed in order of choice.
 
-Letters as in `api`; P rows that travel, n ranks.
+Letters as in `api`; n ranks.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import AllToAll, Done, Pending, run, start
-from antiphon.comm.dispatch.api import Dispatched, Dispatcher
+from antiphon.comm.collectives import AllToAll, Collective, run
+from antiphon.comm.dispatch.api import Hop
 from antiphon.comm.dispatch.gather_scatter import with_weights, without_weights
 from antiphon.comm.float8 import RowFormat
 from antiphon.comm.mesh import Group
@@ -25,73 +25,33 @@ from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 
 
 @dataclass(frozen=True)
-class _Combined:
-    results_PH: Pending | Done
-    weights: Tensor
+class _Hop:
+    """`ones_Tn`: where a row counts once a rank, as the ranks have weighted its results; None: weights do it here."""
+
+    there: Collective
+    choices: Collective
+    back: Collective
     rows: RowMap
-    dtype: torch.dtype
+    ones_Tn: Tensor | None
+    formats: RowFormat
 
-    def wait(self) -> Tensor:
-        return combine(self.results_PH.wait(), self.weights, self.rows).to(self.dtype)
+    def send(self, x_TH: Tensor) -> Tensor:
+        return to_experts(self.formats.summed(x_TH), self.rows)
 
+    def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
+        return combine(y_PH, weights_TK if self.ones_Tn is None else self.ones_Tn, self.rows)
 
-class _Dispatched:
-    def __init__(self, dispatcher: "AllToAllDispatcher", x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        group, self._inside_dispatcher = dispatcher.group, dispatcher.inside
-        formats, self._dtype = dispatcher.formats, x_TH.dtype
-        ranks_TK = dispatcher.ranks_of(ids_TK)
-        if dispatcher.deduplicate:
-            chosen_Tn = torch.zeros(x_TH.shape[0], group.size + 1, dtype=torch.bool, device=x_TH.device)
-            chosen_Tn = chosen_Tn.scatter_(1, ranks_TK % (group.size + 1), True)[:, : group.size]
-            numbers_n = torch.arange(group.size, device=x_TH.device)
-            self._map = row_map(torch.where(chosen_Tn, numbers_n, -1), group.size)
-            self._weights = torch.ones_like(chosen_Tn, dtype=weights_TK.dtype)
-            rank_P = self._map.order_R % group.size
-            token_P = self._map.order_R // group.size
-            here_PK = ranks_TK[token_P] == rank_P.unsqueeze(1)
-            ids_PK = torch.where(here_PK, ids_TK[token_P] - dispatcher.firsts(rank_P).unsqueeze(1), -1)
-            weights_PK = to_experts(weights_TK, self._map) * here_PK
-        else:
-            self._map = row_map(ranks_TK, group.size)
-            self._weights = weights_TK
-            rank_P = ranks_TK.flatten()[self._map.order_R]
-            ids_PK = (ids_TK.flatten()[self._map.order_R] - dispatcher.firsts(rank_P)).unsqueeze(1)
-            weights_PK = torch.ones_like(ids_PK, dtype=weights_TK.dtype)
-            if dispatcher.weights_inside:
-                weights_PK = weights_TK.flatten().index_select(0, self._map.order_R).unsqueeze(1)
-                self._weights = torch.ones_like(weights_TK)
-        send = self._map.counts_E
-        receive = _received(group, send, x_TH.device)
-        self._back = formats.all_to_all(group, "combine", receive, send)
-        rows_PH = to_experts(formats.summed(x_TH), self._map)
-        self._rows = start(formats.all_to_all(group, "dispatch", send, receive), rows_PH)
-        self._packed = start(AllToAll(group, "routing", send, receive), with_weights(ids_PK, weights_PK))
-        self._inside: Dispatched | None = None
-
-    def wait(self) -> tuple[Tensor, tuple[int, ...]]:
-        ids_PK, weights_PK = without_weights(self._packed.wait())
-        self._inside = self._inside_dispatcher.start_dispatch(self._rows.wait().to(self._dtype), ids_PK, weights_PK)
-        return self._inside.wait()
-
-    @property
-    def weights_R(self) -> Tensor | None:
-        assert self._inside is not None, "wait for the dispatch first"
-        return self._inside.weights_R
-
-    def start_combine(self, y_RH: Tensor) -> _Combined:
-        assert self._inside is not None, "wait for the dispatch first"
-        sums_PH = self._inside.start_combine(y_RH).wait()
-        return _Combined(start(self._back, sums_PH), self._weights, self._map, self._dtype)
+    def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
+        return without_weights(packed_P2K)
 
 
-class AllToAllDispatcher:
-    """A `Dispatcher` over `group`; `experts[i]` are the numbers [first, last) on rank i, in order, which its `inside`
-    knows from 0 on. `weights_inside`: `inside` weights results, never this rank."""
+class AllToAllWay:
+    """A `Way` over `group`; `experts[i]` are the numbers [first, last) on rank i, in order, which what is behind knows
+    from 0 on. `weights_inside`: the experts weight results, never this rank."""
 
     def __init__(
         self,
         group: Group,
-        inside: Dispatcher,
         experts: Sequence[tuple[int, int]],
         *,
         deduplicate: bool,
@@ -99,7 +59,6 @@ class AllToAllDispatcher:
         weights_inside: bool = False,
     ) -> None:
         self.group = group
-        self.inside = inside
         self.deduplicate = deduplicate
         self.formats = formats
         self.weights_inside = weights_inside
@@ -107,16 +66,36 @@ class AllToAllDispatcher:
         ranks = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]
         self._rank_of = torch.tensor([*ranks, -1])  # the last one is where -1 points
 
-    def ranks_of(self, ids_TK: Tensor) -> Tensor:
-        """The rank of each choice, -1 for an absent one."""
-        return self._rank_of.to(ids_TK.device)[ids_TK]
+    @property
+    def weighs_at_home(self) -> bool:
+        return not self.deduplicate and not self.weights_inside
 
-    def firsts(self, ranks_P: Tensor) -> Tensor:
-        """The first expert of each of these ranks."""
-        return self._firsts.to(ranks_P.device)[ranks_P]
-
-    def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Dispatched:
-        return _Dispatched(self, x_TH, ids_TK, weights_TK)
+    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
+        size, ranks_TK = self.group.size, self._rank_of.to(ids_TK.device)[ids_TK]
+        firsts, ones_Tn = self._firsts.to(ids_TK.device), None
+        if self.deduplicate:
+            chosen_Tn = torch.zeros(ids_TK.shape[0], size + 1, dtype=torch.bool, device=ids_TK.device)
+            chosen_Tn = chosen_Tn.scatter_(1, ranks_TK % (size + 1), True)[:, :size]
+            rows = row_map(torch.where(chosen_Tn, torch.arange(size, device=ids_TK.device), -1), size)
+            ones_Tn = torch.ones_like(chosen_Tn, dtype=weights_TK.dtype)
+            rank_P, token_P = rows.order_R % size, rows.order_R // size
+            here_PK = ranks_TK[token_P] == rank_P.unsqueeze(1)
+            ids_PK = torch.where(here_PK, ids_TK[token_P] - firsts[rank_P].unsqueeze(1), -1)
+            weights_PK = to_experts(weights_TK, rows) * here_PK
+        else:
+            rows = row_map(ranks_TK, size)
+            rank_P = ranks_TK.flatten()[rows.order_R]
+            ids_PK = (ids_TK.flatten()[rows.order_R] - firsts[rank_P]).unsqueeze(1)
+            weights_PK = torch.ones_like(ids_PK, dtype=weights_TK.dtype)
+            if self.weights_inside:
+                weights_PK = weights_TK.flatten().index_select(0, rows.order_R).unsqueeze(1)
+                ones_Tn = torch.ones_like(weights_TK)
+        send = rows.counts_E
+        receive = _received(self.group, send, ids_TK.device)
+        there = self.formats.all_to_all(self.group, "dispatch", send, receive)
+        choices = AllToAll(self.group, "routing", send, receive)
+        back = self.formats.all_to_all(self.group, "combine", receive, send)
+        return _Hop(there, choices, back, rows, ones_Tn, self.formats), with_weights(ids_PK, weights_PK)
 
 
 def _received(group: Group, send: tuple[int, ...], device: torch.device) -> tuple[int, ...]:

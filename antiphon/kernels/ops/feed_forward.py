@@ -30,12 +30,35 @@ def activate(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
     if widths.activation == "silu":
         hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
-        return hidden
+    else:
+        hidden = _Again.apply(gate_up_RJ, widths)  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def _formula(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
     gate, up = gate_up_RJ.chunk(2, dim=-1)
     if widths.activation == "swiglu_oai":
         gate, up = gate.clamp(max=widths.limit), up.clamp(-widths.limit, widths.limit)
         return (up + 1) * (gate * torch.sigmoid(widths.alpha * gate))
     return F.gelu(gate) * up
+
+
+class _Again(torch.autograd.Function):
+    """Only the rows themselves are kept: the formula's steps are made again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_RJ: Tensor, widths: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up_RJ)
+        ctx.widths = widths
+        return _formula(gate_up_RJ, widths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up_RJ,) = ctx.saved_tensors
+        with torch.enable_grad():
+            rows = gate_up_RJ.detach().requires_grad_()
+            hidden = _formula(rows, ctx.widths)
+        return torch.autograd.grad(hidden, rows, grad)[0], None
 
 
 class _SiluTimesUp(torch.autograd.Function):
@@ -67,6 +90,30 @@ def grouped_product(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...])
     return y_RO
 
 
+def grouped_input_gradient(grad_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+    """[R, I]: the gradient of `grouped_product`'s rows."""
+    grad_x_RI = grad_RO.new_empty(grad_RO.shape[0], weight_EOI.shape[2])
+    for expert, rows in _groups(counts_E):
+        torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])
+    return grad_x_RI
+
+
+def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+    """[E, O, I]: the gradient of `grouped_product`'s matrices."""
+    grad_EOI = grad_RO.new_empty(len(counts_E), grad_RO.shape[1], x_RI.shape[1])
+    for expert, count in enumerate(counts_E):
+        if not count:
+            grad_EOI[expert].zero_()
+    for expert, rows in _groups(counts_E):
+        torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_EOI[expert])
+    return grad_EOI
+
+
+def grouped_bias_gradient(grad_RO: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+    """[E, O]: the sum over each expert's rows."""
+    return torch.stack([rows.sum(0) for rows in torch.split(grad_RO, list(counts_E))])
+
+
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
@@ -82,17 +129,9 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RI, weight_EOI = ctx.saved_tensors
-        grad_RO = grad_RO.contiguous()
-        grad_x_RI = torch.empty_like(x_RI) if ctx.needs_input_grad[0] else None
-        grad_weight_EOI = torch.empty_like(weight_EOI) if ctx.needs_input_grad[1] else None
-        for expert, count in enumerate(ctx.counts_E):
-            if not count and grad_weight_EOI is not None:
-                grad_weight_EOI[expert].zero_()
-        for expert, rows in _groups(ctx.counts_E):
-            if grad_x_RI is not None:
-                torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])
-            if grad_weight_EOI is not None:
-                torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_weight_EOI[expert])
+        grad_RO, counts_E = grad_RO.contiguous(), ctx.counts_E
+        grad_x_RI = grouped_input_gradient(grad_RO, weight_EOI, counts_E) if ctx.needs_input_grad[0] else None
+        grad_weight_EOI = grouped_weight_gradient(grad_RO, x_RI, counts_E) if ctx.needs_input_grad[1] else None
         return grad_x_RI, grad_weight_EOI, None
 
 

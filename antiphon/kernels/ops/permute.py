@@ -72,11 +72,11 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Kept are the experts' rows as they lie, not a second copy in order of token."""
+    """Kept are the experts' rows as they lie, no second copy in order of token, and only for the weights' gradient."""
 
     @staticmethod
     def forward(ctx: Any, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
-        ctx.save_for_backward(y_RH, weights_TK)
+        ctx.save_for_backward(y_RH if ctx.needs_input_grad[1] else None, weights_TK)
         ctx.rows = rows
         return _sum_rows(y_RH, rows.place_TK, rows.without_absent(weights_TK))
 
@@ -86,7 +86,7 @@ class _Combine(torch.autograd.Function):
         rows: RowMap = ctx.rows
         grad_RH = grad_TH.index_select(0, rows.token_R)
         grad_weights_TK = None
-        if ctx.needs_input_grad[1]:
+        if y_RH is not None:
             grad_weights = torch.zeros_like(weights_TK).flatten()
             grad_weights[rows.order_R] = (grad_RH * y_RH).sum(1)
             grad_weights_TK = grad_weights.view_as(weights_TK)

@@ -1,0 +1,299 @@
+"""The feed-forward of a layer as operators: the one that all rows pass, and the routed experts.
+
+Rows reach the experts over the dispatcher's ways: none, one, or two (the names of the second end in "_2"). How they go
+is decided once; rows may then travel a second time, in backward, by the same decisions.
+
+Letters: T rows of this rank, K experts a row, P rows that travel, R rows in order of expert, E experts, H hidden.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from antiphon.comm.dispatch.api import Dispatcher, Hop, Way
+from antiphon.kernels.ops.feed_forward import activate
+from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
+from antiphon.specs.model import ModelSpec
+from antiphon.train.experts import Experts
+from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
+from antiphon.train.row_budget import Pieces, RowBudget, pass_over_budget
+from antiphon.train.weights import DOWN, GATE_UP, Weights
+
+
+def dense_operators() -> list[Operator]:
+    """Of a layer without experts: from normed rows to the next layer's."""
+    add = Compute(name="add", reads=("ln2_in", "dense_out"), makes=("hidden_next",), function=_add_dense)
+    return [*_gated("dense"), add]
+
+
+def expert_operators(
+    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool
+) -> list[Operator]:
+    """Of a MoE layer: from normed rows to the next layer's. `weighs_early`: the router's weights multiply before the
+    second product where they can (MegaScale-MoE, section 4.1), so that backward does not need its result; they cannot
+    where that product has a bias, and where they stay at home."""
+    has_shared, bounded = bool(spec.feed_forward.shared_intermediate), budget.may_exceed
+    weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
+    early = weighs_early and weighs_here and not spec.feed_forward.expert_bias
+    there, weights, back = _ways(dispatcher, has_weights=not early, needs_rows=weighs_here)
+    return [
+        Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
+        Compute(
+            name="gate",
+            reads=("gate_in",),
+            makes=("weights", "choices"),
+            saves=("gate_in",),
+            facts=("choices",),
+            function=_gate,
+            once=True,
+        ),
+        Compute(
+            name="route",
+            reads=("choices", "weights"),
+            makes=("pieces", "ids"),
+            facts=("pieces", "ids"),
+            function=_route,
+            once=True,
+            has_gradient=False,
+        ),
+        *there,
+        *(_shared(spec) if has_shared else ()),
+        *_experts(spec, weights if early else None, adds_bias=adds_bias),
+        *back,
+        *(_over_budget() if bounded else ()),
+        Compute(
+            name="add",
+            reads=("ln2_in", "all_out" if bounded else "ffn_out", *(("shared_out",) if has_shared else ())),
+            makes=("hidden_next",),
+            function=_add_experts,
+        ),
+    ]
+
+
+def _ways(dispatcher: Dispatcher, *, has_weights: bool, needs_rows: bool) -> tuple[list[Operator], str, list[Operator]]:
+    """The operators that bring rows over each way, the name of the weights that came, and the operators that bring sums
+    back. `has_weights`: the sum of an expert's rows is weighted; `needs_rows`: the weights' gradient reads the rows."""
+    there, back, rows, ids, weights, total = list[Operator](), list[Operator](), "ln2_out", "ids", "weights", "ffn_out"
+    for number, way in enumerate(dispatcher.ways):
+        end = "" if number == 0 else f"_{number + 1}"
+        there += _way_there(way, end, rows, ids, weights)
+        back = [*_way_back(way, end, weights, total), *back]
+        rows, ids, weights, total = f"received{end}", f"ids{end}_there", f"weights{end}_there", f"sums{end}"
+    there.append(
+        Compute(
+            name="sort",
+            reads=(ids,),
+            makes=("row_map",),
+            facts=("row_map",),
+            function=_sort,
+            once=True,
+            has_gradient=False,
+        )
+    )
+    scatter = Compute(
+        name="scatter", reads=(rows, "row_map"), makes=("ffn_in",), function=lambda here, x, rows: to_experts(x, rows)
+    )
+    gather = Compute(
+        name="gather",
+        reads=("fc2_out", "row_map", *((weights,) if has_weights else ())),
+        makes=(total,),
+        saves=("fc2_out", weights) if has_weights and needs_rows else (),
+        function=_gather,
+    )
+    return [*there, scatter], weights, [gather, *back]
+
+
+def _way_there(way: Way, end: str, rows: str, ids: str, weights: str) -> list[Operator]:
+    def hop(here: Here, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
+        return way.hop(ids_TK, weights_TK)
+
+    return [
+        Compute(
+            name=f"hop{end}",
+            reads=(ids, weights),
+            makes=(f"hop{end}", f"packed{end}"),
+            facts=(f"hop{end}",),
+            function=hop,
+            once=True,
+        ),
+        Exchange(
+            name=f"routing{end}",
+            reads=(f"packed{end}", f"hop{end}"),
+            makes=(f"routed{end}",),
+            collective=lambda here, packed, hop: hop.choices,
+            once=True,
+        ),
+        Compute(
+            name=f"send{end}",
+            reads=(rows, f"hop{end}"),
+            makes=(f"sent{end}",),
+            function=lambda here, x, hop: hop.send(x),
+        ),
+        Exchange(
+            name=f"dispatch{end}",
+            reads=(f"sent{end}", f"hop{end}"),
+            makes=(f"received{end}",),
+            collective=lambda here, sent, hop: hop.there,
+        ),
+        Compute(
+            name=f"arrive{end}",
+            reads=(f"routed{end}", f"hop{end}"),
+            makes=(f"ids{end}_there", f"weights{end}_there"),
+            facts=(f"ids{end}_there",),
+            function=lambda here, routed, hop: hop.arrived(routed),
+            once=True,
+        ),
+    ]
+
+
+def _way_back(way: Way, end: str, weights: str, total: str) -> list[Operator]:
+    return [
+        Exchange(
+            name=f"combine{end}",
+            reads=(f"sums{end}", f"hop{end}"),
+            makes=(f"returned{end}",),
+            collective=lambda here, sums, hop: hop.back,
+        ),
+        Compute(
+            name=f"total{end}",
+            reads=(f"returned{end}", weights, f"hop{end}"),
+            makes=(total,),
+            saves=(f"returned{end}",) if way.weighs_at_home else (),
+            function=lambda here, y, weights, hop: hop.total(y, weights),
+        ),
+    ]
+
+
+def _experts(spec: ModelSpec, weights: str | None, *, adds_bias: bool) -> list[Operator]:
+    """`weights`: the name of those that multiply before the second product; None: none do."""
+    has_bias, activated = spec.feed_forward.expert_bias, "fc2_in" if weights is None else "act_out"
+    weighed = [] if weights is None else [_weigh(activated, weights)]
+    return [
+        Product(
+            name="fc1",
+            reads=("ffn_in", "row_map"),
+            makes=("fc1_out",),
+            saves=("ffn_in", "row_map"),
+            weight=GATE_UP,
+            bias=_bias(GATE_UP, has_bias),
+            grouped=True,
+        ),
+        Compute(name="activation", reads=("fc1_out",), makes=(activated,), saves=("fc1_out",), function=_activate),
+        *weighed,
+        Product(
+            name="fc2",
+            reads=("fc2_in", "row_map"),
+            makes=("fc2_out",),
+            saves=("fc2_in", "row_map"),
+            weight=DOWN,
+            bias=_bias(DOWN, has_bias and adds_bias),
+            grouped=True,
+        ),
+    ]
+
+
+def _weigh(rows: str, weights: str) -> Operator:
+    def weigh(here: Here, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+        weights_R = weights_TK.flatten().index_select(0, rows.order_R)
+        return x * weights_R.to(x.dtype).unsqueeze(1)
+
+    saves = (rows, weights)
+    return Compute(name="weigh", reads=(rows, weights, "row_map"), makes=("fc2_in",), saves=saves, function=weigh)
+
+
+def _bias(purpose: str, exists: bool) -> Callable[[Weights], Tensor | None]:
+    return lambda weights: weights[f"{purpose}_bias"] if exists else None
+
+
+def _gated(kind: str, out: str = "") -> list[Operator]:
+    """The feed-forward that all rows pass: "dense" or "shared"."""
+    fc1_out, fc2_in = f"{kind}_fc1_out", f"{kind}_fc2_in"
+    fc1 = Product(
+        name=f"{kind}_fc1", reads=("ln2_out",), makes=(fc1_out,), saves=("ln2_out",), weight=f"{kind}.gate_up"
+    )
+    return [
+        fc1,
+        Compute(name=f"{kind}_activation", reads=(fc1_out,), makes=(fc2_in,), saves=(fc1_out,), function=_activate),
+        Product(
+            name=f"{kind}_fc2",
+            reads=(fc2_in,),
+            makes=(out or f"{kind}_out",),
+            saves=(fc2_in,),
+            weight=f"{kind}.down",
+        ),
+    ]
+
+
+def _shared(spec: ModelSpec) -> list[Operator]:
+    if not spec.feed_forward.shared_gate:
+        return _gated("shared")
+    names = ("ln2_out", "shared_fc2_out")
+    gate = Compute(name="shared_gate", reads=names, makes=("shared_out",), saves=names, function=_shared_gate)
+    return [*_gated("shared", "shared_fc2_out"), gate]
+
+
+def _over_budget() -> list[Operator]:
+    return [
+        Compute(
+            name="over_budget",
+            reads=("ffn_out", "ln2_out", "weights", "pieces"),
+            makes=("all_out",),
+            saves=("ln2_out",),
+            function=_pass_over_budget,
+        )
+    ]
+
+
+def _widen(here: Here, y_BSH: Tensor) -> Tensor:
+    """The gate works on rows, in float32 at least."""
+    return y_BSH.to(here.wide)
+
+
+def _gate(here: Here, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+    logits_TE, ids_TK, weights_TK = here.gate(here.weights, y_TH)
+    return here.routing.attach(weights_TK, logits_TE, ids_TK), ids_TK
+
+
+def _route(here: Here, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Pieces, Tensor]:
+    pieces = here.budget.pieces(here.routing.limit(ids_TK, weights_TK))
+    return pieces, pieces.choices(0)
+
+
+def _sort(here: Here, ids_TK: Tensor) -> RowMap:
+    return row_map(ids_TK, here.dispatcher.num_experts)
+
+
+def _gather(here: Here, y_RH: Tensor, rows: RowMap, *weights_TK: Tensor) -> Tensor:
+    ones_TK = torch.ones_like(rows.place_TK, dtype=y_RH.dtype)
+    return combine(y_RH, weights_TK[0] if weights_TK else ones_TK, rows)
+
+
+def _activate(here: Here, x: Tensor) -> Tensor:
+    return activate(x, here.spec.feed_forward)
+
+
+def _shared_gate(here: Here, y_TH: Tensor, out_TH: Tensor) -> Tensor:
+    return out_TH * F.linear(y_TH, here.weights["shared_gate"]).sigmoid()
+
+
+def _pass_over_budget(here: Here, out_TH: Tensor, y_TH: Tensor, weights_TK: Tensor, pieces: Pieces) -> Tensor:
+    if not pieces.num_more:
+        return out_TH
+    experts = Experts.of(here.spec.feed_forward, here.weights, adds_bias=here.adds_bias)
+    return out_TH + pass_over_budget(here.dispatcher, experts, y_TH, pieces, weights_TK)
+
+
+def _add_dense(here: Here, x_BSH: Tensor, dense_TH: Tensor) -> Tensor:
+    return x_BSH + scaled(dense_TH, here.spec.residual_multiplier).view_as(x_BSH)
+
+
+def _add_experts(here: Here, x_BSH: Tensor, out_TH: Tensor, *shared_TH: Tensor) -> Tensor:
+    for each in shared_TH:
+        out_TH = out_TH + scaled(each, here.spec.residual_multiplier)
+    return x_BSH + out_TH.view_as(x_BSH)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor

@@ -1,0 +1,237 @@
+"""How one layer runs: its operators, its schedule, what it keeps; checked when it is made, before the first step.
+
+1. The schedule's lines for this layer are taken. Every operator has to have its actions, each once.
+2. What has to be made again and stands nowhere is put right before the first action that needs it.
+3. Forward and backward are gone through: an action whose inputs are not there yet is refused.
+4. It follows after which action a tensor is used for the last time; there it is freed.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from antiphon.base.errors import UserError
+from antiphon.train.keep import Keep, Keeping, keeping
+from antiphon.train.layer_schedule import (
+    AGAIN,
+    DEFAULT,
+    GRADIENT,
+    RUN,
+    START,
+    START_AGAIN,
+    START_GRADIENT,
+    WAIT,
+    WAIT_AGAIN,
+    WAIT_GRADIENT,
+    WAIT_OF,
+    WEIGHTS,
+    Action,
+    Schedule,
+    only,
+    parse,
+)
+from antiphon.train.operators import Exchange, Graph, Operator, Product
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from."""
+
+    keep: Keep = "none"
+    dropped: tuple[str, ...] = ()
+    schedule: str = DEFAULT
+    where: str = "the default schedule"
+
+    @property
+    def weighs_early(self) -> bool:
+        """Whether the router's weights multiply before the experts' second product, see `train.feed_forward`."""
+        return self.keep in ("selective", "full")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """`freed_forward[i]`: names that nothing reads after action i; without the kept ones, unless nothing is recorded.
+    `freed_backward` likewise."""
+
+    graph: Graph
+    keeping: Keeping
+    schedule: Schedule
+    freed_forward: tuple[tuple[str, ...], ...]
+    freed_backward: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(graph: Graph, options: PlanOptions) -> "LayerPlan":
+        """`UserError` for a schedule that cannot run."""
+        kept = keeping(graph, options.keep, options.dropped)
+        return LayerPlan._of(graph, kept, options.schedule, options.where)
+
+    def with_schedule(self, text: str, where: str) -> "LayerPlan":
+        """The same operators in another order."""
+        return LayerPlan._of(self.graph, self.keeping, text, where)
+
+    def records_again(self, operator: Operator) -> bool:
+        """Whether what the operator's backward needs is noted when it runs again, and not in forward."""
+        return _records_again(operator, self.keeping.again)
+
+    @staticmethod
+    def _of(graph: Graph, kept: Keeping, schedule: str, where: str) -> "LayerPlan":
+        text = parse(schedule, where)
+        forward = only(text.forward, graph.operators, kept.again)
+        backward = only(text.backward, graph.operators, kept.again)
+        needed = _needed(graph, kept)
+        _check_all_there(forward, needed.forward, f"{where}, forward")
+        backward = list(_with_again(graph, kept, backward))
+        _check_all_there(backward, needed.backward, f"{where}, backward")
+        _check_order(graph, forward, f"{where}, forward", backward=False)
+        _check_order(graph, backward, f"{where}, backward", backward=True)
+        return LayerPlan(
+            graph,
+            kept,
+            Schedule(tuple(forward), tuple(backward)),
+            _last_uses([_touched(graph, each) for each in forward], {graph.end}),
+            _last_uses([_touched(graph, each) for each in backward], set()),
+        )
+
+
+def _records_again(operator: Operator, again: Collection[str]) -> bool:
+    return operator.name in again and bool(operator.saves)
+
+
+def _needed(graph: Graph, kept: Keeping) -> Schedule:
+    forward, backward = list[Action](), list[Action]()
+    for name, operator in graph.operators.items():
+        exchanged = isinstance(operator, Exchange)
+        forward += [Action(verb, name) for verb in ((START, WAIT) if exchanged else (RUN,))]
+        verbs: list[str] = []
+        if operator.has_gradient:
+            verbs += (START_GRADIENT, WAIT_GRADIENT) if exchanged else (GRADIENT,)
+        if isinstance(operator, Product):
+            verbs.append(WEIGHTS)
+        if name in kept.again:
+            verbs += (START_AGAIN, WAIT_AGAIN) if exchanged else (AGAIN,)
+        backward += [Action(verb, name) for verb in verbs]
+    return Schedule(tuple(forward), tuple(backward))
+
+
+def _check_all_there(actions: list[Action], needed: tuple[Action, ...], where: str) -> None:
+    counts = Counter(actions)
+    missing = [each for each in needed if not counts[each]]
+    if missing:
+        raise UserError(f"{where}: no line says {', '.join(repr(str(each)) for each in missing)}: add it")
+    twice = [each for each, count in counts.items() if count > 1]
+    if twice:
+        raise UserError(f"{where}: {str(twice[0])!r} stands there {counts[twice[0]]} times: once is needed")
+    unknown = [each for each in actions if each not in set(needed)]
+    if unknown:
+        raise UserError(f"{where}: {str(unknown[0])!r} is nothing that this operator does: take the line out")
+
+
+def read_by(graph: Graph, action: Action) -> tuple[str, ...]:
+    """Names of the values that must be there for `action`."""
+    operator = graph.operators[action.operator]
+    match action.verb:
+        case "" | "start" | "again" | "start again":
+            return operator.reads
+        case "gradient":
+            return operator.reads[1:] if isinstance(operator, Product) else operator.saves
+        case "weights":
+            return operator.saves
+        case _:
+            return ()
+
+
+def _touched(graph: Graph, action: Action) -> set[str]:
+    """Names that `action` reads or makes."""
+    made = graph.operators[action.operator].makes if action.verb in (RUN, WAIT, AGAIN, WAIT_AGAIN) else ()
+    return {*read_by(graph, action), *made}
+
+
+def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[Action]:
+    """`actions`, with what they need again put before them where it is not there already."""
+    there, started, done = set(kept.kept), set[str](), set[Action]()
+
+    def need(names: tuple[str, ...]) -> Iterator[Action]:
+        for name in names:
+            maker = graph.maker_of.get(name)
+            if name not in there and maker is not None and maker.name in kept.again:
+                yield from again(maker)
+
+    def again(operator: Operator) -> Iterator[Action]:
+        if isinstance(operator, Exchange):
+            if operator.name not in started:
+                yield from do(Action(START_AGAIN, operator.name))
+            yield from do(Action(WAIT_AGAIN, operator.name))
+        else:
+            yield from do(Action(AGAIN, operator.name))
+
+    def do(action: Action) -> Iterator[Action]:
+        if action in done and action.verb in (AGAIN, START_AGAIN, WAIT_AGAIN):
+            return
+        done.add(action)
+        operator = graph.operators[action.operator]
+        if action.verb == GRADIENT and _records_again(operator, kept.again):
+            yield from again(operator)
+        yield from need(read_by(graph, action))
+        if action.verb == WAIT_AGAIN and operator.name not in started:
+            yield from do(Action(START_AGAIN, operator.name))
+        if action.verb == START_AGAIN:
+            started.add(operator.name)
+        if action.verb in (AGAIN, WAIT_AGAIN):
+            there.update(operator.makes)
+        yield action
+
+    for action in actions:
+        yield from do(action)
+
+
+def needs(graph: Graph, actions: Sequence[Action], *, backward: bool) -> dict[Action, dict[Action, str]]:
+    """By action: those that have to come before it, and for what."""
+    making = (each for each in actions if each.verb in (RUN, WAIT, AGAIN, WAIT_AGAIN))
+    makers = {name: each for each in making for name in graph.operators[each.operator].makes}
+    readers, there = _readers(graph), set(actions)
+    found: dict[Action, dict[Action, str]] = {}
+    for action in actions:
+        before = found[action] = {makers[name]: name for name in read_by(graph, action) if name in makers}
+        if action.verb in _STARTED:
+            before[Action(_STARTED[action.verb], action.operator)] = "what was started"
+        again = Action(AGAIN, action.operator)
+        if action.verb == GRADIENT and again in there and graph.operators[action.operator].saves:
+            before[again] = "what its backward reads"
+        if backward and action.verb in (GRADIENT, WEIGHTS, START_GRADIENT):
+            for name in graph.operators[action.operator].makes:
+                for reader in readers.get(name, ()):
+                    last = Action(WAIT_GRADIENT if isinstance(reader, Exchange) else GRADIENT, reader.name)
+                    if last in there:
+                        before[last] = f"the gradient of {name}"
+    return found
+
+
+_STARTED = {wait: start for start, wait in WAIT_OF.items()}
+
+
+def _check_order(graph: Graph, actions: Sequence[Action], where: str, *, backward: bool) -> None:
+    place = {action: index for index, action in enumerate(actions)}
+    for action, before in needs(graph, actions, backward=backward).items():
+        for other, what in before.items():
+            if place[other] > place[action]:
+                raise UserError(
+                    f"{where}: {str(action)!r} needs {what}, which {str(other)!r} gives, and that comes later, so each "
+                    f"would wait for the other: put {str(other)!r} first"
+                )
+
+
+def _readers(graph: Graph) -> Mapping[str, list[Operator]]:
+    """By name: the operators that read it and give it a gradient."""
+    found: dict[str, list[Operator]] = {}
+    for operator in graph.operators.values():
+        for name in set(operator.reads) - graph.facts if operator.has_gradient else ():
+            found.setdefault(name, []).append(operator)
+    return found
+
+
+def _last_uses(touched: list[set[str]], never: set[str]) -> tuple[tuple[str, ...], ...]:
+    last = {name: index for index, names in enumerate(touched) for name in names}
+    return tuple(
+        tuple(sorted(name for name in names if last[name] == index and name not in never))
+        for index, names in enumerate(touched)
+    )

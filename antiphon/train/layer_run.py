@@ -1,0 +1,257 @@
+"""Runs a layer by its plan, forward and backward.
+
+To autograd a layer is one node. Its forward runs the operators in the order of the schedule; each `Compute` leaves an
+autograd graph of its own, cut from the others, so that backward runs operators in the order of its schedule too. What
+such a graph saves is not held by it but looked up by name when it is needed: it may have been freed and made again.
+
+Communication is asynchronous: between the start and the wait of an exchange other operators run. Rejected: autograd's
+own order with hooks. It runs what was made last first, and there is no place to put work behind an exchange.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from antiphon.comm.collectives import Collective, Flight
+from antiphon.train.layer_plan import LayerPlan
+from antiphon.train.layer_schedule import (
+    AGAIN,
+    GRADIENT,
+    START,
+    START_AGAIN,
+    WAIT,
+    WAIT_AGAIN,
+    WAIT_GRADIENT,
+    WEIGHTS,
+    Action,
+)
+from antiphon.train.operator_graph import Held, OperatorGraph, by_name, bytes_of
+from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
+from antiphon.train.spans import Spans
+
+
+def run_layer(plan: LayerPlan, here: Here, spans: Spans, held: Held, x: Tensor) -> Tensor:
+    """The layer's result."""
+    run = _LayerRun(plan, here, spans, held)
+    if not torch.is_grad_enabled():
+        return run.forward(x, recorded=False)
+    parameters = here.weights.parameters()
+    result: Tensor = _Layer.apply(run, x, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: "_LayerRun", x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run, ctx.parameters = run, parameters
+        return run.forward(x.detach(), recorded=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run: _LayerRun = ctx.run
+        grad_x = run.backward(grad)
+        return None, grad_x, *(run.parameter_gradients.pop(each, None) for each in ctx.parameters)
+
+
+class _LayerRun:
+    """One forward of a layer, and the backward that belongs to it."""
+
+    def __init__(self, plan: LayerPlan, here: Here, spans: Spans, held: Held) -> None:
+        self.parameter_gradients: dict[nn.Parameter, Tensor] = {}
+        self._plan = plan
+        self._here = here
+        self._spans = spans
+        self._held = held
+        self._held_bytes = 0
+        self._values: dict[str, Any] = {}
+        self._gradients: dict[str, dict[str, Tensor]] = {}  # by name, and by the operator that read it
+        self._constants: set[str] = set(plan.graph.facts)  # names without a gradient
+        self._graphs: dict[str, OperatorGraph] = {}
+        self._collectives: dict[str, Collective] = {}
+        self._flights: dict[tuple[str, bool], Flight] = {}  # by name and whether it is of backward
+        self._half_done: set[str] = set()  # products
+
+    def forward(self, x: Tensor, *, recorded: bool) -> Tensor:
+        plan, self._values = self._plan, {self._plan.graph.begin: x}
+        for action, freed in zip(plan.schedule.forward, plan.freed_forward, strict=True):
+            operator = plan.graph.operators[action.operator]
+            with self._spans.of(span_name(action), self._here.layer):
+                if isinstance(operator, Exchange):
+                    self._exchange(operator, action.verb)
+                else:
+                    self._run(operator, recorded=recorded and not plan.records_again(operator))
+            for name in freed:
+                if not recorded or name not in plan.keeping.kept:
+                    self._values.pop(name, None)
+        result: Tensor = self._values.pop(plan.graph.end)
+        if recorded:
+            self._held_bytes = bytes_of(self._held_tensors())
+            self._held.add(self._held_bytes)
+        return result
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient of the layer's input; those of parameters are in `parameter_gradients`."""
+        plan, graph = self._plan, self._plan.graph
+        self._gradients[graph.end] = {graph.maker_of[graph.end].name: grad}
+        for action, freed in zip(plan.schedule.backward, plan.freed_backward, strict=True):
+            operator = graph.operators[action.operator]
+            with self._spans.of(span_name(action), self._here.layer, backward=True):
+                self._do(operator, action.verb)
+            for name in freed:
+                self._values.pop(name, None)
+        self._values.clear()
+        self._held.add(-self._held_bytes)
+        result = self._gradient_of(graph.begin)
+        assert result is not None
+        return result
+
+    def _do(self, operator: Operator, verb: str) -> None:
+        match operator, verb:
+            case Exchange(), "start again" | "wait again":
+                self._exchange(operator, verb.removesuffix(" again"))
+            case Exchange(), _:
+                self._exchange_gradient(operator, verb)
+            case _, "again":
+                self._run(operator, recorded=self._plan.records_again(operator))
+            case Product(), _:
+                self._product_gradient(operator, verb)
+            case _:
+                self._gradient(operator)
+
+    # forward
+
+    def _run(self, operator: Operator, *, recorded: bool) -> None:
+        values = [self._values[name] for name in operator.reads]
+        if isinstance(operator, Product):
+            with torch.no_grad():
+                made: Any = operator.forward(self._here.weights, values)
+        else:
+            assert isinstance(operator, Compute)
+            made = self._recorded(operator, values) if recorded else self._unrecorded(operator, values)
+        self._here.weights.take()
+        for name, value in by_name(operator, made).items():
+            self._values[name] = value.detach() if isinstance(value, Tensor) else value
+
+    def _recorded(self, operator: Compute, values: list[Any]) -> Any:
+        graph = OperatorGraph(operator, self._values)
+        made, constants = graph.record(self._here, values, self._constants)
+        self._constants |= constants
+        self._graphs[operator.name] = graph
+        return made
+
+    @torch.no_grad()
+    def _unrecorded(self, operator: Compute, values: list[Any]) -> Any:
+        return operator.function(self._here, *values)
+
+    def _exchange(self, operator: Exchange, verb: str) -> None:
+        """Start, or wait and take the result."""
+        first, made = operator.reads[0], operator.makes[0]
+        if verb == START:
+            x = self._values[first]
+            collective = operator.collective(self._here, *(self._values[name] for name in operator.reads))
+            self._collectives[operator.name] = collective
+            if first in self._constants:
+                self._constants.add(made)
+            if collective.group.size == 1:
+                self._values[made] = x
+            else:
+                self._launch(operator, x, backward=False)
+        elif self._collectives[operator.name].group.size > 1:
+            self._values[made] = self._land(operator)
+
+    def _launch(self, operator: Exchange, x: Tensor, *, backward: bool) -> None:
+        flight = self._flights[operator.name, backward] = Flight(self._collectives[operator.name])
+        with torch.no_grad():
+            flight.launch(x.transpose(0, operator.dim), backward=backward)
+
+    def _land(self, operator: Exchange, *, backward: bool = False) -> Tensor:
+        with torch.no_grad():
+            return self._flights.pop((operator.name, backward)).land().transpose(0, operator.dim)
+
+    # backward
+
+    def _gradient(self, operator: Operator) -> None:
+        found = {name: self._gradient_of(name) for name in operator.makes}
+        grads = {name: grad for name, grad in found.items() if grad is not None}
+        of_read, of_parameters = self._graphs.pop(operator.name).gradients(grads)
+        for name in operator.makes:
+            self._gradients.pop(name, None)
+        for name, grad in of_read.items():
+            self._add(operator, name, grad)
+        for parameter, grad in of_parameters:
+            self._add_parameter(parameter, grad)
+
+    def _product_gradient(self, operator: Product, verb: str) -> None:
+        grad = self._gradient_of(operator.makes[0])
+        if grad is None:
+            return
+        values = [self._values.get(name) for name in operator.reads]
+        if verb == GRADIENT:
+            with torch.no_grad():
+                self._add(operator, operator.reads[0], operator.input_gradient(self._here.weights, values, grad))
+            self._here.weights.take()
+        else:
+            self._weight_gradients(operator, values, grad)
+        if operator.name in self._half_done:  # the other of the two steps is done
+            del self._gradients[operator.makes[0]]
+        self._half_done.add(operator.name)
+
+    def _weight_gradients(self, operator: Product, values: list[Any], grad: Tensor) -> None:
+        weights = self._here.weights
+        with torch.no_grad():
+            gradients = operator.weight_gradients(values, grad)
+        with torch.enable_grad():
+            used = [weights[operator.weight], operator.bias(weights)]
+        pairs = [(tensor, each) for tensor, each in zip(used, gradients, strict=True) if tensor is not None]
+        parameters, _ = weights.take()
+        found = torch.autograd.grad([tensor for tensor, _ in pairs], parameters, [each for _, each in pairs])
+        for parameter, each in zip(parameters, found, strict=True):
+            self._add_parameter(parameter, each)
+
+    def _exchange_gradient(self, operator: Exchange, verb: str) -> None:
+        if verb == WAIT_GRADIENT:
+            if (operator.name, True) in self._flights:
+                self._add(operator, operator.reads[0], self._land(operator, backward=True))
+            return
+        grad = self._gradient_of(operator.makes[0])
+        self._gradients.pop(operator.makes[0], None)
+        if grad is not None and self._collectives[operator.name].group.size > 1:
+            self._launch(operator, grad, backward=True)
+        else:
+            self._add(operator, operator.reads[0], grad)
+
+    def _add(self, operator: Operator, name: str, grad: Tensor | None) -> None:
+        if grad is not None and name not in self._constants:
+            self._gradients.setdefault(name, {})[operator.name] = grad
+
+    def _gradient_of(self, name: str) -> Tensor | None:
+        """The sum of what its readers gave, in the order of operators: the same bits under every schedule."""
+        parts = self._gradients.get(name)
+        if not parts:
+            return None
+        total, *others = (parts[each] for each in self._plan.graph.operators if each in parts)
+        for other in others:
+            total = total + other
+        self._gradients[name] = {next(iter(parts)): total}
+        return total
+
+    def _add_parameter(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is not None:
+            known = self.parameter_gradients.get(parameter)
+            self.parameter_gradients[parameter] = grad if known is None else known + grad
+
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """What is kept until backward and belongs to this layer's micro-batch alone."""
+        yield from (value for value in self._values.values() if isinstance(value, Tensor))
+        for graph in self._graphs.values():
+            yield from graph.own_tensors()
+
+
+def span_name(action: Action) -> str:
+    """What the time of `action` is recorded as: gradients are told by being in backward."""
+    if action.verb in (WAIT, WAIT_GRADIENT):
+        return f"wait for {action.operator}"
+    again = {WEIGHTS: "weights", AGAIN: "again", START_AGAIN: "again", WAIT_AGAIN: "again, wait"}.get(action.verb)
+    return f"{action.operator} {again}" if again else action.operator

@@ -1,0 +1,241 @@
+"""In which order a layer's operators run: one list of actions forward, one backward. A schedule is text:
+
+    forward:
+    ln1                       run an operator
+    start dispatch            begin an exchange ...
+    wait dispatch             ... and take its result
+    backward:
+    gradient fc1              the gradient of what it reads
+    weights fc1               of its parameters, where that is a step of its own (products)
+    start gradient dispatch   begin the reverse exchange ...
+    wait gradient dispatch
+    again ln2                 run an operator again, for what was not kept
+    start again dispatch      receive again ...
+    wait again dispatch
+
+`DEFAULT` below is the one that runs where a run names no other. It is written for all layers: lines of operators that a
+layer does not have, and of what need not be made again, are skipped.
+
+All ranks of a group run one schedule, line by line, so they start a group's collectives in one order.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from antiphon.base.errors import UserError
+from antiphon.specs.nearest import did_you_mean
+
+RUN, START, WAIT = "", "start", "wait"
+GRADIENT, WEIGHTS, START_GRADIENT, WAIT_GRADIENT = "gradient", "weights", "start gradient", "wait gradient"
+AGAIN, START_AGAIN, WAIT_AGAIN = "again", "start again", "wait again"
+WAIT_OF = {START: WAIT, START_GRADIENT: WAIT_GRADIENT, START_AGAIN: WAIT_AGAIN}
+FORWARD_VERBS = (START, WAIT)
+BACKWARD_VERBS = (START_GRADIENT, WAIT_GRADIENT, START_AGAIN, WAIT_AGAIN, GRADIENT, WEIGHTS, AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What is done with which operator."""
+
+    verb: str
+    operator: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.operator}".strip()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    forward: tuple[Action, ...]
+    backward: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        parts = (("forward:", self.forward), ("backward:", self.backward))
+        return "".join(f"{head}\n" + "".join(f"{each}\n" for each in actions) for head, actions in parts)
+
+
+def parse(text: str, where: str) -> Schedule:
+    """The schedule that `text` writes out. `UserError` for a line that is no action of an operator that exists."""
+    found: dict[str, list[Action]] = {"forward:": [], "backward:": []}
+    part = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = " ".join(line.partition("#")[0].split())
+        if words in found:
+            part = words
+        elif words and not part:
+            raise UserError(f"{where}, line {number}: {words!r} stands before 'forward:' and 'backward:'")
+        elif words:
+            found[part].append(_action(words, part, f"{where}, line {number}"))
+    return Schedule(tuple(found["forward:"]), tuple(found["backward:"]))
+
+
+def _action(words: str, part: str, where: str) -> Action:
+    verbs = FORWARD_VERBS if part == "forward:" else BACKWARD_VERBS
+    verb = next((verb for verb in verbs if words.startswith(f"{verb} ")), RUN)
+    operator = words.removeprefix(verb).strip()
+    if part == "backward:" and verb == RUN:
+        raise UserError(f"{where}: {words!r} does not say what is done: begin with {', '.join(BACKWARD_VERBS)}")
+    if operator not in OPERATORS:
+        raise UserError(f"{where}: there is no operator {operator!r}: {did_you_mean(operator, sorted(OPERATORS))}")
+    return Action(verb, operator)
+
+
+def only(actions: Iterable[Action], operators: Collection[str], again: Collection[str]) -> list[Action]:
+    """Those of `operators`; of what is run again those in `again`."""
+    return [
+        each
+        for each in actions
+        if each.operator in (again if each.verb in (AGAIN, START_AGAIN, WAIT_AGAIN) else operators)
+    ]
+
+
+DEFAULT = """
+forward:
+ln1
+start tensor_gather
+wait tensor_gather
+qkv
+rope
+heads
+pack_heads
+start heads_a2a
+wait heads_a2a
+unpack_heads
+attention
+rows
+pack_rows
+start rows_a2a
+wait rows_a2a
+unpack_rows
+out
+start tensor_scatter
+wait tensor_scatter
+add_attention
+ln2
+dense_fc1
+dense_activation
+dense_fc2
+widen
+gate
+route
+hop
+start routing
+send
+start dispatch           # behind it: half of the shared expert
+shared_fc1
+shared_activation
+wait routing
+arrive
+wait dispatch
+hop_2
+start routing_2
+send_2
+start dispatch_2
+wait routing_2
+arrive_2
+wait dispatch_2
+sort
+scatter
+fc1
+activation
+weigh
+fc2
+gather
+start combine_2
+wait combine_2
+total_2
+start combine            # behind it: the other half
+shared_fc2
+shared_gate
+wait combine
+total
+over_budget
+add
+backward:
+gradient add
+gradient dense_fc2
+weights dense_fc2
+gradient dense_activation
+gradient dense_fc1
+weights dense_fc1
+again ln2
+gradient over_budget
+gradient total
+start gradient combine   # behind it: rows are sent again, activations made again, the shared expert
+again send
+start again dispatch
+again activation
+again weigh
+gradient shared_gate
+gradient shared_fc2
+weights shared_fc2
+gradient shared_activation
+gradient shared_fc1
+weights shared_fc1
+wait gradient combine
+gradient total_2
+start gradient combine_2
+wait gradient combine_2
+gradient gather
+gradient fc2
+gradient weigh
+gradient activation
+gradient fc1
+gradient scatter
+gradient arrive_2
+start gradient routing_2
+start gradient dispatch_2
+wait gradient routing_2
+gradient hop_2
+wait gradient dispatch_2
+gradient send_2
+gradient arrive
+start gradient routing
+start gradient dispatch  # behind it: gradients of the experts' weights, what attention needs again
+weights fc2
+wait again dispatch
+again scatter
+weights fc1
+again rope
+again pack_heads
+start again heads_a2a
+again pack_rows
+start again rows_a2a
+again widen
+wait gradient routing
+gradient hop
+gradient gate
+gradient widen
+wait gradient dispatch
+gradient send
+gradient ln2
+gradient add_attention
+start gradient tensor_scatter
+again ln1
+wait gradient tensor_scatter
+gradient out
+gradient rows
+gradient unpack_rows
+start gradient rows_a2a  # behind it: the output projection's weights
+wait again rows_a2a
+weights out
+wait gradient rows_a2a
+gradient pack_rows
+gradient attention
+gradient heads
+gradient unpack_heads
+start gradient heads_a2a
+wait gradient heads_a2a
+gradient pack_heads
+gradient rope
+gradient qkv
+start gradient tensor_gather
+start again tensor_gather
+wait again tensor_gather
+weights qkv
+wait gradient tensor_gather
+gradient ln1
+"""
+OPERATORS = frozenset(
+    words[-1] for line in DEFAULT.splitlines() if (words := line.partition("#")[0].split()) and ":" not in words[-1]
+)

@@ -1,0 +1,47 @@
+"""The tables `[memory]` and `[overlap]` of a run: what layers keep for backward, and in which order they run."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.base.errors import UserError
+from antiphon.specs.strict_table import CountFromZero
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What a layer keeps between forward and backward (`train.keep`); the rest is made, or received, again.
+
+    `remake`: "none" keeps all that backward reads, "selective" makes norms, activations and exchanges again (MegaScale-
+    MoE, section 4.1), "full" keeps the layer's input and its routing. `keep`: instead, the tensors to keep, by name.
+    `activation_bytes`: instead, a limit to what a rank keeps; what is cheapest for its bytes is made again until the
+    rest fits (0: no limit)."""
+
+    remake: Literal["none", "selective", "full"] = "none"
+    keep: tuple[str, ...] = ()
+    activation_bytes: CountFromZero = 0
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name, is_given in (
+                ("remake", self.remake != "none"),
+                ("keep", bool(self.keep)),
+                ("activation_bytes", bool(self.activation_bytes)),
+            )
+            if is_given
+        ]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given: each decides what is kept, so give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """`schedule`: a file with the order of a layer's operators, as `train.layer_schedule` reads it (empty: its default
+    one). `search`: find an order from times measured before the first step."""
+
+    schedule: str = ""
+    search: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule and self.search:
+            raise UserError(f"schedule is {self.schedule} and search is true: give one of them")
