@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.comm.dispatch.api import Dispatcher, Hop, Way
+from antiphon.comm.dispatch.api import Dispatcher, Hop, Way, weights_of_rows
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 from antiphon.specs.model import ModelSpec
@@ -32,11 +32,12 @@ def expert_operators(
     spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool
 ) -> list[Operator]:
     """Of a MoE layer: from normed rows to the next layer's. `weighs_early`: the router's weights multiply before the
-    second product where they can (MegaScale-MoE, section 4.1), so that backward does not need its result; they cannot
-    where that product has a bias, and where they stay at home."""
+    second product where that costs nothing (MegaScale-MoE, section 4.1), so that backward does not need its result: not
+    where that product has a bias, nor where they stay at home, unless the dispatcher wants it."""
     has_shared, bounded = bool(spec.feed_forward.shared_intermediate), budget.may_exceed
     weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
-    early = weighs_early and weighs_here and not spec.feed_forward.expert_bias
+    has_bias = spec.feed_forward.expert_bias and adds_bias
+    early = dispatcher.early_weights or (weighs_early and weighs_here and not spec.feed_forward.expert_bias)
     there, weights, back = _ways(dispatcher, has_weights=not early, needs_rows=weighs_here)
     return [
         Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
@@ -60,7 +61,7 @@ def expert_operators(
         ),
         *there,
         *(_shared(spec) if has_shared else ()),
-        *_experts(spec, weights if early else None, adds_bias=adds_bias),
+        *_experts(spec, weights if early else None, has_bias=has_bias),
         *back,
         *(_over_budget() if bounded else ()),
         Compute(
@@ -93,7 +94,10 @@ def _ways(dispatcher: Dispatcher, *, has_weights: bool, needs_rows: bool) -> tup
         )
     )
     scatter = Compute(
-        name="scatter", reads=(rows, "row_map"), makes=("ffn_in",), function=lambda here, x, rows: to_experts(x, rows)
+        name="scatter",
+        reads=(rows, "row_map"),
+        makes=("ffn_in",),
+        function=lambda here, x, rows: to_experts(x.to(here.weights.dtype), rows),
     )
     gather = Compute(
         name="gather",
@@ -129,7 +133,7 @@ def _way_there(way: Way, end: str, rows: str, ids: str, weights: str) -> list[Op
             name=f"send{end}",
             reads=(rows, f"hop{end}"),
             makes=(f"sent{end}",),
-            function=lambda here, x, hop: hop.send(x),
+            function=lambda here, x, hop: hop.send(x.to(here.weights.dtype)),
         ),
         Exchange(
             name=f"dispatch{end}",
@@ -161,15 +165,20 @@ def _way_back(way: Way, end: str, weights: str, total: str) -> list[Operator]:
             reads=(f"returned{end}", weights, f"hop{end}"),
             makes=(total,),
             saves=(f"returned{end}",) if way.weighs_at_home else (),
-            function=lambda here, y, weights, hop: hop.total(y, weights),
+            function=lambda here, y, weights, hop: hop.total(y, weights).to(here.weights.dtype),
         ),
     ]
 
 
-def _experts(spec: ModelSpec, weights: str | None, *, adds_bias: bool) -> list[Operator]:
-    """`weights`: the name of those that multiply before the second product; None: none do."""
-    has_bias, activated = spec.feed_forward.expert_bias, "fc2_in" if weights is None else "act_out"
-    weighed = [] if weights is None else [_weigh(activated, weights)]
+def _experts(spec: ModelSpec, weights: str | None, *, has_bias: bool) -> list[Operator]:
+    """`weights`: the name of those that multiply before the second product, and so its bias too; None: none do."""
+    activated, product, weighed, weighed_bias = "fc2_in", "fc2_out", list[Operator](), list[Operator]()
+    if weights is not None:
+        activated = "act_out"
+        weighed = [_weigh("weigh", activated, weights, "fc2_in", _weighed)]
+    if weights is not None and has_bias:
+        product = "fc2_product"
+        weighed_bias = [_weigh("weigh_bias", product, weights, "fc2_out", _add_weighed_bias)]
     return [
         Product(
             name="fc1",
@@ -177,7 +186,7 @@ def _experts(spec: ModelSpec, weights: str | None, *, adds_bias: bool) -> list[O
             makes=("fc1_out",),
             saves=("ffn_in", "row_map"),
             weight=GATE_UP,
-            bias=_bias(GATE_UP, has_bias),
+            bias=_bias(GATE_UP, spec.feed_forward.expert_bias),
             grouped=True,
         ),
         Compute(name="activation", reads=("fc1_out",), makes=(activated,), saves=("fc1_out",), function=_activate),
@@ -185,22 +194,29 @@ def _experts(spec: ModelSpec, weights: str | None, *, adds_bias: bool) -> list[O
         Product(
             name="fc2",
             reads=("fc2_in", "row_map"),
-            makes=("fc2_out",),
+            makes=(product,),
             saves=("fc2_in", "row_map"),
             weight=DOWN,
-            bias=_bias(DOWN, has_bias and adds_bias),
+            bias=_bias(DOWN, has_bias and weights is None),
             grouped=True,
         ),
+        *weighed_bias,
     ]
 
 
-def _weigh(rows: str, weights: str) -> Operator:
-    def weigh(here: Here, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
-        weights_R = weights_TK.flatten().index_select(0, rows.order_R)
-        return x * weights_R.to(x.dtype).unsqueeze(1)
+def _weigh(name: str, rows: str, weights: str, makes: str, function: Callable[..., Tensor]) -> Operator:
+    reads = (rows, weights, "row_map")
+    return Compute(name=name, reads=reads, makes=(makes,), saves=(rows, weights), function=function)
 
-    saves = (rows, weights)
-    return Compute(name="weigh", reads=(rows, weights, "row_map"), makes=("fc2_in",), saves=saves, function=weigh)
+
+def _weighed(here: Here, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+    return x * weights_of_rows(weights_TK, rows).to(x.dtype).unsqueeze(1)
+
+
+def _add_weighed_bias(here: Here, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+    counts_E = torch.tensor(rows.counts_E, device=y_RH.device)
+    bias_RH = here.weights[f"{DOWN}_bias"].repeat_interleave(counts_E, dim=0)
+    return y_RH + _weighed(here, bias_RH, weights_TK, rows)
 
 
 def _bias(purpose: str, exists: bool) -> Callable[[Weights], Tensor | None]:

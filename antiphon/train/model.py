@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-<<<<<<< HEAD
-from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.comm.float8 import RowFormat
-=======
->>>>>>> h-graph
 from antiphon.comm.mesh import Mesh, split_evenly
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
@@ -91,11 +87,8 @@ class MoeModel(nn.Module):
         dtype: torch.dtype,
         first: FirstValues = FirstValues(),
         parallel: ParallelConfig = ParallelConfig(),
-<<<<<<< HEAD
         communication: CommunicationConfig = CommunicationConfig(),
-=======
         options: PlanOptions = PlanOptions(),
->>>>>>> h-graph
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -225,21 +218,10 @@ def dispatcher_of(
     experts = split_evenly(num_experts, group.size)
     first, last = experts[group.index]
     assert group.size == 1 or config.dispatch != "auto", "choose_dispatch first"
-<<<<<<< HEAD
     formats, early = RowFormat(communication.activations, dtype), communication.gate_weights == "experts"
-    dispatcher: Dispatcher = LocalDispatcher(last - first, early_weights=early)
+    ways: list[Way] = [GatherScatter(slices, formats=formats)] if slices.size > 1 else []
     if group.size > 1 and config.dispatch == "gather_scatter":
-        dispatcher = GatherScatter(group, dispatcher, (first, last), formats)
+        ways.append(GatherScatter(group, (first, last), formats))
     elif group.size > 1:
-        dispatcher = AllToAllDispatcher(
-            group, dispatcher, experts, deduplicate=config.deduplicate, formats=formats, weights_inside=early
-        )
-    return GatherScatter(slices, dispatcher, formats=formats) if slices.size > 1 else dispatcher
-=======
-    ways: list[Way] = [GatherScatter(slices)] if slices.size > 1 else []
-    if group.size > 1 and config.dispatch == "gather_scatter":
-        ways.append(GatherScatter(group, (first, last)))
-    elif group.size > 1:
-        ways.append(AllToAllWay(group, experts, deduplicate=config.deduplicate))
-    return Dispatcher(last - first, tuple(ways))
->>>>>>> h-graph
+        ways.append(AllToAllWay(group, experts, deduplicate=config.deduplicate, formats=formats, weights_inside=early))
+    return Dispatcher(last - first, tuple(ways), early_weights=early)

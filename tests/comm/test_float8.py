@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.comm.dispatch.all_to_all import AllToAllDispatcher
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch.all_to_all import AllToAllWay
+from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.dispatch.local import LocalDispatcher
 from antiphon.comm.float8 import RowFormat
 from antiphon.comm.float8_rows import (
     decode_by_channel,
@@ -83,17 +82,17 @@ def both_ways(rank: int) -> dict[tuple[str, str], Any]:
     mesh = connect(Sizes(world_size=RANKS, expert=RANKS), rank, 60)
     group, experts = mesh.group("expert"), split_evenly(EXPERTS, RANKS)
     own, found = experts[rank], {}
-    expected, _ = through(LocalDispatcher(EXPERTS), (0, EXPERTS), rank)
+    expected, _ = through(Dispatcher(EXPERTS), (0, EXPERTS), rank)
     for kind in KINDS:
         for name in ("float8", "float8_permutation"):
-            formats, local = RowFormat(name), LocalDispatcher(own[1] - own[0])  # type: ignore[arg-type]
-            dispatcher: Dispatcher = GatherScatter(group, local, own, formats)
+            formats = RowFormat(name)  # type: ignore[arg-type]
+            way: Way = GatherScatter(group, own, formats)
             if kind != "gathered":
-                dispatcher = AllToAllDispatcher(group, local, experts, deduplicate=kind == "once", formats=formats)
+                way = AllToAllWay(group, experts, deduplicate=kind == "once", formats=formats)
             mesh.ledger.take()
-            results, _ = through(dispatcher, own, rank)
+            results, _ = through(Dispatcher(own[1] - own[0], (way,)), own, rank)
             ledger = mesh.ledger.take()
-            again, _ = through(dispatcher, own, rank)
+            again, _ = through(Dispatcher(own[1] - own[0], (way,)), own, rank)
             off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, expected, strict=True)]
             same = all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
             sent = {key: num for key, num in ledger.sent_bytes.items() if key.split(".")[0] in ("dispatch", "combine")}

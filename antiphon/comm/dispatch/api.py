@@ -19,6 +19,7 @@ Letters: T rows of this rank, K experts a row, P rows that travel, R rows receiv
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import Collective, Done, Pending, run, start
@@ -61,10 +62,12 @@ class Way(Protocol):
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """The way to all experts: through `ways`, in order, to experts 0 to `num_experts` - 1 here."""
+    """The way to all experts: through `ways`, in order, to experts 0 to `num_experts` - 1 here. `early_weights`: the
+    experts weight their results."""
 
     num_experts: int
     ways: tuple[Way, ...] = ()
+    early_weights: bool = False
 
     def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> "Dispatched":
         """Send each row to its experts. `weights_TK`: what their results count in the sum."""
@@ -78,17 +81,19 @@ class Combined:
     pending: Pending | Done
     hop: Hop | None
     weights_TK: Tensor
+    dtype: torch.dtype
 
     def wait(self) -> Tensor:
         """[T, H]: for each row the weighted sum of its experts' results."""
-        return self.pending.wait() if self.hop is None else self.hop.total(self.pending.wait(), self.weights_TK)
+        out_TH = self.pending.wait()
+        return (out_TH if self.hop is None else self.hop.total(out_TH, self.weights_TK)).to(self.dtype)
 
 
 class Dispatched:
     """Rows under way."""
 
     def __init__(self, dispatcher: Dispatcher, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._dispatcher = dispatcher
+        self._dispatcher, self._dtype = dispatcher, x_TH.dtype
         self._hops: list[tuple[Hop, Tensor]] = []
         self._rows: Pending | Done = Done(x_TH)
         self._packed: Pending | Done
@@ -104,24 +109,35 @@ class Dispatched:
             if way is not None:
                 self._start(way)
         self._map = row_map(self._ids_TK, self._dispatcher.num_experts)
-        return to_experts(self._rows.wait(), self._map), self._map.counts_E
+        return to_experts(self._arrived(), self._map), self._map.counts_E
 
     @property
     def weights_R(self) -> Tensor | None:
         """What each row's result counts, once rows are there, if the experts multiply by it; None: the combine does."""
+        return weights_of_rows(self._weights_TK, self._map) if self._dispatcher.early_weights else None
 
     def start_combine(self, y_RH: Tensor) -> Combined:
         """Send results back; `y_RH` in the order that `wait` gave."""
-        out = combine(y_RH, self._weights_TK, self._map)
+        early = self._dispatcher.early_weights
+        out = combine(y_RH, torch.ones_like(self._weights_TK) if early else self._weights_TK, self._map)
         if not self._hops:
-            return Combined(Done(out), None, self._weights_TK)
+            return Combined(Done(out), None, self._weights_TK, self._dtype)
         first, *others = self._hops
         for hop, weights_TK in reversed(others):
-            out = hop.total(run(hop.back, out), weights_TK)
-        return Combined(start(first[0].back, out), *first)
+            out = hop.total(run(hop.back, out), weights_TK).to(self._dtype)
+        return Combined(start(first[0].back, out), *first, self._dtype)
+
+    def _arrived(self) -> Tensor:
+        """Rows in the format of the arithmetic, whatever they travelled in."""
+        return self._rows.wait().to(self._dtype)
 
     def _start(self, way: Way) -> None:
         hop, packed_P2K = way.hop(self._ids_TK, self._weights_TK)
         self._hops.append((hop, self._weights_TK))
-        self._rows = start(hop.there, hop.send(self._rows.wait()))
+        self._rows = start(hop.there, hop.send(self._arrived()))
         self._packed = start(hop.choices, packed_P2K)
+
+
+def weights_of_rows(weights_TK: Tensor, rows: RowMap) -> Tensor:
+    """[R]: the weight of each row that is in order of expert."""
+    return weights_TK.flatten().index_select(0, rows.order_R)
