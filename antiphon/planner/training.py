@@ -24,7 +24,7 @@ from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_
 from antiphon.cost.training.setup import OverlapLevel, Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate
-from antiphon.planner.training_explain import layout_of, lost, notes_of, one, one_change, predicted_of
+from antiphon.planner.training_explain import layout_of, lost, name_of, notes_of, one, one_change, predicted_of
 from antiphon.planner.training_space import Degrees, candidates
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
@@ -38,7 +38,6 @@ STRATEGIES: tuple[TrainingSetup, ...] = (
     TrainingSetup(attention="tensor", experts="expert", dispatch="all_gather"),
     TrainingSetup(attention="tensor", experts="tensor", dispatch="all_gather"),
 )
-NAMES = {"sequence": "SP", "tensor": "TP", "expert": "EP"}
 BATCH_OF_CANDIDATES = 20_000
 
 
@@ -241,11 +240,6 @@ def _rate(best: _Best) -> float:
     return 0.0 if best.estimate is None else one(best.estimate.tokens_per_s)
 
 
-def _name(setup: TrainingSetup) -> str:
-    names = f"{NAMES[setup.attention]}+{NAMES[setup.experts]}"
-    return f"{names} by {setup.dispatch.replace('_', '-')}" if setup.experts == "expert" else names
-
-
 def _plan(training: Training, offered: int, bests: list[_Best], model_name: str, started: float) -> TrainingPlan:
     """The plan from the best of each strategy, at least one of which fits."""
     winner = max(bests, key=lambda best: (_rate(best), -_used(best)))
@@ -256,9 +250,9 @@ def _plan(training: Training, offered: int, bests: list[_Best], model_name: str,
         if best is winner:
             continue
         if best.estimate is None:
-            rejected.append(RejectedTraining(name=_name(best.setup), reason=_why_none(training, best)))
+            rejected.append(RejectedTraining(name=name_of(best.setup), reason=_why_none(training, best)))
         else:
-            rejected.append(lost(training, _name(best.setup), best.setup, best.estimate, estimate))
+            rejected.append(lost(training, name_of(best.setup), best.setup, best.estimate, estimate))
     return TrainingPlan(
         model=model_name,
         cluster=training.cluster.name,

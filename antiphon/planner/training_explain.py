@@ -23,6 +23,14 @@ from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPredicted
 
+_NAMES = {"sequence": "SP", "tensor": "TP", "expert": "EP"}
+
+
+def name_of(setup: TrainingSetup) -> str:
+    """The strategy in words, such as ``SP+EP by all-to-all``."""
+    names = f"{_NAMES[setup.attention]}+{_NAMES[setup.experts]}"
+    return f"{names} by {setup.dispatch.replace('_', '-')}" if setup.experts == "expert" else names
+
 
 def layout_of(setup: TrainingSetup, estimate: StepEstimate) -> TrainingLayout:
     """The layout of one candidate."""
