@@ -1,12 +1,12 @@
 """A training plan as this trainer's configuration, or the one line that says why it cannot be obeyed.
 
-The plan decides the table `parallel` (less what only a run decides, as its row budget) and `micro_batch`. The batch,
-the length of sequences and the arithmetic are the run's own: where plan and run differ in them, the prediction would be
-of something else, so that is an error.
+The plan decides the table `parallel` (less what only a run decides, as its row budget), the formats of `communication`
+and `micro_batch`. The batch, the length of sequences and the arithmetic are the run's own: where plan and run differ in
+them, the prediction would be of something else, so that is an error.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from antiphon.base.errors import UserError
 from antiphon.models.planned import check_planned_for
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingLayout, TrainingPlan
-from antiphon.train.config import ParallelConfig, TrainConfig
+from antiphon.train.config import TrainConfig
 
 
 def obey(
@@ -32,15 +32,17 @@ def obey(
             raise UserError(f"{file}: {name} is {theirs}, this run has {ours}: plan anew, or use {fix.format(theirs)}")
     _refuse_unknown_ways(plan, file)
     layout = plan.layout
-    decided = _parallel(layout)
+    decided = {"parallel": _parallel(layout), "communication": _formats(layout)}
+    keys = {"micro_batch", *(f"{table}.{name}" for table, names in decided.items() for name in names)}
     for change in changes:
         key = change.partition("=")[0]
-        if key in ("micro_batch", *(f"parallel.{name}" for name in decided)):
+        if key in keys:
             raise UserError(f"--set {change}: {file} decides {key}: leave one of them out")
     return replace(
         config,
         micro_batch=layout.micro_batch * layout.data_parallel,
-        parallel=ParallelConfig(**{**asdict(config.parallel), **decided}),
+        parallel=replace(config.parallel, **decided["parallel"]),
+        communication=replace(config.communication, **decided["communication"]),
     )
 
 
@@ -61,15 +63,26 @@ def _parallel(layout: TrainingLayout) -> dict[str, Any]:
     }
 
 
+def _formats(layout: TrainingLayout) -> dict[str, Any]:
+    """The keys of `CommunicationConfig` that the layout decides."""
+    return {
+        "gradients": layout.gradient_wire,
+        "activations": "float8" if layout.activation_wire == "fp8" else "plain",
+    }
+
+
 def _refuse_unknown_ways(plan: TrainingPlan, file: Path) -> None:
     """`UserError` for what the trainer does not do: the prediction would be of another run."""
     layout = plan.layout
     for what, value, wanted, fix in (
         ("overlap", layout.overlap, "none", "--overlap none"),
         ("rematerialized", ", ".join(layout.rematerialized), "", "fewer sequences in a step, or more devices"),
-        ("gradient_wire", layout.gradient_wire, "float32", "--no-compress"),
-        ("activation_wire", layout.activation_wire, plan.compute, f"--precision wire={plan.compute}"),
         ("gradients", plan.gradients, "float32", "--precision gradients=float32"),
     ):
         if value != wanted:
             raise UserError(f"{file}: {what} is {value}, which the trainer cannot do: plan with {fix}")
+    if layout.activation_wire not in ("fp8", plan.compute):
+        raise UserError(
+            f"{file}: activation_wire is {layout.activation_wire}, compute {plan.compute}: rows travel as they are "
+            f"computed, or as fp8: plan with --precision wire={plan.compute}"
+        )

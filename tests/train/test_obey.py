@@ -56,6 +56,8 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
         micro_batch=1,
         num_micro_batches=4,
         zero=2,
+        gradient_wire="bfloat16",
+        activation_wire="fp8",
     )
     found = obey(plan, config, spec, FILE)
     assert found.micro_batch == 2, "of both data-parallel ranks"
@@ -63,6 +65,7 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
     assert (parallel.sequence, parallel.expert, parallel.tensor, parallel.expert_tensor) == (2, 2, 1, 1)
     assert (parallel.pipeline, parallel.zero, parallel.dispatch) == (2, 2, "gather_scatter")
     assert parallel.row_budget == 2, "the run's own"
+    assert (found.communication.gradients, found.communication.activations) == ("bfloat16", "float8")
     tensor = obey(
         replace(plan, layout=replace(plan.layout, attention="tensor", experts="tensor")), config, spec, FILE
     ).parallel
@@ -73,8 +76,8 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
     ("layout", "plan", "changes", "message"),
     [
         ({"overlap": "intra"}, {}, (), r"overlap is intra, which the trainer cannot do: plan with --overlap none"),
-        ({"gradient_wire": "bfloat16"}, {}, (), r"gradient_wire is bfloat16.*--no-compress"),
-        ({"activation_wire": "fp8"}, {}, (), r"activation_wire is fp8.*--precision wire=float32"),
+        ({"activation_wire": "bfloat16"}, {}, (), r"activation_wire is bfloat16, compute float32.*wire=float32"),
+        ({}, {"gradients": "bfloat16"}, (), r"gradients is bfloat16.*--precision gradients=float32"),
         ({"rematerialized": ("rmsnorm_1",)}, {}, (), r"rematerialized is rmsnorm_1"),
         ({}, {"compute": "bfloat16"}, (), r"compute is bfloat16, this run has float32.*--set dtype=bfloat16"),
         ({}, {"sequence_length": 99}, (), r"sequence_length is 99, this run has 16.*--set sequence_length=99"),
