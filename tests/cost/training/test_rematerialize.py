@@ -14,7 +14,6 @@ from antiphon.cost.training.layer_time import Recomputed
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import (
     CHEAP,
-    DEAR,
     Option,
     activations_of,
     choose,
@@ -25,6 +24,8 @@ from antiphon.cost.training.rematerialize import (
 )
 from antiphon.cost.training.setup import TrainingSetup
 from tests.cost.training.specimens import round_training
+
+DEAR = ("qkv_a2a", "fc1_out+fc3_out", "attn")
 
 
 def case(**changes: object) -> LayerCase:
