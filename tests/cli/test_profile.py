@@ -62,7 +62,7 @@ def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monk
         assert result.exit_code == 0, result.output
     found = read_profile(tmp_path / "profile.json")
     assert (found.training, bool(found.attention), found.engine is None) == (tables, True, False)
-    assert "sequence, expert, all_to_all" in " ".join(result.output.split())
+    assert {"sequence,", "expert,", "all_to_all"} <= set(result.output.split())  # lines may be broken in between
 
 
 @pytest.mark.parametrize(

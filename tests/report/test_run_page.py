@@ -59,7 +59,7 @@ def test_the_charts_of_a_run_are_its_numbers(folder: Path) -> None:
     load = load_chart(record)
     assert load.values[0] == pytest.approx([count * 5 / 128 for count in steps[-1]["expert_rows"][0]])
     time = time_chart(record)
-    assert any(row.startswith("experts (") for row in time.rows)
+    assert any(row.startswith("fc1 (") for row in time.rows)
     assert time.rows[-1].startswith("the rest (")
     assert {block.group for block in time.blocks} == {"forward", "backward"}
     assert min(block.length for block in time.blocks) >= 0
