@@ -211,15 +211,20 @@ class Flight:
         self._work: Any = None
 
     def launch(self, x: Tensor, *, backward: bool) -> None:
-        self._current = self._forward.reverse() if backward else self._forward
-        self._buffer, self._work = self._current.launch(x.contiguous())
+        current = self._current = self._forward.reverse() if backward else self._forward
+        x, wire = x.detach().contiguous(), current.group.wire
+        if wire is None:
+            self._buffer, self._work = current.launch(x)
+        else:
+            name = f"{current.name}, backward" if backward else current.name
+            self._work = wire.all_to_all(name, x.numel() * x.element_size(), lambda: current.launch(x))
 
     def land(self) -> Tensor:
-        assert self._buffer is not None, "this collective was waited for before"
+        assert self._work is not None, "this collective was waited for before"
         begin = time.perf_counter()
-        self._work.wait()
+        found = self._work.wait()
         self._current.group.ledger.waited(self._current.name, time.perf_counter() - begin)
-        result = self._current.finish(self._buffer)
+        result = self._current.finish(found if self._buffer is None else self._buffer)
         self._buffer = self._work = None
         return result
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from antiphon.base.errors import UserError
 from antiphon.comm.ledger import Ledger
+from antiphon.comm.wire import Wire
 
 ATTENTION = ("pipeline", "data", "sequence", "tensor")
 EXPERTS = ("pipeline", "expert_data", "expert", "expert_tensor")
@@ -94,12 +95,13 @@ class Sizes:
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk to each other, and this rank's place among them. `process_group` None: it is alone, and every
-    collective is the identity."""
+    collective is the identity. `wire`: what launches its collectives; None: they are launched at once."""
 
     ranks: tuple[int, ...]
     index: int
     ledger: Ledger
     process_group: dist.ProcessGroup | None = None
+    wire: Wire | None = None
 
     @property
     def size(self) -> int:
@@ -108,12 +110,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of this rank by their axes."""
+    """The groups of this rank by their axes. `wire`: takes the sums of gradients beside backward; None: they are made
+    behind it."""
 
     sizes: Sizes
     rank: int
     ledger: Ledger
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    wire: Wire | None = None
 
     def group(self, *axes: str) -> Group:
         return self.groups[axes]
@@ -137,6 +141,11 @@ class Mesh:
         reading = EXPERTS if axes & set(EXPERTS) else ATTENTION
         return self.groups[tuple(axis for axis in reading[1:] if axis not in axes)]
 
+    def close(self) -> None:
+        """End what runs beside the caller. Process groups stay: PyTorch names a new one after how many there are."""
+        if self.wire is not None:
+            self.wire.close()
+
 
 def beside(group: Group, timeout_s: float = 600.0) -> Group:
     """The same ranks with a process group and a ledger of their own, for collectives that run beside `group`'s. Blocks
@@ -155,9 +164,11 @@ def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def connect(sizes: Sizes, rank: int, timeout_s: float = 600.0) -> Mesh:
+def connect(
+    sizes: Sizes, rank: int, timeout_s: float = 600.0, wire: Wire | None = None, *, first: bool = False
+) -> Mesh:
     """The mesh of `rank`. Blocks until the other ranks of its groups have called it too; their collectives end with an
-    error after `timeout_s`."""
+    error after `timeout_s`. `first`: the groups' collectives go over `wire` too, before sums."""
     ledger, timeout = Ledger(), timedelta(seconds=timeout_s)
     lists = {axes: sizes.groups(axes) for axes in _GROUPS}
     if sizes.pipeline > 1:
@@ -170,5 +181,5 @@ def connect(sizes: Sizes, rank: int, timeout_s: float = 600.0) -> Mesh:
         # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
         alone = max(len(ranks) for ranks in members) == 1
         made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-        groups[axes] = Group(tuple(own), own.index(rank), ledger, made)
-    return Mesh(sizes, rank, ledger, groups)
+        groups[axes] = Group(tuple(own), own.index(rank), ledger, made, wire if first else None)
+    return Mesh(sizes, rank, ledger, groups, wire)

@@ -68,8 +68,10 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute(Operator):
-    """`function(here, *values)` gives what is made: one value, or a tuple of several."""
+    """`function(here, *values)` gives what is made: one value, or a tuple of several. `leads_to`: the exchange that
+    begins as soon as its backward is done, for which sums of gradients make way."""
 
+    leads_to: str = ""
     function: Callable[..., Any]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.specs.model import ModelSpec
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import TrainConfig
 from antiphon.train.schedule import Schedule
 
@@ -61,7 +62,9 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
     return sizes
 
 
-def join(sizes: Sizes, timeout_s: float = TIMEOUT_S) -> Mesh:
+def join(
+    sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(), timeout_s: float = TIMEOUT_S
+) -> Mesh:
     """The mesh of this process. Waits for the other ranks; `ResourceError` names those that do not come in time."""
     if sizes.world_size == 1:
         return connect(sizes, 0)
@@ -73,7 +76,7 @@ def join(sizes: Sizes, timeout_s: float = TIMEOUT_S) -> Mesh:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=sizes.world_size, timeout=timedelta(seconds=timeout_s)
         )
-    return connect(sizes, rank, timeout_s)
+    return connect(sizes, rank, timeout_s, communication.wire(), first=communication.sums == "priority")
 
 
 def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:

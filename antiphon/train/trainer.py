@@ -100,7 +100,7 @@ class Trainer:
         config = self.config
         sizes = sizes_of(config, self.spec, world_size())
         need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
-        self.mesh = join(sizes)
+        self.mesh = join(sizes, config.communication)
         if self.is_first:
             prepare_data(config, self.spec)
         barrier(self.mesh.world)
@@ -140,6 +140,7 @@ class Trainer:
             if metrics is not None:
                 metrics.close()
             watch.close()
+            self.mesh.close()
         self.saver.finish()
         barrier(self.mesh.world)
         if self.timeline is not None and self.is_first:
@@ -183,7 +184,7 @@ class Trainer:
         with self.spans.of("data"):
             batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(self.state.num_samples)]
         self.shards.begin_step()
-        passed = self.passes.run(batches)
+        passed = self.passes.run(batches, self.shards)
         with self.spans.of("gradient sum"):
             self.shards.reduce()
         with self.spans.of("gradient norm"):

@@ -15,6 +15,7 @@ import torch
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, barrier, gather_sizes, run
+from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.alarm import RouterAlarm
@@ -73,7 +74,7 @@ class Watch:
         self._logged = logged
         if logged:
             barrier(self._mesh.world)  # else others wait in this step for what the first rank wrote after the last one
-            self._mesh.ledger.take()
+            _taken(self._mesh)
         self._spans.step = step
         self._spans.on = logged or self._in_timeline(step)
 
@@ -105,7 +106,7 @@ class Watch:
 
 def _traffic(mesh: Mesh) -> Traffic:
     """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together."""
-    text = json.dumps(asdict(mesh.ledger.take())).encode()
+    text = json.dumps(asdict(_taken(mesh))).encode()
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sizes = gather_sizes(mesh.world, len(text), own.device)
     texts = torch.split(run(AllGather(mesh.world, "ledger", sizes), own), list(sizes))
@@ -113,6 +114,14 @@ def _traffic(mesh: Mesh) -> Traffic:
     sent, lost = _sums(ledgers, "sent_bytes"), _sums(ledgers, "lost_numbers")
     mean = {name: num / len(ledgers) for name, num in sent.items()}
     return Traffic(mean, max(sum(ledger["waited_s"].values()) for ledger in ledgers), lost)
+
+
+def _taken(mesh: Mesh) -> Ledger:
+    """What this rank counted; of sums that ran on the wire the bytes, because nobody waited for their collectives."""
+    taken = mesh.ledger.take()
+    for name, num_bytes in () if mesh.wire is None else mesh.wire.ledger.take().sent_bytes.items():
+        taken.sent_bytes[name] = taken.sent_bytes.get(name, 0) + num_bytes
+    return taken
 
 
 def _sums(ledgers: Sequence[Mapping[str, Mapping[str, int]]], kind: str) -> dict[str, int]:

@@ -108,6 +108,7 @@ def _way_back(way: Way, end: str, weights: str, total: str) -> list[Operator]:
             reads=(f"returned{end}", weights, f"hop{end}"),
             makes=(total,),
             saves=(f"returned{end}",) if way.weighs_at_home else (),
+            leads_to=f"combine{end}",
             function=lambda here, y, weights, hop: hop.total(y, weights).to(here.weights.dtype),
         ),
     ]

@@ -21,6 +21,10 @@ from antiphon.train.weights import FirstValues
 
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 PLAIN = CommunicationConfig()
+FIXED = CommunicationConfig(sums="fixed")
+PRIORITY = CommunicationConfig(sums="priority")
+CHUNKS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000)
+LEVELS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000, hierarchical=True, node_size=2)
 EARLY = CommunicationConfig(gate_weights="experts")
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
@@ -114,6 +118,12 @@ SOME_FAMILIES = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="selective"),
     Form(tensor=2, expert=4, dispatch="gather_scatter", keep="full"),
     Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, keep="full"),
+    Form(expert=2, communication=FIXED),  # here and below, gradients are summed beside backward
+    Form(sequence=2, expert=2, communication=PRIORITY),
+    Form(sequence=2, expert=2, communication=CHUNKS),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5, losses=DROPPING, communication=CHUNKS),
+    Form(sequence=4, expert=2, keep="selective", communication=LEVELS),
+    Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, communication=CHUNKS),
 )
 
 
@@ -146,9 +156,9 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     own = size // mesh.sizes.data
     begin = mesh.sizes.place(mesh.rank, "data") * own
     batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
-    passed = Passes(model, form.losses, Spans()).run(batches)
-    assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards = Shards(model, communication=form.communication)
+    passed = Passes(model, form.losses, Spans()).run(batches, shards)
+    assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards.reduce()
     return shards.pieces, passed, shards.norm()
 
@@ -171,7 +181,8 @@ def differences(models: dict[str, tuple[dict[str, Any], tuple[Form, ...]]], rank
     found, expected = {}, dict[Any, tuple[dict[str, Tensor], PassResult, Tensor]]()
     alone = connect(Sizes(), 0)
     for form in (*EVERY_FAMILY, *SOME_FAMILIES):
-        mesh = connect(form.sizes(), rank, 60)
+        first = form.communication.sums == "priority"
+        mesh = connect(form.sizes(), rank, 60, form.communication.wire(), first=first)
         for name, (config, forms) in models.items():
             if form not in forms:
                 continue
