@@ -210,14 +210,16 @@ class Flight:
         self._buffer: Tensor | None = None
         self._work: Any = None
 
-    def launch(self, x: Tensor, *, backward: bool) -> None:
+    def launch(self, x: Tensor, *, backward: bool, part: tuple[int, int] = (0, 1)) -> None:
+        """`part`: its number among how many that are launched one after the other."""
         current = self._current = self._forward.reverse() if backward else self._forward
         x, wire = x.detach().contiguous(), current.group.wire
         if wire is None:
             self._buffer, self._work = current.launch(x)
         else:
             name = f"{current.name}, backward" if backward else current.name
-            self._work = wire.all_to_all(name, x.numel() * x.element_size(), lambda: current.launch(x))
+            size_bytes, (number, count) = x.numel() * x.element_size(), part
+            self._work = wire.all_to_all(name, size_bytes, lambda: current.launch(x), number=number, num_pieces=count)
 
     def land(self) -> Tensor:
         assert self._work is not None, "this collective was waited for before"

@@ -25,7 +25,8 @@ class CommunicationConfig:
 
     `sums`: when gradients are summed: "behind" backward; "fixed", as soon as a layer's are known, beside whatever else
     travels; "priority", the same, but what computation waits for goes first (Lina, section 4). `partition`: these sums
-    go in equal chunks of at most `chunk_bytes`."""
+    go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to experts and back in such chunks too,
+    and experts begin with the first."""
 
     gradients: Literal["float32", "bfloat16"] = "float32"
     hierarchical: bool = False
@@ -34,6 +35,7 @@ class CommunicationConfig:
     gate_weights: Literal["combine", "experts"] = "combine"
     sums: Literal["behind", "fixed", "priority"] = "behind"
     partition: bool = False
+    pipeline_experts: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:

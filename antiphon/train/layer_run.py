@@ -165,7 +165,7 @@ class _LayerRun:
     def _launch(self, operator: Exchange, x: Tensor, *, backward: bool) -> None:
         flight = self._flights[operator.name, backward] = Flight(self._collectives[operator.name])
         with torch.no_grad():
-            flight.launch(x.transpose(0, operator.dim), backward=backward)
+            flight.launch(x.transpose(0, operator.dim), backward=backward, part=operator.part)
 
     def _land(self, operator: Exchange, *, backward: bool = False) -> Tensor:
         with torch.no_grad():

@@ -29,7 +29,8 @@ EARLY = CommunicationConfig(gate_weights="experts")
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
 DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
-NAMES = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
+NAMES: dict[Any, str] = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
+NAMES |= {EARLY: "early", FIXED: "fixed", PRIORITY: "priority", CHUNKS: "chunks", LEVELS: "levels"}
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,13 @@ class Form:
     losses: LossConfig = LOSSES
     communication: CommunicationConfig = PLAIN
     keep: str = "none"
+    parts: int = 1
 
     def __str__(self) -> str:
         """What is not as it is by itself."""
         plain = Form()
         named = {name: value for name, value in vars(self).items() if value != vars(plain)[name]}
-        return (
-            ",".join(f"{name}={NAMES[value] if name == 'losses' else value}" for name, value in named.items()) or "data"
-        )
+        return ",".join(f"{name}={NAMES.get(value, value)}" for name, value in named.items()) or "data"
 
     def sizes(self) -> Sizes:
         return Sizes(
@@ -124,6 +124,10 @@ SOME_FAMILIES = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5, losses=DROPPING, communication=CHUNKS),
     Form(sequence=4, expert=2, keep="selective", communication=LEVELS),
     Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, communication=CHUNKS),
+    Form(sequence=2, expert=4, parts=3),  # here and below, experts work on parts of their rows
+    Form(sequence=2, expert=2, deduplicate=False, parts=2, keep="selective", communication=CHUNKS),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", parts=2, keep="full", communication=CHUNKS),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5, parts=5, communication=CHUNKS),
 )
 
 
@@ -149,7 +153,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
         first=FirstValues(1, 0.2),
         parallel=parallel,
         communication=form.communication,
-        options=PlanOptions(keep=form.keep if mesh.sizes.world_size > 1 else "none"),
+        options=PlanOptions(keep=form.keep, parts=form.parts) if mesh.sizes.world_size > 1 else PlanOptions(),
     )
     model.double()
     size = BATCH // form.micro_batches

@@ -64,7 +64,7 @@ def test_another_order_of_the_operators() -> None:
     config = family_config("qwen3_moe", num_hidden_layers=2).to_dict()
     lines = DEFAULT.replace("weights fc2\n", "").replace("gradient fc2\n", "weights fc2\ngradient fc2\n")
     assert lines != DEFAULT
-    expected, found = (gradients(config, PlanOptions(schedule=each)) for each in (DEFAULT, lines))
+    expected, found = (gradients(config, PlanOptions(schedule=each)) for each in ("", lines))
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
