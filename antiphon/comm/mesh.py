@@ -12,7 +12,7 @@ Plain numbers here; `Ranks` says who belongs together, `connect` makes process g
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -164,22 +164,45 @@ def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
+def regrouped(mesh: Mesh, sizes: Sizes, timeout_s: float = 600.0) -> Mesh:
+    """The mesh of the same ranks under other sizes; groups that stay as they were are the same. As `connect`."""
+    first = mesh.world.wire is not None
+    made = _groups(sizes, mesh.rank, timeout_s, mesh.ledger, mesh.wire if first else None, mesh)
+    return replace(mesh, sizes=sizes, groups=made)
+
+
 def connect(
     sizes: Sizes, rank: int, timeout_s: float = 600.0, wire: Wire | None = None, *, first: bool = False
 ) -> Mesh:
     """The mesh of `rank`. Blocks until the other ranks of its groups have called it too; their collectives end with an
     error after `timeout_s`. `first`: the groups' collectives go over `wire` too, before sums."""
-    ledger, timeout = Ledger(), timedelta(seconds=timeout_s)
+    ledger = Ledger()
+    groups = _groups(sizes, rank, timeout_s, ledger, wire if first else None, None)
+    return Mesh(sizes, rank, ledger, groups, wire)
+
+
+def _groups(
+    sizes: Sizes, rank: int, timeout_s: float, ledger: Ledger, wire: Wire | None, before: Mesh | None
+) -> dict[tuple[str, ...], Group]:
+    """By axes; those that `before` has with all their ranks are taken from there."""
+    groups = {}
+    for axes, members in _lists(sizes).items():
+        if before is not None and _lists(before.sizes).get(axes) == members:
+            groups[axes] = before.groups[axes]
+            continue
+        own = next(ranks for ranks in members if rank in ranks)
+        # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
+        alone, timeout = max(len(ranks) for ranks in members) == 1, timedelta(seconds=timeout_s)
+        made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        groups[axes] = Group(tuple(own), own.index(rank), ledger, made, wire)
+    return groups
+
+
+def _lists(sizes: Sizes) -> dict[tuple[str, ...], list[list[int]]]:
+    """The ranks of all groups, by their axes."""
     lists = {axes: sizes.groups(axes) for axes in _GROUPS}
     if sizes.pipeline > 1:
         lists[_ENDS] = [
             [each for each in range(sizes.world_size) if sizes.is_end(each) is end] for end in (True, False)
         ]
-    groups = {}
-    for axes, members in lists.items():
-        own = next(ranks for ranks in members if rank in ranks)
-        # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
-        alone = max(len(ranks) for ranks in members) == 1
-        made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-        groups[axes] = Group(tuple(own), own.index(rank), ledger, made, wire if first else None)
-    return Mesh(sizes, rank, ledger, groups, wire)
+    return lists

@@ -157,25 +157,41 @@ class PackingStep:
     all_to_all_s: float
 
 
+class ExpertPacking:
+    """The search, one measurement at a time: run with `experts_per_device`, then say what was measured.
+
+    Only numbers that divide `num_experts` are tried: a device group must hold each expert equally often.
+    """
+
+    def __init__(self, num_experts: int, max_experts_per_device: int | None = None) -> None:
+        self._num_experts = num_experts
+        self._limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
+        if self._limit < 1:
+            raise UserError(
+                f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
+            )
+        self.experts_per_device = 1
+        self.steps: list[PackingStep] = []
+        self.has_ended = False
+
+    def observe(self, ffn_s: float, all_to_all_s: float) -> None:
+        """Seconds of an FFN micro-op and of an all-to-all micro-op under this packing."""
+        packed = self.experts_per_device
+        self.steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
+        if ffn_s >= all_to_all_s or 2 * packed > self._limit or self._num_experts % (2 * packed):
+            self.has_ended = True
+        else:
+            self.experts_per_device = 2 * packed
+
+
 def choose_experts_per_device(
     measure: Callable[[int], tuple[float, float]], num_experts: int, max_experts_per_device: int | None = None
 ) -> list[PackingStep]:
     """Try 1, 2, 4, ... experts per device; the last step is the choice.
 
-    `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op). Only numbers that
-    divide `num_experts` are tried: a device group must hold each expert equally often.
+    `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op).
     """
-    limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
-    if limit < 1:
-        raise UserError(
-            f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
-        )
-    steps: list[PackingStep] = []
-    packed = 1
-    while packed <= limit and num_experts % packed == 0:
-        ffn_s, all_to_all_s = measure(packed)
-        steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
-        if ffn_s >= all_to_all_s:
-            break
-        packed *= 2
-    return steps
+    packing = ExpertPacking(num_experts, max_experts_per_device)
+    while not packing.has_ended:
+        packing.observe(*measure(packing.experts_per_device))
+    return packing.steps

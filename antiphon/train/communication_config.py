@@ -26,7 +26,8 @@ class CommunicationConfig:
     `sums`: when gradients are summed: "behind" backward; "fixed", as soon as a layer's are known, beside whatever else
     travels; "priority", the same, but what computation waits for goes first (Lina, section 4). `partition`: these sums
     go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to experts and back in such chunks too,
-    and experts begin with the first."""
+    and experts begin with the first. `packing`: fewer ranks share the experts where these wait for rows (`train.
+    packing`)."""
 
     gradients: Literal["float32", "bfloat16"] = "float32"
     hierarchical: bool = False
@@ -36,6 +37,7 @@ class CommunicationConfig:
     sums: Literal["behind", "fixed", "priority"] = "behind"
     partition: bool = False
     pipeline_experts: bool = False
+    packing: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:
@@ -43,6 +45,11 @@ class CommunicationConfig:
             raise UserError(
                 "partition is true and sums is 'behind', where nothing runs beside a sum: set sums to 'priority' or "
                 "'fixed', or partition to false"
+            )
+        if self.packing and self.sums != "priority":
+            raise UserError(
+                f"packing is true and sums is {self.sums!r}: it needs the times of exchanges, which only sums "
+                "'priority' takes: set it, or packing to false"
             )
         if self.chunk_bytes < _WIDEST_BYTES:
             raise UserError(

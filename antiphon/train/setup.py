@@ -68,7 +68,7 @@ def parts_of(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> int:
     communication, experts = config.communication, max(sizes.expert, sizes.expert_tensor)
     if not communication.pipeline_experts or sizes.world_size == 1:
         return 1
-    if experts == 1:
+    if experts == 1 and not communication.packing:
         raise UserError(
             "communication.pipeline_experts is true, but every rank has all experts, so no rows travel: share them "
             "(parallel.expert), or set it to false"

@@ -67,22 +67,27 @@ class Watch:
         self._mesh = mesh
         self._logged = False
         self.operator_s: Mapping[str, float] = {}
+        self.travelled_s: Mapping[str, Sequence[float]] = {}
         self.traffic: Traffic | None = None
 
-    def before_step(self, step: int, *, logged: bool) -> None:
-        """`logged`: whether this step's `operator_s` and `traffic` will be wanted."""
+    def before_step(self, step: int, *, logged: bool, measured: bool = False) -> None:
+        """`logged`: whether this step's `operator_s` and `traffic` will be wanted; `measured`: `operator_s` and
+        `travelled_s`."""
         self._logged = logged
         if logged:
             barrier(self._mesh.world)  # else others wait in this step for what the first rank wrote after the last one
             _taken(self._mesh)
         self._spans.step = step
-        self._spans.on = logged or self._in_timeline(step)
+        self._spans.on = logged or measured or self._in_timeline(step)
+        if self._mesh.wire is not None:
+            self._mesh.wire.take_all_to_all_s()
 
     def after_step(self, step: int, counts_LE: Sequence[Sequence[int]]) -> None:
         """`counts_LE`: rows by MoE layer and expert, of all ranks."""
         taken = self._spans.take()
         self._spans.on = False
         self.operator_s = seconds_by_operator(taken)
+        self.travelled_s = {} if self._mesh.wire is None else self._mesh.wire.take_all_to_all_s()
         self.traffic = _traffic(self._mesh) if self._logged and self._mesh.sizes.world_size > 1 else None
         if self._in_timeline(step):
             self._for_timeline += taken
