@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from antiphon.base.errors import UserError
 from antiphon.comm.ledger import Ledger
+from antiphon.comm.roll_call import RollCall
 from antiphon.comm.wire import Wire
 
 ATTENTION = ("pipeline", "data", "sequence", "tensor")
@@ -95,13 +96,15 @@ class Sizes:
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk to each other, and this rank's place among them. `process_group` None: it is alone, and every
-    collective is the identity. `wire`: what launches its collectives; None: they are launched at once."""
+    collective is the identity. `wire`: what launches its collectives; None: they are launched at once. `roll`: names
+    the ranks that hang."""
 
     ranks: tuple[int, ...]
     index: int
     ledger: Ledger
     process_group: dist.ProcessGroup | None = None
     wire: Wire | None = None
+    roll: RollCall | None = None
 
     @property
     def size(self) -> int:
@@ -118,6 +121,7 @@ class Mesh:
     ledger: Ledger
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     wire: Wire | None = None
+    timeout_s: float = 600.0
 
     def group(self, *axes: str) -> Group:
         return self.groups[axes]
@@ -164,27 +168,32 @@ def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def regrouped(mesh: Mesh, sizes: Sizes, timeout_s: float = 600.0) -> Mesh:
+def regrouped(mesh: Mesh, sizes: Sizes) -> Mesh:
     """The mesh of the same ranks under other sizes; groups that stay as they were are the same. As `connect`."""
-    first = mesh.world.wire is not None
-    made = _groups(sizes, mesh.rank, timeout_s, mesh.ledger, mesh.wire if first else None, mesh)
-    return replace(mesh, sizes=sizes, groups=made)
+    return replace(mesh, sizes=sizes, groups=_groups(sizes, mesh.rank, mesh.timeout_s, mesh.world, mesh))
 
 
 def connect(
-    sizes: Sizes, rank: int, timeout_s: float = 600.0, wire: Wire | None = None, *, first: bool = False
+    sizes: Sizes,
+    rank: int,
+    timeout_s: float = 600.0,
+    wire: Wire | None = None,
+    roll: RollCall | None = None,
+    *,
+    first: bool = False,
 ) -> Mesh:
     """The mesh of `rank`. Blocks until the other ranks of its groups have called it too; their collectives end with an
     error after `timeout_s`. `first`: the groups' collectives go over `wire` too, before sums."""
     ledger = Ledger()
-    groups = _groups(sizes, rank, timeout_s, ledger, wire if first else None, None)
-    return Mesh(sizes, rank, ledger, groups, wire)
+    plain = Group((rank,), 0, ledger, None, wire if first else None, roll)
+    groups = _groups(sizes, rank, timeout_s, plain, None)
+    return Mesh(sizes, rank, ledger, groups, wire, timeout_s)
 
 
 def _groups(
-    sizes: Sizes, rank: int, timeout_s: float, ledger: Ledger, wire: Wire | None, before: Mesh | None
+    sizes: Sizes, rank: int, timeout_s: float, like: Group, before: Mesh | None
 ) -> dict[tuple[str, ...], Group]:
-    """By axes; those that `before` has with all their ranks are taken from there."""
+    """By axes, with what belongs to `like`; those that `before` has with all their ranks are taken from there."""
     groups = {}
     for axes, members in _lists(sizes).items():
         if before is not None and _lists(before.sizes).get(axes) == members:
@@ -194,7 +203,7 @@ def _groups(
         # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
         alone, timeout = max(len(ranks) for ranks in members) == 1, timedelta(seconds=timeout_s)
         made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-        groups[axes] = Group(tuple(own), own.index(rank), ledger, made, wire)
+        groups[axes] = replace(like, ranks=tuple(own), index=own.index(rank), process_group=made)
     return groups
 
 

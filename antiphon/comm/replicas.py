@@ -28,7 +28,6 @@ from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.comm.narrow_sum import NarrowSum
 
-_TIMEOUT = timedelta(seconds=600)
 _REPLICAS: tuple[tuple[str, ...], ...] = (
     ("data", "sequence"),
     ("data", "sequence", "tensor"),
@@ -148,13 +147,13 @@ class ReplicaGroups:
             place = inside.index(mesh.rank)
             across = [rank for index, rank in enumerate(own) if index % len(inside) == place]
             ways = (inside, "_inside"), (across, "_across")
-            gathers = tuple(Level(_group(ranks, mesh.rank, mesh.ledger), suffix) for ranks, suffix in ways)
+            gathers = tuple(Level(_group(ranks, mesh, mesh.ledger), suffix) for ranks, suffix in ways)
         else:
             gathers = (Level(group),)
         sums = gathers
         if mesh.wire is not None:
             ledger = mesh.wire.ledger
-            sums = tuple(replace(each, group=_group(each.group.ranks, mesh.rank, ledger)) for each in gathers)
+            sums = tuple(replace(each, group=_group(each.group.ranks, mesh, ledger)) for each in gathers)
         return Replicas(group, sums, gathers, narrow)
 
 
@@ -170,7 +169,8 @@ def _has_levels(members: list[list[int]], node_size: int) -> bool:
     return not shares and len(share) > 1 and len(set(share)) == 1 and share[0] > 1
 
 
-def _group(ranks: Sequence[int], rank: int, ledger: Ledger) -> Group:
+def _group(ranks: Sequence[int], mesh: Mesh, ledger: Ledger) -> Group:
     """Waits for the other ranks; all ranks make equally many."""
-    made = dist.new_group(list(ranks), timeout=_TIMEOUT, use_local_synchronization=True)
-    return Group(tuple(ranks), list(ranks).index(rank), ledger, made)
+    made = dist.new_group(list(ranks), timeout=timedelta(seconds=mesh.timeout_s), use_local_synchronization=True)
+    roll = mesh.world.roll if ledger is mesh.ledger else None  # sums on a wire are waited for as a whole
+    return Group(tuple(ranks), list(ranks).index(mesh.rank), ledger, made, roll=roll)

@@ -2,7 +2,7 @@
 
     pending = wire.all_to_all("dispatch", size_bytes, launch)    # the thread that computes
     ...
-    buffer = pending.wait()
+    pending.wait()                                               # then the buffer is pending.result
     pending = wire.all_reduce("layer 3", size_bytes, sum_piece)  # nobody waits for it before the step's end
 
 An all-to-all is launched at once where the policy allows it, else as soon as the one before has ended: a thread waits
@@ -41,11 +41,10 @@ class Ticket:
         self.is_done = False
         self._wire = wire
 
-    def wait(self) -> Tensor | None:
-        """The buffer of an all-to-all, None of a sum, once it is done. The first error of the wire, such as a peer's
-        death or a timeout of its group, is raised."""
-        self._wire.await_done(self)
-        return self.result
+    def wait(self, seconds: float | None = None) -> bool:
+        """Blocks until it is done, at most `seconds`, and says whether it is. The first error of the wire, such as a
+        peer's death or a timeout of its group, is raised."""
+        return self._wire.await_done(self, seconds)
 
 
 class Wire:
@@ -99,11 +98,12 @@ class Wire:
             taken, self._all_to_all_s = dict(self._all_to_all_s), defaultdict(list)
         return taken
 
-    def await_done(self, ticket: Ticket) -> None:
-        """Blocks; each collective in flight ends with an error after its group's timeout, which is raised here."""
+    def await_done(self, ticket: Ticket, seconds: float | None) -> bool:
+        """For `Ticket.wait`. Each collective in flight ends with an error after its group's timeout, so this ends."""
         with self._changed:
-            self._changed.wait_for(lambda: ticket.is_done or self._error is not None)
+            self._changed.wait_for(lambda: ticket.is_done or self._error is not None, seconds)
             self._check()
+            return ticket.is_done
 
     def _check(self) -> None:
         if self._error is not None:

@@ -139,8 +139,12 @@ class Bucket:
     def finish(self) -> None:
         """Wait until every sum that was begun is in the pieces' gradients."""
         began_s = time.perf_counter()
+        roll = self._replicas.group.roll
         for ticket in self._tickets:
-            ticket.wait()
+            if roll is None:
+                ticket.wait()
+            else:
+                roll.wait(f"the gradients of {ticket.name}", ticket.wait)
         if self._tickets:
             self._replicas.group.ledger.waited("gradients.sums", time.perf_counter() - began_s)
         self._tickets.clear()

@@ -8,7 +8,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.float8 import Format
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
 from antiphon.comm.wire import Wire
-from antiphon.specs.strict_table import CountFromZero
+from antiphon.specs.strict_table import CountFromZero, Positive
 
 _WIDEST_BYTES = 8
 
@@ -27,7 +27,7 @@ class CommunicationConfig:
     travels; "priority", the same, but what computation waits for goes first (Lina, section 4). `partition`: these sums
     go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to experts and back in such chunks too,
     and experts begin with the first. `packing`: fewer ranks share the experts where these wait for rows (`train.
-    packing`)."""
+    packing`). `timeout_s`: how long a rank waits for others before it names those that hang, and ends."""
 
     gradients: Literal["float32", "bfloat16"] = "float32"
     hierarchical: bool = False
@@ -38,6 +38,7 @@ class CommunicationConfig:
     partition: bool = False
     pipeline_experts: bool = False
     packing: bool = False
+    timeout_s: Positive = 600.0
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:

@@ -15,7 +15,8 @@ Rejected: one operator for the whole pipeline, with its own backward. Schedules,
 bytes know operators and tensors by name, and would not see into it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,23 +127,24 @@ def _all(name: str, count: int) -> tuple[str, ...]:
     return tuple(part_name(name, number) for number in range(count))
 
 
-def schedule_in_parts(schedule: Schedule, operators: Iterable[str]) -> Schedule:
-    """`schedule`, written for whole operators, for these, some of which are parts."""
-    counts: dict[str, int] = {}
-    for name in operators:
-        if whole_name(name) != name:
-            counts[whole_name(name)] = counts.get(whole_name(name), 0) + 1
+def schedule_in_parts(schedule: Schedule, operators: Collection[str]) -> Schedule:
+    """`schedule`, written for whole operators, for these, some of which are parts. Lines of others are left out."""
+    parts = [name for name in operators if whole_name(name) != name]
+    counts = Counter(map(whole_name, parts))
     if not counts:
         return schedule
-    backward = list(schedule.backward)
+    known = {*map(whole_name, operators)}
+    forward, backward = (
+        [action for action in actions if action.operator in known] for actions in (schedule.forward, schedule.backward)
+    )
     dispatch = next(name for name in counts if name.startswith("dispatch"))
     early = Action(START_GRADIENT, dispatch)  # for the whole it waits for a smaller exchange
     backward.remove(early)
     backward.insert(backward.index(Action(GRADIENT, "scatter")) + 1, early)
-    return Schedule(tuple(_by_part(schedule.forward, counts)), tuple(_by_part(backward, counts)))
+    return Schedule(tuple(_by_part(forward, counts)), tuple(_by_part(backward, counts)))
 
 
-def _by_part(actions: Iterable[Action], counts: dict[str, int]) -> Iterable[Action]:
+def _by_part(actions: Iterable[Action], counts: Mapping[str, int]) -> Iterable[Action]:
     together = list[Action]()
 
     def flush() -> Iterable[Action]:

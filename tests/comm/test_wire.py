@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
+from antiphon.base.errors import ResourceError
 from antiphon.comm.collectives import AllReduce, AllToAll, run, start
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.comm.micro_ops import MicroOpScheduler
 from antiphon.comm.replicas import ReplicaGroups
+from antiphon.comm.roll_call import RollCall
 from antiphon.comm.wire import Wire
 from tests.comm.ranks import on_ranks
 
@@ -78,3 +81,26 @@ def test_an_error_reaches_those_that_wait(tmp_path_factory: pytest.TempPathFacto
     for said in (first, last):
         assert "nothing happened" not in said
         assert said
+
+
+def hang(rank: int) -> tuple[str, str]:
+    """The second rank does nothing; what others are told, whether they wait for an all-to-all or for a sum."""
+    default = torch.distributed.distributed_c10d._get_default_store()
+    told = []
+    for first in (True, False):
+        wire = Wire(MicroOpScheduler())
+        store = PrefixStore(f"hang {first}", default)
+        roll = RollCall(store, rank, RANKS, 4.0)
+        mesh = connect(Sizes(world_size=RANKS, expert=RANKS), rank, 4.0, wire, roll, first=first)
+        if rank == 1:
+            continue
+        with pytest.raises(ResourceError) as caught:
+            run(AllReduce(mesh.group("expert"), "counts"), torch.zeros(1))
+        told.append(str(caught.value))
+    return told[0] if told else "", told[1] if told else ""
+
+
+def test_a_rank_that_hangs_is_named_by_all_others(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for rank, told in enumerate(on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), hang)):
+        for words in told if rank != 1 else ():
+            assert f"rank {rank} waited 4 s for counts.all_reduce: ranks 1 do not wait for anybody" in words
