@@ -144,9 +144,9 @@ class Trainer:
             if metrics is not None:
                 metrics.close()
             watch.close()
-            self.mesh.close()
         self.saver.finish()
         barrier(self.mesh.world)
+        self.mesh.close()
         if self.timeline is not None and self.is_first:
             join_parts(self.timeline, sizes.world_size)
         return {
