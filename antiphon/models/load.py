@@ -17,7 +17,7 @@ from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQ
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import tensor_names
-from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.models.latent_attention import LatentAttention, LatentWeights
 from antiphon.models.rotary import rotary_table
 from antiphon.models.tensors import (
@@ -86,8 +86,11 @@ def load_expert_half(
     backend: KernelBackend,
     expert_ids: ExpertIds | None = None,
     progress: ReportProgress | None = None,
+    *,
+    num_slots: int = 0,
 ) -> ExpertHalf:
     """Read the routed experts with these global ids: the same for every layer, or layer by layer; all by default.
+    Each layer has room for `num_slots` experts at least, so that others can be read later (`load_expert`).
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
@@ -99,8 +102,19 @@ def load_expert_half(
     }
     refs = [ref for plan in plans.values() for expert in plan for ref in expert.refs]
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
-    experts = {layer: _experts(spec, plan, reader) for layer, plan in plans.items()}
-    return ExpertHalf(spec, backend, experts=experts, expert_ids=ids_of)
+    experts = {layer: _experts(spec, plan, reader, num_slots) for layer, plan in plans.items()}
+    slots = {layer: ids + (FREE,) * (num_slots - len(ids)) for layer, ids in ids_of.items()}
+    return ExpertHalf(spec, backend, experts=experts, expert_ids=slots)
+
+
+def load_expert(checkpoint: Checkpoint, half: ExpertHalf, layer: int, expert: int, slot: int) -> int:
+    """Read one more expert, biases included, into a slot that nothing uses; `half.hold` makes it count. Bytes read.
+
+    May run beside `half.forward`, in another thread. `CheckpointError` if the checkpoint has changed meanwhile."""
+    refs = expert_refs(half.spec, tensor_names(half.spec), layer, expert, checkpoint)
+    reader = WeightReader(checkpoint, half.backend, check(checkpoint, refs.refs), None)
+    reader.expert(half.experts[layer], slot, refs)
+    return reader.done_bytes
 
 
 def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
@@ -109,17 +123,17 @@ def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tupl
     if set(per_layer) != set(moe_layers):
         raise UserError(f"expert ids are given for layers {sorted(per_layer)}: give them for {moe_layers}")
     for layer, ids in per_layer.items():
-        if len(set(ids)) != len(ids) or not ids or not all(0 <= e < spec.router.num_experts for e in ids):
+        if len(set(ids)) != len(ids) or not all(0 <= e < spec.router.num_experts for e in ids):
             raise UserError(
                 f"layer {layer}: expert ids {list(ids)}: give distinct ids from 0 to {spec.router.num_experts - 1}"
             )
     return {layer: tuple(ids) for layer, ids in per_layer.items()}
 
 
-def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader) -> PackedExperts:
+def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader, num_slots: int) -> PackedExperts:
     widths = spec.feed_forward
     packed = reader.backend.new_experts(
-        len(plan),
+        max(len(plan), num_slots, 1),
         spec.hidden_size,
         widths.intermediate,
         widths.activation,

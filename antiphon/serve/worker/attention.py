@@ -21,6 +21,7 @@ from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
+from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
 
@@ -99,8 +100,10 @@ class AttentionRunner:
         sampler: RowSampler,
         recorder: SpanRecorder,
         timeout_s: float,
+        counts: RowCounts | None = None,
     ) -> None:
         self._half = half
+        self._counts = counts
         self._device = half.backend.device
         self._experts = experts
         self._cache = cache
@@ -115,6 +118,8 @@ class AttentionRunner:
         the same step may then be run again."""
         started_ns = time.monotonic_ns()
         experts = self._experts
+        if self._counts is not None:
+            self._counts.take()  # of a step that failed
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
         self._recorder.step = step.step
         for request_id in step.released:
@@ -134,6 +139,7 @@ class AttentionRunner:
             wait_s=experts.wait_s - wait_s,
             exposed_s=experts.exposed_s - exposed_s,
             dispatch_bytes=experts.bytes_sent - num_bytes,
+            expert_rows=b"" if self._counts is None else self._counts.take(),
         )
 
     def _begin(self, sequences: list[SequenceStep]) -> _MicroBatch | None:
@@ -167,6 +173,8 @@ class AttentionRunner:
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
         ids_TK, weights_TK = half.gate(layer, y_TH)
+        if self._counts is not None:
+            self._counts.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)

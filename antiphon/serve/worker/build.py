@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -14,15 +15,16 @@ from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
-from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.load import load_attention_half, load_expert, load_expert_half
 from antiphon.models.weights import ReportProgress
 from antiphon.serve.worker.attention import AttentionRunner, BlockTables
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertRunner, LocalExperts
 from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("worker")
 
@@ -57,14 +59,10 @@ def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWor
     _claim_cores(configure, backend)
     spec = load_model_spec(configure.model)
     checkpoint = Checkpoint(configure.model)
-    placement = ExpertPlacement(
-        num_workers=1 + max(max(owners) for owners in configure.expert_owners),
-        owners=tuple(tuple(owners) for owners in configure.expert_owners),
-    )
     recorder = SpanRecorder(configure.trace)
     if configure.role == "experts":
-        return _build_experts(configure, backend, spec, checkpoint, placement, recorder, progress)
-    return _build_attention(configure, backend, spec, checkpoint, placement, recorder, progress)
+        return _build_experts(configure, backend, spec, checkpoint, recorder, progress)
+    return _build_attention(configure, backend, spec, checkpoint, recorder, progress)
 
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
@@ -122,16 +120,19 @@ def _build_experts(
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    placement: ExpertPlacement,
     recorder: SpanRecorder,
     progress: ReportProgress,
 ) -> ExpertWorker:
-    half = load_expert_half(checkpoint, spec, backend, placement.experts_of(configure.index), progress)
+    placement = configure.placement
+    half = load_expert_half(
+        checkpoint, spec, backend, placement.experts_of(configure.index), progress, num_slots=configure.expert_slots
+    )
     assert configure.exchange is not None
     exchange = NativeExpertExchange(
         _endpoint(configure), _exchange_shape(configure, spec, backend.dtype), configure.index
     )
-    runner = ExpertRunner(configure.index, half, exchange, recorder)
+    moves = ExpertMoves(configure.index, half, partial(load_expert, checkpoint, half), placement)
+    runner = ExpertRunner(configure.index, half, moves, exchange, recorder)
     return ExpertWorker(runner, recorder, exchange, backend.name, configure.timeout_s)
 
 
@@ -140,7 +141,6 @@ def _build_attention(
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    placement: ExpertPlacement,
     recorder: SpanRecorder,
     progress: ReportProgress,
 ) -> AttentionWorker:
@@ -168,12 +168,13 @@ def _build_attention(
             _endpoint(configure),
             _exchange_shape(configure, spec, backend.dtype),
             configure.index,
-            placement,
+            configure.placement,
             configure.timeout_s,
         )
     cache = half.new_cache(configure.num_blocks, configure.block_size)
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
     sampler = RowSampler(backend)
-    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s)
+    counts = RowCounts(spec) if configure.count_rows else None
+    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s, counts)
     return AttentionWorker(runner, recorder, exchange, backend.name)

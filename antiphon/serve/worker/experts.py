@@ -12,8 +12,10 @@ from torch import Tensor
 from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.expert_half import ExpertHalf
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
+from antiphon.specs.placement import ExpertPlacement
 
 
 class LocalExperts:
@@ -31,6 +33,9 @@ class LocalExperts:
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._results.clear()
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """All experts are here."""
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
@@ -54,8 +59,11 @@ class LocalExperts:
 class ExpertRunner:
     """Serves one batch at a time and keeps counters for the engine's metrics."""
 
-    def __init__(self, index: int, half: ExpertHalf, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
+    def __init__(
+        self, index: int, half: ExpertHalf, moves: ExpertMoves, exchange: ExpertExchange, recorder: SpanRecorder
+    ) -> None:
         self._index = index
+        self.moves = moves
         self._half = half
         self._on_host = half.backend.device.type == "cpu"
         self._exchange = exchange
@@ -72,6 +80,7 @@ class ExpertRunner:
         if batch is None:
             return False
         compute_ns = time.monotonic_ns()
+        self.moves.check(batch.placements)
         rows = batch.rows_RH.shape[0]
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)

@@ -1,7 +1,7 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, and from time
+`Prepare`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, and from time
 to time `ExpertReport` and `ExchangeReport`.
 """
 
@@ -11,6 +11,7 @@ import msgspec
 
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import TokenLogprob
 
 Role = Literal["replica", "attention", "experts"]
@@ -33,7 +34,8 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Everything a worker needs to become ready. `expert_owners` is the placement (see `specs/placement`).
+    """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
+    `count_rows`: attention workers say which experts the gate chose.
 
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
@@ -50,7 +52,9 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_blocks: int
     max_model_len: int
     max_running: int
-    expert_owners: list[list[int]]
+    placement: ExpertPlacement
+    expert_slots: int
+    count_rows: bool
     exchange: ExchangeConfig | None
     timeout_s: float
     trace: bool
@@ -99,6 +103,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
+    `expert_rows`: rows of each expert of each MoE layer, as int32 one layer after the other; empty unless counted.
     """
 
     requests: list[Sampled]
@@ -106,6 +111,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     wait_s: float
     exposed_s: float
     dispatch_bytes: int
+    expert_rows: bytes = b""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -129,6 +135,31 @@ class ExchangeReport(msgspec.Struct, tag=True, frozen=True):
     """What the worker's exchange has carried since its start."""
 
     traffic: Traffic
+
+
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Expert workers: load what this coming placement wants of you, beside serving."""
+
+    placement: ExpertPlacement
+
+
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """All experts of placement `version` are there; or, with a reason, they cannot be."""
+
+    version: int
+    failure: str | None = None
+
+
+class Place(msgspec.Struct, tag=True, frozen=True):
+    """Attention workers: send rows by this placement from the next step on."""
+
+    placement: ExpertPlacement
+
+
+class Retire(msgspec.Struct, tag=True, frozen=True):
+    """Expert workers: no rows come any more by placements older than `version`."""
+
+    version: int
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -180,7 +211,16 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     passing: bool = False
 
 
-ToWorker = Configure | RunStep | Abort | Reset | TakeSpans | Shutdown
+ToWorker = Configure | RunStep | Abort | Reset | Prepare | Place | Retire | TakeSpans | Shutdown
 FromWorker = (
-    LoadProgress | Ready | StepResult | StepFailed | ExpertReport | ExchangeReport | ResetDone | Spans | Failure
+    LoadProgress
+    | Ready
+    | StepResult
+    | StepFailed
+    | ExpertReport
+    | ExchangeReport
+    | ResetDone
+    | Prepared
+    | Spans
+    | Failure
 )

@@ -29,9 +29,13 @@ from antiphon.serve.worker.messages import (
     ExchangeReport,
     Failure,
     LoadProgress,
+    Place,
+    Prepare,
+    Prepared,
     Ready,
     Reset,
     ResetDone,
+    Retire,
     RunStep,
     Shutdown,
     StepFailed,
@@ -109,6 +113,8 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
                 channel.send(ExchangeReport(traffic))
         elif isinstance(message, Reset):
             _reset(worker, channel, message)
+        elif isinstance(message, Place):
+            worker.exchange.place(message.placement)
         elif isinstance(message, TakeSpans):
             channel.send(worker.recorder.take())
         elif isinstance(message, Shutdown):
@@ -169,6 +175,8 @@ def serve_experts(worker: ExpertWorker, channel: Channel, orders: Orders) -> Non
             while (message := orders.poll()) is not None:
                 if not _obey(worker, channel, message):
                     return
+            if (ended := worker.runner.moves.finished()) is not None:
+                channel.send(Prepared(*ended))
 
 
 def _await_reset(worker: ExpertWorker, channel: Channel, orders: Orders) -> bool:
@@ -187,6 +195,10 @@ def _obey(worker: ExpertWorker, channel: Channel, message: object) -> bool:
         channel.send(worker.recorder.take())
     elif isinstance(message, Reset):
         _reset(worker, channel, message)
+    elif isinstance(message, Prepare):
+        worker.runner.moves.prepare(message.placement)
+    elif isinstance(message, Retire):
+        worker.runner.moves.retire(message.version)
     return not isinstance(message, Shutdown)
 
 
