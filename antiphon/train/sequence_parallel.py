@@ -22,7 +22,7 @@ from torch import Tensor
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, run
 from antiphon.comm.mesh import Group, split_evenly
 from antiphon.specs.model import AttentionSpec
-from antiphon.train.partition import Range, Share
+from antiphon.train.partition import Share
 
 
 class SequenceParallel:
