@@ -1,7 +1,7 @@
 """Grouped-query attention of one layer over the back-end's kernels, residual included.
 
 Order of the optional steps: projection with bias, norm over the whole of q and of k (OLMoE), clipping (DBRX, OLMoE),
-per-head norms (Qwen3), rotary embedding. Under tensor parallelism these are the heads of one rank (`models/shares`), and
+per-head norms (Qwen3), rotary embedding. Under tensor parallelism these are the heads of one rank (`models/shares`):
 what comes out is its part of a sum over the ranks, without the residual.
 
 Letters as in `antiphon.kernels.api`; X the fused width (N + 2G) * D.
@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, PackedLinear, RotaryTable
-from antiphon.models.shares import Ranks
+from antiphon.models.rank_sums import add_over_ranks
 from antiphon.specs.model import AttentionSpec
 
 
@@ -29,7 +30,7 @@ class WholeNorms:
     """What the norms of all of q and all of k need where each rank has some heads: the widths of both, and which KV
     heads this rank counts, because another may have them too."""
 
-    ranks: Ranks
+    ranks: RankGroup
     q_width: int
     k_width: int
     counted_kv_heads: tuple[int, ...]
@@ -116,10 +117,10 @@ class GroupedQueryAttention:
         """The same where the ranks have some heads each: their sums of squares are added first."""
         assert self.weights.q_norm is not None
         assert self.weights.k_norm is not None
-        heads_TGD = k_TX.unflatten(1, (self.spec.num_kv_heads, self.spec.head_dim))
+        heads_TGD = k_TX.view(-1, self.spec.num_kv_heads, self.spec.head_dim)
         counted_TX = heads_TGD[:, list(norms.counted_kv_heads)].flatten(1)
         squares_T2 = torch.stack([part.float().square().sum(1) for part in (q_TX, counted_TX)], dim=1)
-        squares_T2 = norms.ranks.all_reduce(squares_T2)
+        squares_T2 = add_over_ranks(norms.ranks, squares_T2)
         factors_T2 = (squares_T2 / squares_T2.new_tensor([norms.q_width, norms.k_width])).add_(self.eps).rsqrt_()
         for column, (part, weight) in enumerate(((q_TX, self.weights.q_norm), (k_TX, self.weights.k_norm))):
             part.copy_((part.float() * factors_T2[:, column : column + 1]).mul_(weight))

@@ -26,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
-from antiphon.models.shares import Ranks, Share
+from antiphon.models.rank_sums import add_over_ranks
+from antiphon.models.shares import share_of
 from antiphon.specs.model import ModelSpec
 
 
@@ -114,7 +116,7 @@ class AttentionLayer:
 class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
-    `spec` is the model as this rank sees it, `ranks` are those it shares the model with, if any.
+    `spec` is the whole model, `layers` and tables are what this rank of `ranks` has of it.
     `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a bug of the
     caller's, which back-ends need not notice.
     """
@@ -129,14 +131,12 @@ class AttentionHalf:
         final_norm: Norm,
         head: PackedLinear,
         weight_bytes: int,
-        share: Share,
-        ranks: Ranks | None = None,
+        ranks: RankGroup,
     ) -> None:
-        assert share.is_whole == (ranks is None), "parts need ranks to add them up"
         self.spec = spec
         self.backend = backend
-        self.share = share
         self.ranks = ranks
+        self._share = share_of(spec, ranks.rank, ranks.size)
         self.layers = layers
         self.weight_bytes = weight_bytes
         self._embedding_WH = embedding_WH
@@ -149,12 +149,12 @@ class AttentionHalf:
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
-        if self.ranks is None:
+        if self._share.is_whole:
             return self._embedding_WH.index_select(0, token_ids_T)
-        first, last = self.share.vocabulary
+        first, last = self._share.vocabulary
         elsewhere_T = (token_ids_T < first) | (token_ids_T >= last)
         rows_TH = self._embedding_WH.index_select(0, (token_ids_T - first).clamp_(0, last - first - 1))
-        return self.ranks.all_reduce(rows_TH.masked_fill_(elsewhere_T.unsqueeze(1), 0.0))
+        return add_over_ranks(self.ranks, rows_TH.masked_fill_(elsewhere_T.unsqueeze(1), 0.0))
 
     def attend(
         self, layer: int, x_TH: Tensor, delta_TH: Tensor | None, cache: KVCache, batch: AttentionBatch
@@ -165,16 +165,15 @@ class AttentionHalf:
             y_TH = weights.input_norm(x_TH)
         else:
             x_TH, y_TH = weights.input_norm.after_adding(x_TH, delta_TH)
-        if self.ranks is None:
+        if self._share.is_whole:
             x_TH = weights.attention(layer, y_TH, x_TH, cache, batch)
             return x_TH, weights.post_norm(x_TH)
-        return weights.post_norm.after_adding(
-            x_TH, self.ranks.all_reduce(weights.attention(layer, y_TH, None, cache, batch))
-        )
+        part_TH = weights.attention(layer, y_TH, None, cache, batch)
+        return weights.post_norm.after_adding(x_TH, add_over_ranks(self.ranks, part_TH))
 
     def sum_over_ranks(self, delta_TH: Tensor) -> Tensor:
-        """What a layer's feed-forward adds to the residual stream, of this rank's part of it. May reuse the argument."""
-        return delta_TH if self.ranks is None else self.ranks.all_reduce(delta_TH)
+        """What a layer's feed-forward adds to the residual stream, from this rank's part, which it may overwrite."""
+        return add_over_ranks(self.ranks, delta_TH)
 
     def routes(self, layer: int) -> bool:
         """Whether this layer has routed experts."""
@@ -195,12 +194,19 @@ class AttentionHalf:
         """Float32 logits [T, W] of the rows given, which the caller selected; `delta_TH` is the last layer's."""
         y_TH = self._final_norm(x_TH) if delta_TH is None else self._final_norm.after_adding(x_TH, delta_TH)[1]
         logits_TW = self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
-        if self.ranks is not None:
-            logits_TW = torch.cat(self.ranks.all_gather(logits_TW), dim=1)
+        if not self._share.is_whole:
+            logits_TW = self._of_whole_vocabulary(logits_TW)
         return logits_TW if self.spec.logits_divisor == 1.0 else logits_TW.div_(self.spec.logits_divisor)
 
+    def _of_whole_vocabulary(self, logits_TW: Tensor) -> Tensor:
+        ranks = range(self.ranks.size)
+        shares = [share_of(self.spec, rank, self.ranks.size).vocabulary for rank in ranks]
+        columns_WT = logits_TW.cpu().t().contiguous()
+        whole_WT = self.ranks.all_gather(columns_WT, [last - first for first, last in shares])
+        return whole_WT.t().contiguous().to(logits_TW.device)
+
     def cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
-        attention = self.spec.attention
+        attention = self._share.local_spec(self.spec).attention
         latent = attention.latent
         return KVCacheSpec(
             num_layers=self.spec.num_layers,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear, RotaryTable
 from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights, WholeNorms
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
@@ -22,7 +23,7 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.latent_attention import LatentAttention, LatentWeights
 from antiphon.models.plan_shares import expert_of, plan_of
 from antiphon.models.rotary import rotary_table
-from antiphon.models.shares import Ranks, Share, share_of
+from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (
     ExpertRefs,
     LoadPlan,
@@ -35,6 +36,7 @@ from antiphon.models.tensors import (
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 
+ALONE = Alone()
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 
 
@@ -55,17 +57,16 @@ def load_attention_half(
     progress: ReportProgress | None = None,
     *,
     max_positions: int | None = None,
-    share: Share | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankGroup = ALONE,
 ) -> AttentionHalf:
     """Read all but the routed experts. `max_positions` bounds the rotary table (default: what the model was made for).
-    `share`: of it only what this rank works on; `ranks` are then all of them.
+    Of several `ranks` each reads what it works on; nothing is said between them here.
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
     names = tensor_names(spec)
     check_sizes(checkpoint, spec, names)
-    share = share or share_of(spec)
+    share = share_of(spec, ranks.rank, ranks.size)
     outer = plan_of(outer_plan(spec, names), spec, share)
     plans = [
         plan_of(attention_layer_plan(spec, names, layer, checkpoint), spec, share) for layer in range(spec.num_layers)
@@ -78,19 +79,16 @@ def load_attention_half(
     final_norm = _norm(spec, outer, "final_norm", reader)
     rotary = rotary_table(spec.attention.rope, max_positions or spec.max_position, backend.device)
     local = share.local_spec(spec)
-    norms = None
-    if ranks is not None and spec.attention.qk_norm == "full":
-        norms = _whole_norms(spec, share, ranks)
+    norms = None if share.is_whole or spec.attention.qk_norm != "full" else _whole_norms(spec, share, ranks)
     layers = [_attention_layer(local, plan, reader, rotary, norms) for plan in plans]
     return AttentionHalf(
-        local,
+        spec,
         backend,
         embedding_WH=embedding_WH,
         layers=layers,
         final_norm=final_norm,
         head=head,
         weight_bytes=reader.done_bytes,
-        share=share,
         ranks=ranks,
     )
 
@@ -160,7 +158,7 @@ def _head(spec: ModelSpec, outer: LoadPlan, reader: WeightReader, embedding_WH: 
     return reader.backend.pack_linear(embedding_WH, reader.optional(outer, "head_bias"))
 
 
-def _whole_norms(spec: ModelSpec, share: Share, ranks: Ranks) -> WholeNorms:
+def _whole_norms(spec: ModelSpec, share: Share, ranks: RankGroup) -> WholeNorms:
     attention = spec.attention
     return WholeNorms(
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""Which part of a model one of several ranks works on under tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3).
+"""Which part of a model one of several ranks works on: tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3).
 
     q, k, v       rows that belong to the rank's heads        out    the matching columns: a sum over ranks is the whole
     gate, up      rows: some of the feed-forward's width      down   the matching columns
@@ -15,7 +15,6 @@ Rejected: padding heads or widths to a multiple. Padding is computed and read in
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +25,6 @@ from antiphon.specs.model import AttentionSpec, ModelSpec
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
-
-
-class Ranks(Protocol):
-    def all_reduce(self, x: Tensor) -> Tensor: ...
-
-    def all_gather(self, x: Tensor) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

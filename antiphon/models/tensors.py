@@ -31,7 +31,7 @@ class StoredNames(Protocol):
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A stored tensor of a known shape, or rows [start, stop) of it, of which `cut` may leave a part of another axis."""
+    """A stored tensor of a known shape, or rows [start, stop) of it, of which `cut` may leave a part of an axis."""
 
     name: str
     shape: tuple[int, ...]

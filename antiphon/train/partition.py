@@ -20,6 +20,7 @@ from antiphon.comm.mesh import Sizes, split_evenly
 from antiphon.models.shares import Range, Ranges, head_ranges, pick
 from antiphon.specs.model import ModelSpec
 
+
 @dataclass(frozen=True)
 class Part:
     """`shape` of the whole parameter; the `ranges` of each dimension that this rank holds. `axes`: of the mesh, along

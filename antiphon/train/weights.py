@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.models.config import tensor_names
+from antiphon.models.shares import pick
 from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
 from antiphon.specs.model import ModelSpec
 from antiphon.train.partition import Part

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.rank_group import Alone
 from antiphon.kernels.cpu.backend import CpuBackend
 from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ def logits_of_ranks(saved: SavedModel, num_ranks: int, token_ids: Tensor, chunks
     def of(ranks: ThreadRanks) -> Tensor:
         checkpoint, backend = Checkpoint(saved.folder), ReferenceBackend()
         share = share_of(spec, ranks.rank, num_ranks)
-        half = load_attention_half(checkpoint, spec, backend, share=share, ranks=ranks)
+        half = load_attention_half(checkpoint, spec, backend, ranks=ranks)
         decoder = Decoder(half, load_expert_half(checkpoint, spec, backend, share=share))
         return logits_by_chunks(decoder, token_ids, chunks)
 
@@ -92,9 +93,7 @@ def test_heads_of_ranks(
     spec = load_model_spec(save_model(config).folder)
     found = [share_of(spec, rank, num_ranks) for rank in range(num_ranks)]
     assert [(share.q_heads, share.kv_heads) for share in found] == shares
-    counted = [
-        share.kv_heads[place] for share in found for place in share.counted_kv_heads(num_heads // num_kv_heads)
-    ]
+    counted = [share.kv_heads[place] for share in found for place in share.counted_kv_heads(num_heads // num_kv_heads)]
     assert counted == list(range(num_kv_heads)), "each KV head is counted once"
 
 
@@ -111,8 +110,8 @@ def test_a_rank_reads_its_part(family: str, save_model: Any, tools: Any) -> None
         if half == "experts":
             load_expert_half(checkpoint, spec, backend, share=share)
         else:
-            ranks: Any = None if share is None else ThreadRanks(0, [], threading.Barrier(1))
-            load_attention_half(checkpoint, spec, backend, share=share, ranks=ranks)
+            ranks = Alone() if share is None else ThreadRanks(share.rank, [None] * 2, threading.Barrier(2))
+            load_attention_half(checkpoint, spec, backend, ranks=ranks)
         return checkpoint.bytes_read
 
     shares = [share_of(spec, rank, 2) for rank in range(2)]
