@@ -31,6 +31,7 @@ MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 class ServeConfig:
     """One running server. `num_attention` counts attention workers, or replicas in the colocated layout.
 
+    An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
@@ -42,6 +43,8 @@ class ServeConfig:
     layout: Layout
     num_attention: int = 1
     num_experts: int = 1
+    attention_tp: int = 1
+    expert_tp: int = 1
     num_micro_batches: int = 1
     device: str = "cpu"
     dtype: str = "auto"
@@ -72,6 +75,8 @@ class ServeConfig:
                 f"1 to {MAX_ATTENTION_WORKERS}",
             ),
             (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
+            (self.attention_tp >= 1, "tp", self.attention_tp, "at least 1"),
+            (self.expert_tp >= 1, "expert-tp", self.expert_tp, "at least 1"),
             (
                 1 <= self.num_micro_batches <= MAX_MICRO_BATCHES,
                 "micro-batches",
@@ -135,9 +140,10 @@ class ServeConfig:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes on this machine."""
+        """Worker processes on this machine: the ranks of all workers."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
-        return self.num_attention + num_experts - self.joined_attention - self.joined_experts
+        num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
+        return num_local[0] * self.attention_tp + num_local[1] * self.expert_tp
 
     def threads_per_worker(self) -> int:
         """Cores per worker process, at least one."""
