@@ -9,8 +9,8 @@
    surcharges: on workers that share experts with the expert's other owners already, because a chain of neighbours that
    share passes a surprise on and a pair that shares twice does not; and on a worker that does not hold the expert now,
    because its weights have to move.
-3. `placement.split` says what the rows' split makes of it. Where that is more than `CLOSE` above an even load, copies of
-   the busiest worker change places or replace others' second copies, as long as that helps.
+3. `placement.split` says what the rows' split makes of it. Where that is more than 1% above an even load, copies of the
+   busiest worker change places or replace others' second copies, as long as that helps.
 4. What is there now stays, unless the new map pays its moves.
 
 All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
@@ -45,9 +45,9 @@ def place(
 ) -> BoolArray:
     """Who holds a copy: [L, E, W] from `loads` [L, E] (or [E, W] from [E]), at most `slots` experts on a worker.
 
-    `speeds` [W]: loads a worker gets done in a second; `floor`: K. `present` is who holds what now, `move_cost` what one
-    expert's move costs, as time of a step of the busiest worker (loads over speed, None and 0: nothing). `UserError` if
-    the experts do not fit."""
+    `speeds` [W]: loads a worker gets done in a second (None: all 1); `floor`: K. `present`: who holds what now.
+    `move_cost`: what moving one expert costs, as time of the busiest worker in one step. `UserError` if the experts do
+    not fit."""
     costs = np.maximum(np.atleast_2d(np.asarray(loads, dtype=np.float64)), floor)
     num_experts = costs.shape[1]
     check_fit(num_experts, num_workers, slots)
@@ -169,8 +169,9 @@ def _improve(costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray)
 def _changes(parts: FloatArray, held: BoolArray, slots: int, speeds: FloatArray) -> BoolArray:
     """Up to NUM_TRIED maps [N, E, W], one change away, that seem to relieve the busiest worker most.
 
-    A change takes an expert i of the busiest worker b and a worker w that lacks it. Either i moves to w, in exchange for
-    an expert j that b lacks; or w gets a copy of i in place of an expert j that others hold too. j may be an empty slot."""
+    A change takes an expert i of the busiest worker b and a worker w that lacks it. Either i moves to w, in exchange
+    for an expert j that b lacks; or w gets a copy of i in place of an expert j that others hold too. j may be an empty
+    slot."""
     num_experts, num_workers = held.shape
     loads = parts.sum(axis=0)
     busiest = int(np.argmax(loads / speeds))

@@ -6,8 +6,8 @@
 2. An expert with fewer than two knees of rows stays whole, because each part would read the weights again. It goes to
    the owner that is done first.
 3. The others, largest first, pour their rows over their owners until those would be done at one time, the level. Each
-   changes the levels of others, so this is repeated. Every pouring lowers the sum of squares, and where that is smallest
-   the maximum is too.
+   changes the levels of others, so this is repeated. Every pouring lowers the sum of squares, and where that is
+   smallest the maximum is too.
 4. A part below half a knee goes to the other copies, one below a knee is raised to it. Then parts become whole rows.
 
 Numbers come about by +, -, * and / in one order, so `csrc/m2n/expert_split.cpp` gives the same rows.

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
+from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
@@ -32,6 +33,7 @@ from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
 from antiphon.serve.worker.messages import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
@@ -64,6 +66,7 @@ class Engine:
         self._lock = threading.Lock()
         self._new: dict[str, TrackedRequest] = {}
         self._aborts: list[str] = []
+        self._placements: list[ExpertPlacement] = []  # asked for, newest last
         self._arrivals = 0
         self._sinks: dict[asyncio.AbstractEventLoop, AsyncSink] = {}
         self._draining = False
@@ -173,6 +176,17 @@ class Engine:
             num_waiting=self._desk.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
         )
 
+    def place(self, placement: ExpertPlacement) -> int:
+        """See `AsyncEngine.place`."""
+        placing = next((group.placing for group in self.workforce.groups if group.placing is not None), None)
+        if placing is None:
+            raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
+        placing.check(placement)
+        with self._lock:
+            self._placements.append(placement)
+        self._fleet.wake()
+        return num_moves(placing.current, placement)
+
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         """See `AsyncEngine.call_when_given_up`."""
         self._given_up.add_done_callback(lambda _: callback())
@@ -245,12 +259,16 @@ class Engine:
             arrived, self._new = list(self._new.values()), {}
             self._desk.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
+            placements, self._placements = self._placements, []
             for tracked in arrived:
                 self._desk.tracked.add(tracked)
         for tracked in arrived:
             self._desk.accept(tracked.request)
         for request_id in aborts:
             self._desk.end(request_id, "abort", None)
+        for group in self.workforce.groups if placements else ():
+            if group.placing is not None:
+                group.placing.aim(placements[-1])
         self._spans.begin(self._fleet)
 
     def _handle(self, event: Event) -> None:

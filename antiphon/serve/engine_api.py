@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 # "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
@@ -108,6 +109,10 @@ class AsyncEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A reading of the counters. Never blocks on a step."""
+
+    def place(self, placement: ExpertPlacement) -> int:
+        """Move experts to `placement` while serving. Returns how many have to be loaded for it, at once; `UserError` if
+        it is not of this model, these workers and their slots."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests (`ShuttingDown`), let the running ones finish, abort what is left at the timeout, or as

@@ -14,7 +14,6 @@ A copy is a spare: while an expert worker is gone, `present` leaves it out, if e
 from collections.abc import Collection
 from dataclasses import replace
 
-from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.placement.moves import next_placement, num_moves
 from antiphon.serve.fleet import Fleet
@@ -28,7 +27,7 @@ _log = get_logger("engine")
 
 
 class PlacementControl:
-    """Driven by the engine's thread; `current` and `check` may be used by any.
+    """Driven by the engine's thread; `current` and `check` may be used by any. `absent`: expert workers left out.
 
     `slots`: experts that a worker may hold in a layer, beside the spare slot for one on its way."""
 
@@ -43,8 +42,8 @@ class PlacementControl:
         self._statistics = statistics
         self._target: ExpertPlacement | None = None
         self._coming: ExpertPlacement | None = None
-        self._waiting_for: set[int] = set()
-        self._absent: frozenset[int] = frozenset()
+        self._waiting_for: set[WorkerName] = set()
+        self.absent: frozenset[int] = frozenset()
         self._newest = placement.version
 
     def check(self, target: ExpertPlacement) -> None:
@@ -61,10 +60,11 @@ class PlacementControl:
         self._target = target
 
     def advance(self, attention: Collection[WorkerName], experts: Collection[WorkerName]) -> None:
-        """Take the next step of a move, if one is due. Call between two steps, when all these workers are ready."""
+        """Take the next step of a move, if one is due. Call between two steps, when all these processes are ready:
+        attention workers' leaders, and all ranks of expert workers."""
         if self._coming is not None and not self._waiting_for:
             self._switch(attention, experts)
-        if self._target is not None and self._coming is None and not self._absent:
+        if self._target is not None and self._coming is None and not self.absent:
             self._prepare(experts)
 
     def _prepare(self, experts: Collection[WorkerName]) -> None:
@@ -77,7 +77,7 @@ class PlacementControl:
             return
         self._newest += 1
         self._coming = replace(coming, version=self._newest)
-        self._waiting_for = {name.index for name in experts}
+        self._waiting_for = set(experts)
         for name in experts:
             self._fleet.send(self._fleet.workers[name], Prepare(self._coming))
 
@@ -95,17 +95,17 @@ class PlacementControl:
         if self._coming is None or message.version != self._coming.version:
             return
         if message.failure is None:
-            self._waiting_for.discard(worker.name.index)
+            self._waiting_for.discard(worker.name)
             return
         _log.error("%s: placement given up: %s", worker.name, message.failure)
         self._coming, self._target, self._waiting_for = None, None, set()
 
     def on_ready(self, worker: WorkerProcess) -> None:
         """A worker has started with the map that was in force then: tell it what has changed since."""
-        if worker.name.role == "attention":
+        if worker.name.role == "attention" and worker.name.rank == 0:
             self._fleet.send(worker, Place(self._without_absent()))
         elif worker.name.role == "experts" and self._coming is not None:
-            self._waiting_for.add(worker.name.index)
+            self._waiting_for.add(worker.name)
             self._fleet.send(worker, Prepare(self._coming))
 
     # --- workers that are gone ---------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class PlacementControl:
 
     def leave_out(self, absent: Collection[int], attention: Collection[WorkerName]) -> None:
         """Send no rows to these expert workers, and to all others again. Between two steps."""
-        if frozenset(absent) != self._absent:
-            self._absent = frozenset(absent)
+        if frozenset(absent) != self.absent:
+            self.absent = frozenset(absent)
             self._send_place(attention)
 
     def _send_place(self, attention: Collection[WorkerName]) -> None:
@@ -125,14 +125,6 @@ class PlacementControl:
             self._fleet.send(self._fleet.workers[name], Place(self._without_absent()))
 
     def _without_absent(self) -> ExpertPlacement:
-        left = self.current.without(self._absent)
+        left = self.current.without(self.absent)
         assert left is not None, "every expert has an owner that is there"
         return left
-
-
-def checked_slots(asked: int | None, placement: ExpertPlacement) -> int:
-    """Slots of an expert worker: what was asked for, or what `placement` needs. `UserError` if that is too few."""
-    needed = placement.most_held()
-    if asked is not None and asked < needed:
-        raise UserError(f"--expert-slots is {asked}: the experts need {needed} on the fullest worker; give at least that")
-    return needed if asked is None else asked

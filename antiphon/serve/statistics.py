@@ -9,9 +9,11 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 import threading
 from collections import defaultdict
 
+from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
+_log = get_logger("engine")
 _WINDOW_S = 30.0
 _MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 
@@ -25,6 +27,7 @@ class EngineStatistics:
         self.num_worker_restarts = 0
         self.dispatch_bytes = 0
         self.exposed_communication_s = 0.0
+        self.placement_changes = 0
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
         self._exchange: dict[str, Traffic] = {}
@@ -53,6 +56,11 @@ class EngineStatistics:
             self._expert_busy_s[report.index] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
                 self._rows[layer][report.index] += rows
+
+    def record_placement(self, version: int, num_moved: int) -> None:
+        """Rows go by another placement now; so many experts have moved or been copied for it."""
+        self.placement_changes += 1
+        _log.info("placement %d: %d experts moved", version, num_moved)
 
     def record_exchange(self, worker: str, traffic: Traffic) -> None:
         """What a worker's exchange has carried since its start; replaces its last report."""

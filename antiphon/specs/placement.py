@@ -41,7 +41,9 @@ class ExpertPlacement:
             for expert, workers in enumerate(of_layer):
                 where = f"expert {expert} of layer {layer}"
                 if not workers:
-                    raise UserError(f"{where} is placed on no worker: give it at least one of 0..{self.num_workers - 1}")
+                    raise UserError(
+                        f"{where} is placed on no worker: give it at least one of 0..{self.num_workers - 1}"
+                    )
                 if len(set(workers)) != len(workers) or not all(0 <= w < self.num_workers for w in workers):
                     raise UserError(
                         f"{where} is placed on {list(workers)}: use distinct workers from 0 to {self.num_workers - 1}"
@@ -82,7 +84,9 @@ class ExpertPlacement:
                     f"placement of this model"
                 )
         if self.num_workers != num_workers:
-            raise UserError(f"the placement is for {self.num_workers} expert workers, {num_workers} run: make one for them")
+            raise UserError(
+                f"the placement is for {self.num_workers} expert workers, {num_workers} run: make one for them"
+            )
         for worker in range(num_workers):
             for layer, ids in self.experts_of(worker).items():
                 if len(ids) > slots:

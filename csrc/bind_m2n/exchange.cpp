@@ -21,15 +21,7 @@ using m2n::BatchKey;
 using m2n::ExpertSide;
 
 m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type) {
-    m2n::RowShape shape{hidden, top_k, max_rows, m2n::RowType::fp32};
-    if (type == "bfloat16") {
-        shape.type = m2n::RowType::bf16;
-    } else if (type == "float16") {
-        shape.type = m2n::RowType::fp16;
-    } else if (type != "float32") {
-        throw m2n::Error(m2n::Code::invalid, "rows of " + type + ": they can be bfloat16, float16 or float32");
-    }
-    return shape;
+    return {hidden, top_k, max_rows, row_type_of(type)};
 }
 
 const std::byte* at(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }

@@ -1,7 +1,6 @@
 #include "m2n/row_scatter.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -9,8 +8,6 @@
 #include "m2n/error.h"
 
 namespace antiphon::m2n {
-
-size_t bytes_of(RowType type) { return type == RowType::fp32 ? 4 : 2; }
 
 RowScatter::RowScatter(const RowShape& shape, uint32_t num_workers) : shape_(shape), num_workers_(num_workers) {}
 
@@ -106,28 +103,6 @@ void RowScatter::write(const GatedRows& gated, uint32_t worker, std::span<const 
 }
 
 namespace {
-
-struct Bf16 {
-    using Stored = uint16_t;
-    static float widen(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
-    static uint16_t narrow(float value) {  // to nearest, ties to even; NaN stays NaN
-        const auto bits = std::bit_cast<uint32_t>(value);
-        if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-        return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-    }
-};
-
-struct Fp16 {
-    using Stored = _Float16;
-    static float widen(_Float16 value) { return static_cast<float>(value); }
-    static _Float16 narrow(float value) { return static_cast<_Float16>(value); }
-};
-
-struct Fp32 {
-    using Stored = float;
-    static float widen(float value) { return value; }
-    static float narrow(float value) { return value; }
-};
 
 template <class Type>
 void add_row(float* sum, const std::byte* partial, uint32_t hidden, bool first) {

@@ -15,12 +15,9 @@
 #include <vector>
 
 #include "m2n/expert_split.h"
+#include "m2n/row_types.h"
 
 namespace antiphon::m2n {
-
-enum class RowType { bf16, fp16, fp32 };
-
-size_t bytes_of(RowType type);
 
 struct RowShape {
     uint32_t hidden = 0;

@@ -91,7 +91,9 @@ class ExpertMoves:
     def check(self, versions: tuple[int, int]) -> None:
         """Rows came by placements from the first to the second version: a bug unless this worker knows them."""
         known = self._placements[0].version, self._placements[-1].version
-        assert known[0] <= versions[0] and versions[1] <= known[1], f"rows by placements {versions}, {known} are held"
+        message = f"rows by placements {versions}, {known} are held"
+        assert known[0] <= versions[0], message
+        assert versions[1] <= known[1], message
 
     def close(self) -> None:
         """Stop loading."""

@@ -18,7 +18,8 @@ Role = Literal["replica", "attention", "experts"]
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to join the exchange: the transport, where others reach this worker, and the sizes both ends agreed on.
+    """How to reach others: the transport, where they reach this worker, and the sizes both ends of an exchange agreed
+    on. Without expert workers (`num_experts` 0) there are only the ranks of one worker to reach.
 
     `local_processes`: workers on this machine, for the choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
 
@@ -37,10 +38,13 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
     `count_rows`: attention workers say which experts the gate chose.
 
+    A worker is a group of `num_ranks` processes; this is number `rank`, and 0 leads: it gets the steps.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
     index: int
+    rank: int = 0
+    num_ranks: int = 1
     model: str
     device: str
     device_index: int
@@ -68,10 +72,12 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The worker can take steps. `ticket`: how attention workers reach it, if it is an expert worker."""
+    """The worker can take steps. `ticket`: how attention workers reach it, if it leads an expert worker; `rank_ticket`:
+    how the other ranks of its worker do."""
 
     kernels: str
     ticket: bytes = b""
+    rank_ticket: bytes = b""
 
 
 class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -169,10 +175,12 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Start exchange epoch `epoch`. `tickets`: how to reach each expert worker, by index."""
+    """Start exchange epoch `epoch`. `tickets`: how to reach each expert worker, by index; `rank_tickets`: each rank of
+    the worker this goes to."""
 
     epoch: int
     tickets: list[bytes] = []
+    rank_tickets: list[bytes] = []
 
 
 class ResetDone(msgspec.Struct, tag=True, frozen=True):
