@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.serve.events import EventLog
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _WINDOW_S = 30.0
@@ -25,6 +26,7 @@ class EngineStatistics:
         self.num_worker_restarts = 0
         self.dispatch_bytes = 0
         self.exposed_communication_s = 0.0
+        self.events = EventLog()
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
         self._exchange: dict[str, Traffic] = {}
@@ -102,15 +104,20 @@ class EngineStatistics:
             return 0.0
         return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
 
-    def balancedness_per_layer(self) -> dict[int, float]:
-        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
+    def rows_per_layer(self) -> dict[int, dict[int, float]]:
+        """Rows that each expert worker was sent lately, by layer and worker."""
         with self._lock:
-            rows_of = {
-                layer: [per_worker.get(index, 0.0) for index in self._expert_busy_s]
+            workers = sorted(self._expert_busy_s)
+            return {
+                layer: {index: per_worker.get(index, 0.0) for index in workers}
                 for layer, per_worker in sorted(self._rows.items())
             }
+
+    def balancedness_per_layer(self) -> dict[int, float]:
+        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
         result = {}
-        for layer, counts in rows_of.items():
+        for layer, per_worker in self.rows_per_layer().items():
+            counts = list(per_worker.values())
             if counts and max(counts) > 0:
                 result[layer] = sum(counts) / len(counts) / max(counts)
         return result
