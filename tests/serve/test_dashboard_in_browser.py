@@ -1,14 +1,17 @@
 """The dashboard in a real browser, over a real server with traffic; and what it says when nobody answers."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.report.chromium import BINARY
 from tests.serve.api_harness import fake_engine, live
 from tests.serve.browser import Browser, browser
-from tests.serve.server_harness import ServerProcess
+from tests.serve.server_harness import ServerProcess, serve
 
 pytestmark = pytest.mark.skipif(not BINARY.exists(), reason=f"no browser: {BINARY} is not installed")
 
@@ -71,3 +74,22 @@ def test_a_key_is_asked_for_and_a_silent_server_is_told_of(window: Browser) -> N
     said = text_of(window, "alert")
     assert re.match(r"The server at 127\.0\.0\.1:\d+ has not answered since \d\d:\d\d:\d\d\.", said), said
     assert window.ask("document.body.classList.contains('stale')")
+
+
+@pytest.mark.slow
+def test_deaths_are_seen_as_they_happen(window: Browser, checkpoint: Path, tmp_path: Path) -> None:
+    with serve(checkpoint, tmp_path, "--layout", "disaggregated", "--experts", "2") as server:
+        server.text()
+        window.open(f"{server.url}/dashboard")
+        window.wait_for("document.querySelectorAll('#steps rect').length > 0")
+        os.kill(server.worker_pid("experts[1]"), signal.SIGKILL)
+        for words in ("lost: killed by", "the step is given up", "ready: has loaded", "step together"):
+            window.wait_for(f"document.getElementById('events').textContent.includes('{words}')")
+        window.wait_for("document.getElementById('workers-words').textContent.startsWith('3 of 3 workers are ready')")
+        assert window.ask("document.querySelectorAll('#tokens line[data-tip*=lost]').length") == 1
+        server.text()
+        window.wait_for("document.getElementById('status').textContent === 'Serving'")
+        os.kill(server.process.pid, signal.SIGSTOP)
+        window.wait_for("document.getElementById('alert').textContent.includes('has not answered since')")
+        os.kill(server.process.pid, signal.SIGCONT)
+        window.wait_for("document.getElementById('alert').hidden")

@@ -24,11 +24,12 @@ from antiphon.serve.api.dashboard_reading import (
 from antiphon.serve.api.last_steps import last_steps
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.engine_api import AsyncEngine, EngineStats
+from antiphon.serve.worker.spans import Spans
 
 _HISTORY_S = 300
 _FRESH_S = 0.5
 _NUM_STEPS = 3  # one more than is drawn: workers answer while the last one runs
-_PATIENCE_S = 2.0  # with workers that are asked for their last steps
+_PATIENCE_S = 3.0  # with workers that are asked for their last steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Dashboard:
         self._started_s = time.monotonic()
         self._samples: deque[_Sample] = deque(maxlen=_HISTORY_S + 1)
         self._lock = asyncio.Lock()
+        self._last_steps: LastSteps | None = None
+        self._stepped_s = 0.0  # when the last steps were over
         self._reading = b""
         self._read_s = 0.0
 
@@ -80,15 +83,22 @@ class Dashboard:
         """A `DashboardReading` as JSON. Waits for the workers' spans, at most `_PATIENCE_S`."""
         async with self._lock:
             if time.monotonic() - self._read_s > _FRESH_S:
-                spans = await asyncio.to_thread(self._engine.last_steps, _NUM_STEPS, _PATIENCE_S)
-                self._reading = self._compose(last_steps(spans, time.monotonic_ns())).model_dump_json().encode()
+                self._note_steps(await asyncio.to_thread(self._engine.last_steps, _NUM_STEPS, _PATIENCE_S))
+                self._reading = self._compose().model_dump_json().encode()
                 self._read_s = time.monotonic()
             return self._reading
 
-    def _compose(self, steps: LastSteps | None) -> DashboardReading:
-        stats = self._metrics.read_stats()
+    def _note_steps(self, spans: dict[str, Spans]) -> None:
+        """What busy workers have not told in time is told of next time; till then the steps before are shown."""
+        steps = last_steps(spans, time.monotonic_ns())
+        if steps is not None:
+            self._last_steps, self._stepped_s = steps, time.monotonic() - steps.ended_s_ago
+
+    def _compose(self) -> DashboardReading:
+        stats, steps = self._metrics.read_stats(), self._last_steps
         info = self._engine.info
         if steps is not None:
+            steps.ended_s_ago = time.monotonic() - self._stepped_s
             steps.left_out = [name for name in stats.workers if name not in {worker.name for worker in steps.workers}]
         return DashboardReading(
             version=__version__,
