@@ -86,7 +86,7 @@ function workersAndEvents(reading) {
   const missing = reading.workers.filter(worker => worker.state !== "ready");
   place("workers-words").textContent = `${reading.workers.length - missing.length} of ${reading.workers.length} workers are ready` +
     (missing.length ? `: ${missing.map(worker => `${worker.name} ${worker.state}`).join("; ")}.` : ".") +
-    ` ${number(reading.now.num_worker_restarts)} restarts, ${number(reading.now.num_placement_changes)} placement changes since the start.`;
+    ` ${plural(reading.now.num_worker_restarts, "restart")} and ${plural(reading.now.num_placement_changes, "placement change")} since the start.`;
   place("events").replaceChildren(...reading.events.slice(-12).reverse().map(event => {
     const row = document.createElement("tr"), dot = document.createElement("i");
     const when = new Date(1000 * event.time_s).toLocaleTimeString("en-GB");

@@ -26,6 +26,8 @@ function number(value) {
   return value.toLocaleString("en", {maximumFractionDigits: digits});
 }
 
+function plural(count, word) { return `${number(count)} ${word}${count === 1 ? "" : "s"}`; }
+
 function percent(value) { return `${number(100 * value)}%`; }
 
 function duration(us) { return us < 1000 ? `${number(us)} µs` : us < 1e6 ? `${number(us / 1000)} ms` : `${number(us / 1e6)} s`; }
@@ -65,7 +67,7 @@ function drawHistory(place, title, ago, series, words, most, marks) {
     svg.append(element("line", {...at, stroke: MARK, "stroke-dasharray": "6 4"}));
     svg.append(element("line", {...at, stroke: "transparent", "stroke-width": 12, "data-tip": tip}));
   }
-  for (const [colour, list] of Object.values(series)) {
+  for (const [colour, list] of Object.values(series).reverse()) {  // the first one on top
     const points = list.map((value, index) => `${x(ago[index]).toFixed(1)},${y(Math.min(value, highest)).toFixed(1)}`);
     svg.append(element("polyline", {points: points.join(" "), fill: "none", stroke: colour, "stroke-width": 2, "stroke-linejoin": "round"}));
   }
@@ -137,7 +139,7 @@ function stepsLegend(steps) {
 // Cells of `values[row][column]` from 0 to 2 times the mean; null leaves a cell empty.
 function drawHeat(place, title, rows, columns, values, tip, rowName, columnName) {
   const left = 14 + CHARACTER * Math.max(rowName.length, ...rows.map(row => row.length)), top = 22;
-  const high = Math.max(7, Math.min(24, 420 / rows.length)), height = top + high * rows.length + 44;
+  const high = Math.max(7, Math.min(24, 420 / rows.length)), height = top + high * rows.length + 56;
   const [svg, width] = picture(place, height, title);
   const wide = (width - left - 8) / columns.length;
   svg.append(element("text", {x: left - 8, y: 14, "text-anchor": "end", class: "soft"}, rowName));
@@ -155,8 +157,8 @@ function drawHeat(place, title, rows, columns, values, tip, rowName, columnName)
   columns.forEach((column, index) => {
     if (index % skip === 0) svg.append(element("text", {x: left + wide * (index + 0.5), y: 14, "text-anchor": "middle", class: "soft"}, column));
   });
-  scaleBar(svg, left, top + high * rows.length + 12);
-  svg.append(element("text", {x: width - 8, y: top + high * rows.length + 25, "text-anchor": "end", class: "soft"}, columnName));
+  scaleBar(svg, left, top + high * rows.length + 30);
+  svg.append(element("text", {x: left + wide * columns.length / 2, y: top + high * rows.length + 16, "text-anchor": "middle", class: "soft"}, columnName));
 }
 
 function scaleBar(svg, left, top) {
