@@ -30,7 +30,7 @@ from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.streams import AsyncSink, Sink
 from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
-from antiphon.serve.worker.messages import Spans
+from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
 from antiphon.specs.placement import ExpertPlacement
@@ -38,6 +38,7 @@ from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
 _TICK_S = 0.2
+_MAX_SHOWN = 8  # workers of a role, in `last_steps`
 
 
 class Engine:
@@ -213,9 +214,20 @@ class Engine:
 
     def take_spans(self, timeout_s: float = 10.0) -> dict[WorkerName, Spans]:
         """Collect the recorded spans of all live workers (and make them forget). For `--timeline`."""
+        return self._collect_spans(0, None, timeout_s)
+
+    def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
+        """See `AsyncEngine.last_steps`. Clocks of other machines do not agree with this one's."""
+        local = [worker.name for worker in list(self._fleet.workers.values()) if not worker.is_remote]
+        names = {name for name in local if name.index < _MAX_SHOWN}
+        return {str(name): spans for name, spans in self._collect_spans(num_steps, names, timeout_s).items()}
+
+    def _collect_spans(
+        self, last_steps: int, names: set[WorkerName] | None, timeout_s: float
+    ) -> dict[WorkerName, Spans]:
         if not self._thread.is_alive():
             return {}
-        collection = self._spans.ask()
+        collection = self._spans.ask(last_steps, names)
         self._fleet.wake()
         return collection.wait(timeout_s)
 

@@ -243,6 +243,7 @@ class StepGroup:
         self._step.fail(worker.name)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
+            self._statistics.events.note("failed", failed.message, str(worker.name))
             self._unresponsive.update(failed.peers)
         if is_news and self._control is not None:
             self._begin_recovery()
@@ -323,6 +324,8 @@ class StepGroup:
 
     def _begin_recovery(self) -> None:
         assert self._control is not None, "only workers of an exchange recover together"
+        if self._phase is Phase.STEPPING:
+            self._statistics.events.note("standstill", "the step is given up, the workers begin anew")
         self._epoch = self._control.abort_step()
         self._joined.clear()
         self._enter(Phase.LEAVING)
@@ -358,6 +361,7 @@ class StepGroup:
             self._unresponsive.clear()
             self._was_complete = True
             self._enter(Phase.STEPPING)
+            self._statistics.events.note("going on", "the workers that are there step together")
 
     def _experts_loaded(self) -> bool:
         """All expert workers are up; or those that once were and are missing have only experts of which others have

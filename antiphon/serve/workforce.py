@@ -102,7 +102,7 @@ class Workforce:
 
     def stats(self, *, num_waiting: int, fatal: str | None, draining: bool) -> EngineStats:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
-        statistics = self._statistics
+        statistics, missing = self._statistics, self.missing
         counters = [scheduler.counters for scheduler in self.schedulers.values()]
         pools = [scheduler.occupancy.pool for scheduler in self.schedulers.values()]
         return EngineStats(
@@ -123,11 +123,14 @@ class Workforce:
             dispatch_bytes=statistics.dispatch_bytes,
             balancedness_per_layer=statistics.balancedness_per_layer(),
             placement_changes=statistics.placement_changes,
+            rows_per_layer=statistics.rows_per_layer(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),
             healthy=fatal is None and self.ready,
             status=fatal or ("draining" if draining else self._status()),
-            missing=tuple(map(str, self.missing)),
+            missing=tuple(map(str, missing)),
+            workers={str(name): missing.get(name, "ready") for name in self.names},
+            events=statistics.events.newest(),
         )
 
     def _status(self) -> str:
@@ -153,6 +156,7 @@ class Workforce:
         if isinstance(message, Ready):
             self._ready[worker.name] = message
             self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
+            self._statistics.events.note("ready", "has loaded and is ready", str(worker.name))
         group = self._group_of[worker.name]
         failure = group.on_message(worker, message)
         if isinstance(message, StepResult):
@@ -173,6 +177,7 @@ class Workforce:
     def on_death(self, event: Event) -> tuple[StepFailure | None, list[Request]]:
         """Note that a worker is gone. Returns the failure of the step it was in, and its requests."""
         group = self._group_of[event.worker.name]
+        self._statistics.events.note("lost", event.reason, str(event.worker.name))
         failure, homeless = group.on_death(event.worker, event.reason)
         if failure is not None:
             self._begin_count(group.members)

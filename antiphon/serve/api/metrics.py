@@ -60,6 +60,12 @@ class ServerMetrics(Collector):
             seconds_per_token if measured is None else measured + _TPOT_SMOOTHING * (seconds_per_token - measured)
         )
 
+    @property
+    def num_answers(self) -> float:
+        """Answers that have ended, for whatever reason."""
+        samples = (sample for metric in self.finished.collect() for sample in metric.samples)
+        return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
     def read_stats(self) -> EngineStats:
         """The engine's counters; its queue times are taken into the histogram on the way."""
         stats = self._engine.stats()

@@ -11,6 +11,7 @@ import msgspec
 
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import TokenLogprob
 
@@ -187,21 +188,10 @@ class ResetDone(msgspec.Struct, tag=True, frozen=True):
     epoch: int
 
 
-class Spans(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Recorded spans of a worker: parallel lists, times in nanoseconds of the machine's monotonic clock."""
-
-    names: list[str]
-    name_index: list[int]
-    layers: list[int]
-    micro_batches: list[int]
-    rows: list[int]
-    steps: list[int]
-    starts_ns: list[int]
-    ends_ns: list[int]
-
-
 class TakeSpans(msgspec.Struct, tag=True, frozen=True):
-    """Ask a worker for its spans so far (and forget them)."""
+    """Ask a worker for its spans so far, which it then forgets, or for those of its `last_steps` steps."""
+
+    last_steps: int = 0
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):

@@ -46,7 +46,7 @@ from antiphon.serve.worker.messages import (
 
 _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
-_LOOK_S = 0.5  # a busy one this often
+_LOOK_S = 0.5  # a busy one says this often what it has done
 _REPORT_S = 1.0  # attention workers say this often what the exchange has carried
 _FOREVER_S = 365.0 * 86400
 _LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
@@ -87,6 +87,11 @@ class Orders:
         """The next order; waits for it. `PeerLost` when the engine is gone."""
         return self._checked(self._queue.get())
 
+    @property
+    def waiting(self) -> bool:
+        """There is an order; costs nothing worth counting."""
+        return not self._queue.empty()
+
     def poll(self) -> object | None:
         """An order if there is one."""
         try:
@@ -116,7 +121,7 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
         elif isinstance(message, Place):
             worker.exchange.place(message.placement)
         elif isinstance(message, TakeSpans):
-            channel.send(worker.recorder.take())
+            channel.send(worker.recorder.take(message.last_steps))
         elif isinstance(message, Shutdown):
             return
 
@@ -172,7 +177,7 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
             if not _await_reset(worker, channel, orders):
                 return
             continue
-        if not busy or time.monotonic() - last_look > _LOOK_S:
+        if not busy or orders.waiting or time.monotonic() - last_look > _LOOK_S:
             last_look = time.monotonic()
             if isinstance(worker, ExpertWorker) and (report := worker.runner.report()):
                 channel.send(report)
@@ -197,7 +202,7 @@ def _await_reset(worker: ExpertWorker | Follower, channel: Channel, orders: Orde
 def _obey(worker: ExpertWorker | Follower, channel: Channel, message: object) -> bool:
     """Carry out one order. False: exit."""
     if isinstance(message, TakeSpans):
-        channel.send(worker.recorder.take())
+        channel.send(worker.recorder.take(message.last_steps))
     elif isinstance(message, Reset):
         _reset(worker, channel, message)
     elif worker.moves is not None and isinstance(message, Prepare):
