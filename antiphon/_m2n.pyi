@@ -241,12 +241,23 @@ class AttentionSide:
     @property
     def bytes_sent(self) -> int: ...
 
+class ExpertSplit:
+    """How many rows each copy of an expert gets: `antiphon.placement.split` in native code, with the same results.
+
+    `owners[e]`: workers that hold expert e; `speeds`: of the workers, only ratios count (empty: equal)."""
+
+    def __init__(
+        self, num_workers: int, owners: Sequence[Sequence[int]], speeds: Sequence[float] = (), knee: int = 1
+    ) -> None: ...
+    def split(self, counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Rows of expert 0's owners in their order, then of expert 1's, and so on; from the rows of each expert."""
+
 class ReceivedBatch:
     """Rows of one (layer, micro-batch)."""
 
     def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int, int, int]:
-        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, number of rows; addresses of rows, ids and weights,
-        valid until `reply`. One call, because what calls it has cold caches."""
+        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, number of rows; addresses of
+        rows, ids and weights, valid until `reply`. One call, because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""

@@ -84,8 +84,8 @@ class ExchangeControl:
         return worker is not None and worker.ready
 
     def reset(self, epoch: int, name: WorkerName) -> Reset:
-        """The order to begin `epoch`, for this process. All ranks of its own must be ready; an expert worker that is not
-        gets no rows."""
+        """The order to begin `epoch`, for this process. All ranks of its own must be ready; an expert worker that is
+        not gets no rows."""
         present = [all(map(self._is_ready, self._ranks_of[expert])) for expert in self._experts]
         return Reset(
             epoch,

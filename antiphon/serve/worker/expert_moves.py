@@ -21,7 +21,7 @@ BYTES_PER_S = 256 * 2**20  # of loading beside serving: a fraction of what a mem
 
 
 class ExpertMoves:
-    """`load` reads an expert into a slot. One placement is prepared at a time. Not thread-safe but for its own thread."""
+    """`load` reads an expert into a slot. One placement is prepared at a time. Not thread-safe."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ExpertMoves:
             self._failure = str(error)
 
     def finished(self) -> tuple[int, str | None] | None:
-        """(version, why it could not be prepared or None), once, when the preparation has ended. Its experts count now."""
+        """(version, why it could not be prepared or None), once, when a preparation has ended. Its experts count now."""
         coming = self._coming
         if coming is None or (self._thread is not None and self._thread.is_alive()):
             return None
