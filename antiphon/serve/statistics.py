@@ -48,11 +48,12 @@ class EngineStatistics:
         if self._group_step_s > _WINDOW_S:
             self._fade()
 
-    def record_experts(self, report: ExpertReport) -> None:
+    def record_experts(self, number: int, report: ExpertReport) -> None:
+        """`number`: of the expert worker, counted over all instances."""
         with self._lock:
-            self._expert_busy_s[report.index] += report.busy_s
+            self._expert_busy_s[number] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
-                self._rows[layer][report.index] += rows
+                self._rows[layer][number] += rows
 
     def record_exchange(self, worker: str, traffic: Traffic) -> None:
         """What a worker's exchange has carried since its start; replaces its last report."""
