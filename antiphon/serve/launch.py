@@ -58,7 +58,7 @@ class Launcher:
         block_bytes = self._kv_block_bytes()
         free_bytes = free_memory_bytes(config.device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
-        self.kv_bytes = self.num_blocks * block_bytes * config.num_attention
+        self.kv_bytes = self.num_blocks * block_bytes * config.num_kv_caches
         if self.kv_bytes > free_bytes:
             raise ResourceError(
                 f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
@@ -150,8 +150,13 @@ class Launcher:
         config = self.config
         if not self._disaggregated:
             return [([WorkerName("replica", index)], []) for index in range(config.num_attention)]
-        attention = [WorkerName("attention", index) for index in range(config.num_attention)]
-        return [(attention, [WorkerName("experts", index) for index in range(config.num_experts)])]
+        return [
+            (
+                [WorkerName("attention", index, instance=instance) for index in range(config.num_attention)],
+                [WorkerName("experts", index, instance=instance) for index in range(config.num_experts)],
+            )
+            for instance in range(config.num_instances)
+        ]
 
     def _joined_names(self) -> frozenset[WorkerName]:
         """The workers that come from other machines: the last ones of each role."""
