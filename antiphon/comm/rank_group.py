@@ -48,6 +48,20 @@ class RankGroup(Protocol):
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
         """[sum of `rows_from`, ...]: what the others had for this rank, in order; `tensor` has `rows_to[i]` for i."""
 
+    def open_exchange(self) -> int:
+        """Begin an exchange of messages of one pair at a time; something else may be done in between. All ranks open
+        the same ones in the same order, and in each a rank posts one message to every peer, of one slot at most, and
+        takes and releases the peer's."""
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        """Send a message, which is the bytes of `pieces` one after another. Waits only for a free slot."""
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        """The bytes of the peer's message where they were received, valid until `release`. May be called again."""
+
+    def release(self, exchange: int, peer: int) -> None:
+        """Give the message's slot back to the peer."""
+
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         """`payload` of `root`, on every rank; the others give None. A rank whose wait ends with `PeerTimeout` before
         anything came may call again: so an idle follower listens."""
@@ -87,6 +101,18 @@ class Alone:
 
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
         return tensor
+
+    def open_exchange(self) -> int:
+        return 0
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        raise AssertionError("there is no peer")
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        raise AssertionError("there is no peer")
+
+    def release(self, exchange: int, peer: int) -> None:
+        raise AssertionError("there is no peer")
 
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         assert payload is not None, "the only rank is the one that has it"
