@@ -9,9 +9,10 @@ Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-ga
 """
 
 import multiprocessing
+import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,38 +24,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from antiphon import _m2n
-from antiphon.base.errors import PeerLost, PeerTimeout, ResourceError, UserError
+from antiphon.base.errors import PeerLost, PeerTimeout, ResourceError
 from antiphon.base.progress import Report
+from antiphon.bench.collective_calls import Call, CollectiveCase, check_result, expected_result, gloo_call, our_call
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
-from antiphon.comm.collectives import all_gather_single, reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.m2n.rank_group import NativeRankGroup
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 OURS, GLOO = "antiphon", "gloo"
 _BLOCK_S = 0.2
 _MOST_CALLS = 2000
 _START_S = 300.0
 _RUN_S = 600.0
-_LINE = 64
-Call = Callable[[], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveCase:
-    """One collective of `num_ranks` ranks; `num_bytes` is rounded up to a cache line for each rank."""
-
-    collective: str
-    num_ranks: int
-    num_bytes: int
-
-    @property
-    def num_floats(self) -> int:
-        unit = _LINE // 4 * self.num_ranks
-        return -(-self.num_bytes // (4 * unit)) * unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,16 +176,11 @@ class _Ranks:
 def _rank_main(rank: int, num_ranks: int, settings: CollectiveSettings, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        member = _Member(rank, num_ranks, settings)
+        member = _Member(rank, num_ranks, settings, store)
         connection.send((None, member.ticket))
         while True:
             order, *arguments = connection.recv()
-            if order == "connect":
-                connection.send((None, member.connect(*arguments, store)))
-            elif order == "prepare":
-                connection.send((None, member.prepare(*arguments)))
-            else:
-                connection.send((None, member.run(*arguments)))
+            connection.send((None, member.obey(order, arguments)))
     except EOFError:
         pass
     except BaseException as error:
@@ -213,7 +191,8 @@ def _rank_main(rank: int, num_ranks: int, settings: CollectiveSettings, store: s
 class _Member:
     """One rank of both groups."""
 
-    def __init__(self, rank: int, num_ranks: int, settings: CollectiveSettings) -> None:
+    def __init__(self, rank: int, num_ranks: int, settings: CollectiveSettings, store: str) -> None:
+        self._store = store
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, settings.timeout_s
         endpoint = _m2n.Endpoint(
             f"rank[{rank}]",
@@ -230,11 +209,19 @@ class _Member:
     def ticket(self) -> bytes:
         return self._group.ticket
 
-    def connect(self, tickets: Sequence[bytes], store: str) -> None:
+    def obey(self, order: str, arguments: Sequence[Any]) -> list[float] | None:
+        """Carry out one order; what `run` returns is its answer."""
+        if order == "run":
+            return self.run(*arguments)
+        (self.connect if order == "connect" else self.prepare)(*arguments)
+        return None
+
+    def connect(self, tickets: Sequence[bytes]) -> None:
         self._group.reset(0, tickets)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, self._num_ranks),
+            init_method=f"file://{self._store}",
             rank=self._rank,
             world_size=self._num_ranks,
             timeout=timedelta(seconds=self._timeout_s),
@@ -242,10 +229,9 @@ class _Member:
 
     def prepare(self, case: CollectiveCase) -> None:
         """Buffers of both, and their results beside one process's."""
-        self._calls = {OURS: _our_call(self._group, case), GLOO: _gloo_call(case)}
+        self._calls = {OURS: our_call(self._group, case), GLOO: gloo_call(case)}
         for name, call in self._calls.items():
-            if not torch.equal(call(), expected_result(case, self._rank)):
-                raise UserError(f"{name}: {case.collective} of {case.num_bytes} bytes gives a wrong result")
+            check_result(name, case, call(), expected_result(case, self._rank))
 
     def run(self, name: str, num_calls: int) -> list[float]:
         """Seconds of each call, after two that do not count."""
@@ -257,59 +243,3 @@ class _Member:
             if number >= 2:
                 times.append(time.perf_counter() - begin)
         return times
-
-
-def _filled(case: CollectiveCase, rank: int) -> Tensor:
-    """What a rank gives: small whole numbers, so that a sum is exact in any order."""
-    return (torch.arange(case.num_floats, dtype=torch.float32) + rank) % 17
-
-
-def expected_result(case: CollectiveCase, rank: int) -> Tensor:
-    """What a rank must have afterwards, made from what all give."""
-    given = torch.stack([_filled(case, other) for other in range(case.num_ranks)])
-    parts = given.view(case.num_ranks, case.num_ranks, -1)  # by who gives, then by part
-    if case.collective == "all-reduce":
-        return given.sum(0)
-    if case.collective == "reduce-scatter":
-        return parts.sum(0)[rank]
-    if case.collective == "all-gather":
-        return parts[:, 0].reshape(-1)
-    return parts[:, rank].reshape(-1)
-
-
-def _our_call(group: NativeRankGroup, case: CollectiveCase) -> Call:
-    own = _filled(case, group.rank)
-    rows = [case.num_floats // case.num_ranks] * case.num_ranks
-    if case.collective == "all-gather":
-        return partial(group.all_gather, own[: rows[0]].clone(), rows)
-    if case.collective == "reduce-scatter":
-        return partial(group.reduce_scatter, own, rows)
-    if case.collective == "all-to-all":
-        return partial(group.all_to_all, own, rows, rows)
-
-    def all_reduce() -> Tensor:
-        group.all_reduce(own)
-        return own
-
-    return all_reduce
-
-
-def _gloo_call(case: CollectiveCase) -> Call:
-    own = _filled(case, dist.get_rank())
-    part = torch.empty(case.num_floats // case.num_ranks)
-    out = torch.empty_like(own)
-
-    def call() -> Tensor:
-        if case.collective == "all-reduce":
-            dist.all_reduce(own)
-            return own
-        if case.collective == "all-gather":
-            all_gather_single(out, own[: len(part)])
-            return out
-        if case.collective == "reduce-scatter":
-            reduce_scatter_single(part, own)
-            return part
-        dist.all_to_all_single(out, own)
-        return out
-
-    return call

@@ -8,7 +8,8 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.collectives import COLLECTIVES, CollectiveSettings, bench_collectives
+from antiphon.bench.collective_calls import COLLECTIVES
+from antiphon.bench.collectives import CollectiveSettings, bench_collectives
 from antiphon.bench.m2n.contestants import TRANSPORTS, WAITING
 from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.options import check_count, check_timeout, parse_size
@@ -16,6 +17,7 @@ from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 
 _COLUMNS = ("collective", "ranks", "bytes", "median", "gloo", "gloo/this", "foreign")
 _MOST_RANKS, _MOST_BYTES, _MOST_REPETITIONS = 64, 1 << 30, 1000
+_MOST_QUIET_S = 3600.0
 
 
 def collectives(
@@ -28,15 +30,19 @@ def collectives(
     waiting: Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spin or block.")] = "auto",
     repetitions: Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")] = 5,
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")] = 30.0,
+    quiet_timeout: Annotated[float, typer.Option(metavar="S", help="Wait so long for other programs to rest.")] = 5.0,
     json: JsonOption = None,
 ) -> None:
     """Time collectives between N ranks: Antiphon beside gloo, checked first, in turns."""
     check_count("--repetitions", repetitions, _MOST_REPETITIONS)
     check_timeout("--timeout", timeout)
+    if not 0 <= quiet_timeout <= _MOST_QUIET_S:
+        raise UserError(f"--quiet-timeout is {quiet_timeout:g}: use 0 to {_MOST_QUIET_S:g} seconds")
     settings = CollectiveSettings(
         transport=_one_of("--transport", transport, TRANSPORTS),
         waiting=_one_of("--waiting", waiting, WAITING),
         num_repetitions=repetitions,
+        quiet_timeout_s=quiet_timeout,
         timeout_s=timeout,
     )
     chosen = [_one_of("--only", name, COLLECTIVES) for name in _words("--only", only)]

@@ -17,6 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from antiphon.comm.m2n.traffic import Traffic
+
 
 class RankGroup(Protocol):
     """One rank's end of a group. Tensors are on the CPU: bfloat16, float16 or float32 where they are summed, any type
@@ -78,6 +80,9 @@ class RankGroup(Protocol):
         Whatever was in flight is forgotten. Connects to those that are new or were lost, and returns when all have
         begun this epoch too. `PeerTimeout` or `PeerLost` names one that has not."""
 
+    def traffic(self) -> Traffic:
+        """What this rank has carried since its start."""
+
     def close(self) -> None:
         """Say goodbye to the others; nothing may follow."""
 
@@ -126,6 +131,9 @@ class Alone:
 
     def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
         """Nobody else is connected."""
+
+    def traffic(self) -> Traffic:
+        return Traffic(pairs=[], waits=[], round_trips=[])
 
     def close(self) -> None:
         """Nobody else is told."""

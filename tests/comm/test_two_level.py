@@ -13,8 +13,10 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
+from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name
 
 HIDDEN, TOP_K, MAX_ROWS = 12, 3, 9
@@ -90,7 +92,9 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         self.topology, self.dtype = topology, dtype
         self.num_experts = topology.expert_ep + 3
-        self.part_of_expert = torch.arange(self.num_experts) % topology.expert_ep
+        self.placement = ExpertPlacement(
+            num_workers=topology.expert_ep, owners=tuple((e % topology.expert_ep,) for e in range(self.num_experts))
+        )
         self.rows, self.ids, self.weights = [], [], []
         for group in range(topology.attention_dp):
             num_rows = counts[group % len(counts)]
@@ -98,6 +102,10 @@ class Case:
             order = torch.rand(num_rows, self.num_experts, generator=generator).argsort(dim=1)
             self.ids.append(order[:, :top_k].to(torch.int32))
             self.weights.append(torch.rand(num_rows, top_k, generator=generator))
+
+    @property
+    def owners(self) -> Tensor:
+        return torch.tensor(self.placement.owner_table())
 
     def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         group = rank // self.topology.attention_tp
@@ -120,7 +128,7 @@ class Case:
             over_nodes = torch.zeros(rows.shape)
             for node in range(topology.num_nodes):
                 part = node * topology.parts_per_node + place
-                here = self.part_of_expert[ids.long()] == part
+                here = self.owners[torch.arange(len(ids)).unsqueeze(1) % len(self.owners), ids.long()] == part
                 own = torch.where(here, ids, -1)
                 ranks = range(part * topology.expert_tp, (part + 1) * topology.expert_tp)
                 summed = torch.zeros(rows.shape)
@@ -131,7 +139,7 @@ class Case:
         return total.to(self.dtype)
 
     def dispatch(self, levels: Levels, fused: bool) -> Dispatch:
-        return Dispatch(levels, self.part_of_expert, *self.of(levels.rank), fused=fused)
+        return Dispatch(levels, self.owners, *self.of(levels.rank), fused=fused)
 
     def finish(self, levels: Levels, dispatch: Dispatch) -> Tensor:
         arrived = dispatch.wait()
@@ -180,12 +188,40 @@ def test_a_new_epoch_forgets_what_was_dispatched(ranks: Box) -> None:
         assert torch.equal(result, case.expected(rank))
 
 
+def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
+    case = Case(ranks.topology, [7, 0, 3], TOP_K, torch.bfloat16, 9)
+    parts = case.topology.expert_ep
+    if parts > 1:  # expert 0 is on two parts, which take turns
+        case.placement = ExpertPlacement(num_workers=parts, owners=((0, 1), *case.placement.owners[1:]))
+
+    def serve(levels: Levels) -> Tensor:
+        def experts(layer: int, *arrived: Tensor) -> Tensor:
+            return case.partial(levels.rank, *arrived) * layer
+
+        exchange = HybridExchange(levels, case.placement, experts)
+        exchange.begin_step(0, [[0]])
+        results = []
+        for layer in (1, 2):
+            exchange.dispatch(layer, 0, *case.of(levels.rank))
+            results.append(exchange.combine(layer, 0, PATIENCE_S))
+        assert torch.equal(results[1], results[0] * 2)
+        assert len(exchange.traffic().pairs) == sum(group.size - 1 for group in levels.groups())
+        return results[0]
+
+    for rank, result in enumerate(ranks.each(serve)):
+        assert torch.equal(result, case.expected(rank))
+
+
+def test_a_placement_for_another_topology() -> None:
+    with box(TwoLevel()) as alone, pytest.raises(UserError, match="placed on 2 groups of ranks, the topology has 1"):
+        HybridExchange(alone.levels[0], contiguous_placement(4, 2), lambda layer, *arrived: arrived[0])
+
+
 def counted_bytes(topology: TwoLevel, rows: int, fused: bool = True) -> list[dict[str, int]]:
     """What each rank sends where every row has one expert in every part: k = `expert_ep`."""
     with box(topology) as made:
         case = Case(topology, [rows], 1, torch.float32, 3)
-        case.num_experts = topology.expert_ep
-        case.part_of_expert = torch.arange(topology.expert_ep)
+        case.placement = contiguous_placement(topology.expert_ep, topology.expert_ep)
         every = torch.arange(topology.expert_ep, dtype=torch.int32).repeat(rows, 1)
         case.ids = [every] * topology.attention_dp
         case.weights = [torch.ones(every.shape)] * topology.attention_dp

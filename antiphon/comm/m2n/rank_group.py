@@ -14,6 +14,7 @@ from antiphon import _m2n
 from antiphon.base.errors import Interrupted, UserError
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.comm.m2n.native import dtype_name, view_of
+from antiphon.comm.m2n.traffic import Traffic, read_traffic
 
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
 _CONNECT_S = 10.0  # for peers that are known to be there
@@ -119,6 +120,9 @@ class NativeRankGroup:
             self._outboxes[peer], self._tickets[peer] = outbox, ticket
             self._native.set_peer(peer, outbox)
         self._run(self._native.begin, epoch)
+
+    def traffic(self) -> Traffic:
+        return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
 
     def close(self) -> None:
         self._endpoint.close()

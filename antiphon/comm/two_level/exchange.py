@@ -63,19 +63,21 @@ class Dispatch:
     def __init__(
         self,
         levels: Levels,
-        part_of_expert: Tensor,
+        owners: Tensor,
         x_TH: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
         *,
         fused: bool = True,
     ) -> None:
-        """`part_of_expert[e]`: the part, of `expert_ep`, that expert e is in. Waits only for free slots."""
+        """`owners[turn][e]`: the part, of `expert_ep`, that serves expert e for rows whose index is `turn` modulo the
+        number of turns. Waits only for free slots."""
         self._levels, self._fused = levels, fused
         self._topology = levels.topology
         self._num_rows, self._hidden = x_TH.shape
         self._dtype, self._top_k = x_TH.dtype, ids_TK.shape[1]
-        parts_TK = part_of_expert[ids_TK.long()]
+        turns_T1 = (torch.arange(self._num_rows) % owners.shape[0]).unsqueeze(1)
+        parts_TK = owners[turns_T1, ids_TK.long()]
         self._rows_of: list[Tensor] = []
         outgoing: list[_Rows] = []
         for node in range(self._topology.num_nodes):
@@ -125,7 +127,7 @@ class Dispatch:
         of the rows that `wait` returned, in their order; ranks of an expert group are added. Raises as `wait` does."""
         levels, num_nodes = self._levels, self._topology.num_nodes
         exchange = levels.across.open_exchange()
-        partials = partial_RH.split([sum(counts) for counts in self._counts])
+        partials = torch.split(partial_RH, [sum(counts) for counts in self._counts])
         returned: dict[int, Tensor] = {}
         for turn in range(1, num_nodes):
             node = self._after(turn)
@@ -173,7 +175,8 @@ class Dispatch:
         width = self._hidden // self._topology.num_shards
         row_bytes = width * self._dtype.itemsize
         num_rows = message.shape[0] // (row_bytes + _CHOICE_BYTES * self._top_k)
-        ids, weights, rows = message.split([num_rows * n for n in (4 * self._top_k, 4 * self._top_k, row_bytes)])
+        sizes = [num_rows * n for n in (4 * self._top_k, 4 * self._top_k, row_bytes)]
+        ids, weights, rows = torch.split(message, sizes)
         return _Rows(
             rows.view(self._dtype).view(num_rows, width),
             ids.view(torch.int32).view(num_rows, self._top_k),
@@ -200,7 +203,7 @@ class Dispatch:
 
     def _all_gather(self, group: RankGroup, rows: Tensor, counts: Sequence[int], purpose: str) -> list[Tensor]:
         self._levels.ledger.sent(f"inside.{purpose}", (group.size - 1) * rows.nbytes)
-        return list(group.all_gather(rows, counts).split(list(counts)))
+        return list(torch.split(group.all_gather(rows, counts), list(counts)))
 
     def _reduce(self, partial_RH: Tensor, counts: Sequence[int]) -> Tensor:
         """This rank's shard of the sums over the expert group, of the rows of its own attention group."""
@@ -208,11 +211,8 @@ class Dispatch:
         if group.size == 1:
             return partial_RH
         width = self._hidden // shards
-        blocks = [
-            rows.reshape(-1, shards, width).transpose(0, 1).reshape(-1, width)
-            for rows in partial_RH.split(list(counts))
-        ]
-        stacked = torch.cat(blocks)
+        parts = torch.split(partial_RH, list(counts))
+        stacked = torch.cat([part.reshape(-1, shards, width).transpose(0, 1).reshape(-1, width) for part in parts])
         rows_by_rank = [count for count in counts for _ in range(shards)]
         shard = group.reduce_scatter(stacked, rows_by_rank)
         self._levels.ledger.sent("inside.combine", stacked.nbytes - shard.nbytes)
