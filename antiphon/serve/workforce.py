@@ -123,7 +123,7 @@ class Workforce:
             dispatch_bytes=statistics.dispatch_bytes,
             balancedness_per_layer=statistics.balancedness_per_layer(),
             placement_changes=statistics.placement_changes,
-            rows_per_layer=statistics.rows_per_layer(),
+            rows_per_expert=statistics.rows_per_expert(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),
             healthy=fatal is None and self.ready,

@@ -15,7 +15,14 @@ from typing import Any
 
 from tests.report.chromium import BINARY
 
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+_FLAGS = (
+    "--headless",
+    "--hide-scrollbars",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+)
 _PATIENCE_S = 120.0
 
 

@@ -130,10 +130,14 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An expert worker's counters since the last report: rows per layer, time busy and waiting."""
+    """An expert worker's counters since the last report: rows, time busy and waiting.
+
+    `rows_per_layer`: rows that came. `rows_per_expert[layer]`: rows of each expert held here; a row counts for each of
+    its experts."""
 
     index: int
     rows_per_layer: dict[int, int]
+    rows_per_expert: dict[int, dict[int, int]]
     busy_s: float
     wait_s: float
 
