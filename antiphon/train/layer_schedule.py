@@ -19,7 +19,7 @@ layer does not have, and of what need not be made again, are skipped.
 All ranks of a group run one schedule, line by line, so they start a group's collectives in one order.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
@@ -78,6 +78,19 @@ def _action(words: str, part: str, where: str) -> Action:
     if operator not in OPERATORS:
         raise UserError(f"{where}: there is no operator {operator!r}: {did_you_mean(operator, sorted(OPERATORS))}")
     return Action(verb, operator)
+
+
+def one_by_one(schedule: Schedule) -> Schedule:
+    """Each exchange waited for where it is started: nothing runs beside it."""
+
+    def whole(actions: Iterable[Action]) -> Iterator[Action]:
+        for action in actions:
+            if action.verb not in WAIT_OF.values():
+                yield action
+            if action.verb in WAIT_OF:
+                yield Action(WAIT_OF[action.verb], action.operator)
+
+    return Schedule(tuple(whole(schedule.forward)), tuple(whole(schedule.backward)))
 
 
 def only(actions: Iterable[Action], operators: Collection[str], again: Collection[str]) -> list[Action]:

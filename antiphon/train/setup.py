@@ -8,9 +8,10 @@ import torch
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.strict_table import read_text
-from antiphon.train.activation_bytes import dropped_to_fit
+from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import PlanOptions
+from antiphon.train.layer_schedule import one_by_one, parse
 from antiphon.train.memory_check import setup_of
 from antiphon.train.model import MoeModel
 from antiphon.train.tokens import tokenize
@@ -52,7 +53,8 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
 def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:
     """How layers run under this configuration."""
     memory, file = config.memory, config.overlap.schedule
-    found = PlanOptions(
-        keep=memory.keep or memory.remake, dropped=dropped_to_fit(spec, config, setup_of(config, sizes))
-    )
+    dropped = tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes))
+    found = PlanOptions(keep=memory.keep or memory.remake, dropped=dropped)
+    if not config.overlap.beside:
+        return replace(found, schedule=str(one_by_one(parse(found.schedule, found.where))))
     return replace(found, schedule=read_text(Path(file)), where=file) if file else found
