@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.comm.m2n.api import ExpertExchange
+from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
