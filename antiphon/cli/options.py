@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
+from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
@@ -38,6 +39,10 @@ class WorkerOptions:
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
     ] = None
+    tp: Annotated[int, typer.Option(metavar="N", help="Ranks an attention worker or replica has.")] = 1
+    expert_tp: Annotated[
+        int | None, typer.Option(metavar="N", show_default="1", help="Ranks an expert worker has.")
+    ] = None
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
     ] = None
@@ -53,6 +58,10 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
+    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts by load: off, static, window.")] = "off"
+    expert_slots: Annotated[
+        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer that a worker may hold.")
+    ] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
@@ -63,6 +72,8 @@ class WorkerOptions:
             layout=layout,
             num_attention=self.attention,
             num_experts=1 if self.experts is None else self.experts,
+            attention_tp=self.tp,
+            expert_tp=1 if self.expert_tp is None else self.expert_tp,
             num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
             device=self.device,
@@ -76,6 +87,8 @@ class WorkerOptions:
             num_threads=self.threads,
             timeout_s=self.timeout,
             trace=trace,
+            balance=cast(Policy, self.balance),
+            expert_slots=self.expert_slots,
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:
@@ -90,10 +103,16 @@ class WorkerOptions:
             return "disaggregated"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
-        if self.layout == "auto" and (self.experts is not None or several or self.transport != "auto"):
+        apart = self.experts is not None or self.expert_tp is not None
+        if self.layout == "auto" and (apart or several or self.transport != "auto"):
             return "disaggregated"
         if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
+        if self.expert_tp is not None:
+            raise UserError(
+                f"--expert-tp {self.expert_tp} does not apply to --layout colocated: a replica's experts are split as "
+                f"its attention is, by --tp"
+            )
         if self.transport != "auto":
             self._refuse_in_colocated(f"--transport {self.transport}")
         return "colocated"

@@ -14,6 +14,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
+from antiphon.serve.balancer import POLICIES, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
@@ -31,6 +32,7 @@ MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 class ServeConfig:
     """One running server. `num_attention` counts attention workers, or replicas in the colocated layout.
 
+    An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
@@ -42,6 +44,8 @@ class ServeConfig:
     layout: Layout
     num_attention: int = 1
     num_experts: int = 1
+    attention_tp: int = 1
+    expert_tp: int = 1
     num_micro_batches: int = 1
     device: str = "cpu"
     dtype: str = "auto"
@@ -61,6 +65,8 @@ class ServeConfig:
     joined_experts: int = 0
     trace: bool = False
     placement: ExpertPlacement | None = None
+    balance: Policy = "off"
+    expert_slots: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -72,6 +78,8 @@ class ServeConfig:
                 f"1 to {MAX_ATTENTION_WORKERS}",
             ),
             (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
+            (self.attention_tp >= 1, "tp", self.attention_tp, "at least 1"),
+            (self.expert_tp >= 1, "expert-tp", self.expert_tp, "at least 1"),
             (
                 1 <= self.num_micro_batches <= MAX_MICRO_BATCHES,
                 "micro-batches",
@@ -101,6 +109,7 @@ class ServeConfig:
                 self.num_threads,
                 f"1 to {MAX_THREADS}",
             ),
+            (self.balance in POLICIES, "balance", self.balance, ", ".join(POLICIES)),
             (self.exchange in TRANSPORTS, "transport", self.exchange, ", ".join(TRANSPORTS)),
             (
                 0 < self.timeout_s <= MAX_TIMEOUT_S,
@@ -113,6 +122,11 @@ class ServeConfig:
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
         self._check_joining()
+
+        if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
+            raise UserError(
+                "--balance and --expert-slots need --layout disaggregated: elsewhere every worker has all experts"
+            )
 
     def _check_joining(self) -> None:
         for name, joined, all_workers in (
@@ -135,9 +149,10 @@ class ServeConfig:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes on this machine."""
+        """Worker processes on this machine: the ranks of all workers."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
-        return self.num_attention + num_experts - self.joined_attention - self.joined_experts
+        num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
+        return num_local[0] * self.attention_tp + num_local[1] * self.expert_tp
 
     def threads_per_worker(self) -> int:
         """Cores per worker process, at least one."""
@@ -171,14 +186,21 @@ class ServeConfig:
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""
         num_experts = spec.router.num_experts
+        moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        num_workers = self.num_experts if self.layout == "disaggregated" else 1
         if self.placement is None:
-            return contiguous_placement(num_experts, self.num_experts if self.layout == "disaggregated" else 1)
-        if self.placement.num_experts != num_experts or self.placement.num_workers != self.num_experts:
-            raise UserError(
-                f"the placement is for {self.placement.num_experts} experts on {self.placement.num_workers} workers, "
-                f"the model has {num_experts} and {self.num_experts} were asked for: make a placement that fits"
-            )
+            return contiguous_placement(num_experts, num_workers, moe_layers)
+        self.placement.check_fits(moe_layers, num_experts, num_workers, self.expert_slots or num_experts)
         return self.placement
+
+    def slots_of(self, placement: ExpertPlacement) -> int:
+        """Experts that an expert worker may hold in a layer: what was asked for, or what `placement` needs."""
+        needed = placement.most_held()
+        if self.expert_slots is not None and self.expert_slots < needed:
+            raise UserError(
+                f"--expert-slots is {self.expert_slots}: the fullest worker holds {needed} experts; give at least that"
+            )
+        return needed if self.expert_slots is None else self.expert_slots
 
     def context_length(self, spec: ModelSpec) -> int:
         """Tokens a sequence may have: what was asked for, at most what the model was trained for."""

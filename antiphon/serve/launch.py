@@ -18,7 +18,9 @@ from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_de
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out
+from antiphon.models.shares import check_ranks, share_of
 from antiphon.models.weights import ReportProgress
+from antiphon.serve.balancer import Balancer
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
@@ -26,6 +28,7 @@ from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.joining import exchange_secret
+from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
@@ -49,7 +52,10 @@ class Launcher:
         check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
         self.context_length = config.context_length(self.spec)
         self._placement = config.expert_placement(self.spec)
-        block_bytes = kv_cache_block_bytes(self.spec, config.block_size, self._dtype.itemsize)
+        self._slots = config.slots_of(self._placement)
+        self._placing: PlacementControl | None = None
+        self._check_ranks()
+        block_bytes = self._kv_block_bytes()
         free_bytes = free_memory_bytes(config.device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
         self.kv_bytes = self.num_blocks * block_bytes * config.num_attention
@@ -69,9 +75,30 @@ class Launcher:
         # Shared by the workers of this run; those that join derive it themselves, so it never travels.
         self._secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
 
+    def _check_ranks(self) -> None:
+        """`UserError` unless every rank of every worker has something to work on."""
+        tp, colocated = self.config.attention_tp, not self._disaggregated
+        check_ranks(self.spec, "--tp", tp, attention=True, experts=colocated)
+        check_ranks(self.spec, "--expert-tp", self.config.expert_tp, attention=False, experts=not colocated)
+
+    def _kv_block_bytes(self) -> int:
+        """Bytes of a KV block on all ranks of an attention worker together."""
+        num_ranks = self.config.attention_tp
+        parts = [share_of(self.spec, rank, num_ranks).local_spec(self.spec) for rank in range(num_ranks)]
+        return sum(kv_cache_block_bytes(part, self.config.block_size, self._dtype.itemsize) for part in parts)
+
     @property
     def _disaggregated(self) -> bool:
         return self.config.layout == "disaggregated"
+
+    @property
+    def _counts_rows(self) -> bool:
+        return self.config.balance != "off"
+
+    @property
+    def _spare_slot(self) -> bool:
+        """Experts may move, so expert workers need room for one on its way in each layer."""
+        return self.config.balance != "off" or self.config.expert_slots is not None
 
     def engine(self) -> Engine:
         """Build the engine (nothing runs yet)."""
@@ -87,16 +114,24 @@ class Launcher:
             vocab_size=self.spec.vocab_size,
         )
         tracked = TrackedRequests()
+        balancer: Balancer | None = None
+        if self._disaggregated:
+            self._placing = PlacementControl(self.spec, self._placement, self._slots, self.fleet, statistics)
+            if self._counts_rows:
+                balancer = Balancer(config.balance, tuple(self._placement.owners), self.spec.router.num_experts)
         groups = [
             StepGroup(
                 attention=attention,
                 experts=experts,
+                ranks_of={name: self._ranks_of(name) for name in (*attention, *experts)},
                 schedulers=[Scheduler(limits) for _ in attention],
                 num_micro_batches=config.num_micro_batches,
                 fleet=self.fleet,
                 statistics=statistics,
                 tracked=tracked,
                 timeout_s=config.timeout_s,
+                placing=self._placing,
+                balancer=balancer,
             )
             for attention, experts in self._membership()
         ]
@@ -125,7 +160,8 @@ class Launcher:
             "attention": range(config.num_attention - config.joined_attention, config.num_attention),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
-        return frozenset(WorkerName(role, index) for role, indices in places.items() for index in indices)
+        leaders = [WorkerName(role, index) for role, indices in places.items() for index in indices]
+        return frozenset(rank for leader in leaders for rank in self._ranks_of(leader))
 
     def _local_index(self, name: WorkerName) -> int | None:
         """Which of this machine's workers it is, over all roles; None: it comes from another machine."""
@@ -133,7 +169,12 @@ class Launcher:
         return local.index(name) if name in local else None
 
     def worker_names(self) -> list[WorkerName]:
-        return [name for attention, experts in self._membership() for name in (*attention, *experts)]
+        """Every process of every worker."""
+        leaders = [name for attention, experts in self._membership() for name in (*attention, *experts)]
+        return [rank for leader in leaders for rank in self._ranks_of(leader)]
+
+    def _ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
+        return leader.ranks(self.config.expert_tp if leader.role == "experts" else self.config.attention_tp)
 
     def launch(self, name: WorkerName) -> None:
         """Start (or restart) one worker."""
@@ -143,7 +184,8 @@ class Launcher:
         config = self.config
         local_index = self._local_index(name)
         exchange = None
-        if self._disaggregated:
+        num_ranks = len(self._ranks_of(name.leader))
+        if self._disaggregated or num_ranks > 1:
             exchange = ExchangeConfig(
                 transport=config.transport,
                 host=config.exchange_host,
@@ -151,13 +193,15 @@ class Launcher:
                 waiting=config.waiting,
                 local_processes=config.num_workers,
                 num_attention=config.num_attention,
-                num_experts=config.num_experts,
+                num_experts=config.num_experts if self._disaggregated else 0,
                 num_micro_batches=config.num_micro_batches,
                 max_rows=config.max_batch_tokens,
             )
         return Configure(
             role=name.role,
             index=name.index,
+            rank=name.rank,
+            num_ranks=num_ranks,
             model=str(config.model),
             device=config.device,
             device_index=local_index or 0,  # of a machine from outside: the door counts
@@ -169,7 +213,9 @@ class Launcher:
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
             max_running=config.max_running,
-            expert_owners=[list(owners) for owners in self._placement.owners],
+            placement=self._placement if self._placing is None else self._placing.current,
+            expert_slots=self._slots + (1 if self._spare_slot else 0),
+            count_rows=self._counts_rows,
             exchange=exchange,
             timeout_s=config.timeout_s,
             trace=config.trace,

@@ -109,7 +109,7 @@ def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
         num_experts=sizes.expert_workers,
         num_micro_batches=_micro_batches(phase, file),
         max_running=_per_worker(phase, sizes.attention_dp, file),
-        placement=_placement(phase, file),
+        placement=_placement(phase, spec, file),
         predicted=phase.predicted,
         devices=_devices(phase),
         notes=_uneven_replicas(phase),
@@ -155,11 +155,12 @@ def _per_worker(phase: PhasePlan, num_workers: int, file: Path) -> int:
     return -(-phase.batch // num_workers)
 
 
-def _placement(phase: PhasePlan, file: Path) -> ExpertPlacement:
-    """The workers with a share of each expert become its owners."""
+def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement:
+    """The workers with a share of each expert become its owners, in every layer."""
     owners = tuple(tuple(worker for worker, fraction in shares if fraction > 0) for shares in phase.placement)
+    moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
     try:
-        return ExpertPlacement(num_workers=phase.parallel.expert_workers, owners=owners)
+        return ExpertPlacement(phase.parallel.expert_workers, dict.fromkeys(moe_layers, owners))
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 
@@ -177,7 +178,7 @@ def _uneven_replicas(phase: PhasePlan) -> tuple[str, ...]:
     if not uneven:
         return ()
     first = ", ".join(map(str, uneven[:5])) + (", …" if len(uneven) > 5 else "")
-    return (f"experts {first} have uneven fractions in the plan; here the replicas of an expert take even turns",)
+    return (f"experts {first} have uneven fractions in the plan; here rows are split by the load of each step",)
 
 
 def _num_owners(shares: tuple[tuple[int, float], ...]) -> int:

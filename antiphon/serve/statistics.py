@@ -9,9 +9,12 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 import threading
 from collections import defaultdict
 
+from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.serve.events import EventLog
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
+_log = get_logger("engine")
 _WINDOW_S = 30.0
 _MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 
@@ -25,6 +28,8 @@ class EngineStatistics:
         self.num_worker_restarts = 0
         self.dispatch_bytes = 0
         self.exposed_communication_s = 0.0
+        self.placement_changes = 0
+        self.events = EventLog()
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
         self._exchange: dict[str, Traffic] = {}
@@ -53,6 +58,13 @@ class EngineStatistics:
             self._expert_busy_s[report.index] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
                 self._rows[layer][report.index] += rows
+
+    def record_placement(self, version: int, num_moved: int) -> None:
+        """Rows go by another placement now; so many experts have moved or been copied for it."""
+        self.placement_changes += 1
+        text = f"placement {version}: {num_moved} experts have moved"
+        _log.info("%s", text)
+        self.events.note("placement", text)
 
     def record_exchange(self, worker: str, traffic: Traffic) -> None:
         """What a worker's exchange has carried since its start; replaces its last report."""
@@ -102,15 +114,20 @@ class EngineStatistics:
             return 0.0
         return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
 
-    def balancedness_per_layer(self) -> dict[int, float]:
-        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
+    def rows_per_layer(self) -> dict[int, dict[int, float]]:
+        """Rows that each expert worker was sent lately, by layer and worker."""
         with self._lock:
-            rows_of = {
-                layer: [per_worker.get(index, 0.0) for index in self._expert_busy_s]
+            workers = sorted(self._expert_busy_s)
+            return {
+                layer: {index: per_worker.get(index, 0.0) for index in workers}
                 for layer, per_worker in sorted(self._rows.items())
             }
+
+    def balancedness_per_layer(self) -> dict[int, float]:
+        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
         result = {}
-        for layer, counts in rows_of.items():
+        for layer, per_worker in self.rows_per_layer().items():
+            counts = list(per_worker.values())
             if counts and max(counts) > 0:
                 result[layer] = sum(counts) / len(counts) / max(counts)
         return result

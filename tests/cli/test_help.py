@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     (),
     ("serve",),
+    ("top",),
     ("generate",),
     ("worker",),
     ("doctor",),
@@ -60,8 +61,8 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", ['["--help"]', '["doctor", "--help"]'])
-def test_help_and_doctor_do_not_need_torch(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ['["--help"]', '["doctor", "--help"]', '["top", "--help"]'])
+def test_help_doctor_and_top_do_not_need_torch(arguments: str) -> None:
     source = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -7,33 +7,33 @@ held here, weighted partial sums back. No request, no sequence, no step outlives
 import time
 from collections import Counter
 
+import torch
 from torch import Tensor
 
-from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
+from antiphon.comm.m2n.api import ExpertExchange
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
+from antiphon.serve.worker.ranks import ExpertRanks
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
+from antiphon.specs.placement import ExpertPlacement
 
 
-class LocalExperts:
-    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
-
-    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
+class _NoPeers:
+    """An `AttentionExchange` without another side, but for what it makes of the rows."""
 
     wait_s = 0.0
     exposed_s = 0.0
     bytes_sent = 0
 
-    def __init__(self, half: ExpertHalf) -> None:
-        self._half = half
+    def __init__(self) -> None:
         self._results: dict[int, Tensor] = {}
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._results.clear()
 
-    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+    def place(self, placement: ExpertPlacement) -> None:
+        """All experts are here, or with the leader."""
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         return self._results.pop(micro_batch)
@@ -51,13 +51,33 @@ class LocalExperts:
         """There is no peer."""
 
 
+class LocalExperts(_NoPeers):
+    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
+
+    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
+
+    def __init__(self, half: ExpertHalf) -> None:
+        super().__init__()
+        self._half = half
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+
+
+class LeadersExperts(_NoPeers):
+    """The `AttentionExchange` of a rank that follows: the leader exchanges rows with the experts, and what comes back
+    enters the sum over the ranks there. Here it is zeros."""
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = torch.zeros_like(rows_TH)
+
+
 class ExpertRunner:
     """Serves one batch at a time and keeps counters for the engine's metrics."""
 
-    def __init__(self, index: int, half: ExpertHalf, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
+    def __init__(self, index: int, ranks: ExpertRanks, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
         self._index = index
-        self._half = half
-        self._on_host = half.backend.device.type == "cpu"
+        self._ranks = ranks
         self._exchange = exchange
         self._recorder = recorder
         self._rows_per_layer: Counter[int] = Counter()
@@ -75,7 +95,7 @@ class ExpertRunner:
         rows = batch.rows_RH.shape[0]
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
-        partial_RH = self._compute(batch)
+        partial_RH = self._ranks.lead(batch)
         self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
@@ -83,15 +103,6 @@ class ExpertRunner:
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
-
-    def _compute(self, batch: ExpertBatch) -> Tensor:
-        """The rows' weighted partial sums, in host memory."""
-        half = self._half
-        if self._on_host:
-            return half.forward(batch.layer, batch.rows_RH, half.to_local(batch.layer, batch.ids_RK), batch.weights_RK)
-        device = half.backend.device
-        local_RK = half.to_local(batch.layer, batch.ids_RK.to(device))
-        return half.forward(batch.layer, batch.rows_RH.to(device), local_RK, batch.weights_RK.to(device)).cpu()
 
     def report(self) -> ExpertReport | None:
         """Counters since the last report, None if nothing happened."""
