@@ -31,13 +31,18 @@ CountArray = NDArray[np.int64]
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trace is of; `model` is a name."""
+    """What the trace is of: the model's name, the numbers of its MoE layers, its experts and choices of a row."""
 
     format: str = _FORMAT
     model: str
-    num_layers: int
+    layers: tuple[int, ...]
     num_experts: int
     top_k: int
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return len(self.layers)
 
 
 class RoutedRows(msgspec.Struct, frozen=True, kw_only=True):
