@@ -204,7 +204,7 @@ class StepGroup:
         if isinstance(message, StepResult):
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
-            self._statistics.record_experts(message)
+            self._statistics.record_experts(worker.name.instance * len(self.experts) + message.index, message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, Ready):
@@ -311,9 +311,8 @@ class StepGroup:
         if self._phase is Phase.JOINING:
             owing |= {worker.name for worker in self._loaded()} - self._joined
         for name in owing:
-            unresponsive = self._phase is not Phase.STEPPING and (
-                str(name) in self._unresponsive or name.among_ranks in self._unresponsive
-            )
+            blamed = not self._unresponsive.isdisjoint(name.among_peers[name.rank > 0 :])
+            unresponsive = blamed and self._phase is not Phase.STEPPING
             if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):
                 _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
                 self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")
