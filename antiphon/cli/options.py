@@ -39,7 +39,12 @@ class WorkerOptions:
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
     ] = None
-    tp: Annotated[int, typer.Option(metavar="N", help="Ranks an attention worker or replica has.")] = 1
+    instances: Annotated[
+        int | None,
+        # Out of the help, which fills its screen; plans and docs/ranks.md name it.
+        typer.Option(metavar="N", show_default="1", help="Such groups, if disaggregated.", hidden=True),
+    ] = None
+    tp: Annotated[int, typer.Option(metavar="N", help="Ranks an attention worker has.")] = 1
     expert_tp: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Ranks an expert worker has.")
     ] = None
@@ -72,6 +77,7 @@ class WorkerOptions:
             layout=layout,
             num_attention=self.attention,
             num_experts=1 if self.experts is None else self.experts,
+            num_instances=1 if self.instances is None else self.instances,
             attention_tp=self.tp,
             expert_tp=1 if self.expert_tp is None else self.expert_tp,
             num_micro_batches=self._num_micro_batches(layout),
@@ -103,11 +109,16 @@ class WorkerOptions:
             return "disaggregated"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
-        apart = self.experts is not None or self.expert_tp is not None
+        apart = self.experts is not None or self.expert_tp is not None or self.instances is not None
         if self.layout == "auto" and (apart or several or self.transport != "auto"):
             return "disaggregated"
         if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
+        if self.instances is not None:
+            raise UserError(
+                f"--instances {self.instances} does not apply to --layout colocated: there an instance is a replica, "
+                f"use --attention"
+            )
         if self.expert_tp is not None:
             raise UserError(
                 f"--expert-tp {self.expert_tp} does not apply to --layout colocated: a replica's experts are split as "

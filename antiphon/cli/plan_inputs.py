@@ -4,6 +4,7 @@ Whatever can be refused is refused here, before any search, in the terms of the 
 """
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 Values = list[str] | None
 """An option that may be given several times."""
 
@@ -60,6 +62,12 @@ class SearchOptions:
         typer.Option(metavar="NAME=N", show_default=False, help="Fix attention.tp, .dp, experts.tp, .ep, pp, ..."),
     ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
+    runnable_here: Annotated[bool, typer.Option("--runnable-here", help="Only what serve can run on this machine.")] = (
+        False
+    )
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="… or on these; a cluster's file.")
+    ] = None
 
     def trains(self) -> bool:
         """Whether the plan is one to train; `UserError` if the phase is none."""
@@ -73,9 +81,20 @@ class SearchOptions:
         return PHASES[self.phase]
 
     def cluster_spec(self) -> ClusterSpec:
+        if self.nodes is not None:
+            if not self.runnable_here or self.cluster:
+                raise UserError("--nodes takes the place of --cluster beside --runnable-here: give these two")
+            return load_cluster(str(self.nodes))
+        if not self.cluster and self.runnable_here:
+            raise UserError(
+                "--cluster is missing: `antiphon profile MODEL` writes this machine's; or give --nodes FILE"
+            )
         if not self.cluster:
             raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
-        return load_cluster(self.cluster)
+        cluster = load_cluster(self.cluster)
+        if self.runnable_here:
+            check_is_here(cluster)
+        return cluster
 
     def layouts(self) -> tuple[Layout, ...]:
         """In the order of `LAYOUTS`; all of them for auto."""
@@ -109,6 +128,8 @@ class SearchOptions:
             expert_tp=pins.only("expert_tp"),
             expert_workers=pins.only("expert_ep"),
             pp=pins.only("pp"),
+            overlapped=not self.runnable_here,  # the engine computes a micro-batch whole
+            servable=self.runnable_here,
             pins=pins,
         )
 
@@ -212,6 +233,18 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         limits=search.search_limits(),
         profile=search.profile,
     )
+
+
+def check_is_here(cluster: ClusterSpec) -> None:
+    """`UserError` unless this machine has the cluster's devices."""
+    for group in cluster.groups:
+        here = len(os.sched_getaffinity(0)) if group.device.kind == "cpu" else len(list(_GPUS.glob("*")))
+        if group.num_devices > here:
+            what = "core(s)" if group.device.kind == "cpu" else "GPU(s)"
+            raise UserError(
+                f"--cluster {cluster.name} has {group.num_devices} devices of {group.device.name}, this machine has "
+                f"{here} {what}: give a smaller cluster, or --nodes {cluster.name} if these are the machines to run on"
+            )
 
 
 def model_name_of(path: Path) -> str:

@@ -23,6 +23,7 @@ from antiphon.specs.plan import MAX_MICRO_BATCHES
 Layout = Literal["colocated", "disaggregated"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
+MAX_INSTANCES = 64
 MAX_THREADS = 256  # what the native kernels' pool has room for
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
@@ -30,7 +31,8 @@ MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """One running server. `num_attention` counts attention workers, or replicas in the colocated layout.
+    """One running server. `num_attention` counts attention workers, or replicas in the colocated layout. Disaggregated,
+    there are `num_instances` of all attention and expert workers, which know nothing of each other.
 
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
@@ -44,6 +46,7 @@ class ServeConfig:
     layout: Layout
     num_attention: int = 1
     num_experts: int = 1
+    num_instances: int = 1
     attention_tp: int = 1
     expert_tp: int = 1
     num_micro_batches: int = 1
@@ -78,6 +81,7 @@ class ServeConfig:
                 f"1 to {MAX_ATTENTION_WORKERS}",
             ),
             (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
+            (1 <= self.num_instances <= MAX_INSTANCES, "instances", self.num_instances, f"1 to {MAX_INSTANCES}"),
             (self.attention_tp >= 1, "tp", self.attention_tp, "at least 1"),
             (self.expert_tp >= 1, "expert-tp", self.expert_tp, "at least 1"),
             (
@@ -136,6 +140,12 @@ class ServeConfig:
             if not 0 <= joined <= all_workers:
                 raise UserError(f"--join-workers has {joined} {name}: it must be 0 to --{name}, which is {all_workers}")
         num_joined = self.joined_attention + self.joined_experts
+        if self.num_instances > 1 and self.layout != "disaggregated":
+            raise UserError(
+                "--instances needs --layout disaggregated: colocated, an instance is a replica (--attention)"
+            )
+        if num_joined and self.num_instances > 1:
+            raise UserError("--join-workers needs --instances 1: start a server for each instance")
         if num_joined and self.layout != "disaggregated":
             raise UserError("--join-workers needs --layout disaggregated")
         if num_joined and not self.join_address:
@@ -152,7 +162,12 @@ class ServeConfig:
         """Worker processes on this machine: the ranks of all workers."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
         num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
-        return num_local[0] * self.attention_tp + num_local[1] * self.expert_tp
+        return self.num_instances * (num_local[0] * self.attention_tp + num_local[1] * self.expert_tp)
+
+    @property
+    def num_kv_caches(self) -> int:
+        """Attention workers and replicas of all instances."""
+        return self.num_instances * self.num_attention
 
     def threads_per_worker(self) -> int:
         """Cores per worker process, at least one."""
@@ -186,7 +201,7 @@ class ServeConfig:
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""
         num_experts = spec.router.num_experts
-        moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        moe_layers = list(spec.expert_layers)
         num_workers = self.num_experts if self.layout == "disaggregated" else 1
         if self.placement is None:
             return contiguous_placement(num_experts, num_workers, moe_layers)
@@ -217,13 +232,13 @@ def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: 
     Without a budget, 30% of the memory free now, but no more than every running request at full length needs."""
     blocks_per_sequence = blocks_of(context_length, config.block_size)
     budget = int(free_bytes * 0.3) if config.kv_bytes is None else config.kv_bytes
-    num_blocks = blocks_in_budget(budget // config.num_attention, block_bytes)
+    num_blocks = blocks_in_budget(budget // config.num_kv_caches, block_bytes)
     if config.kv_bytes is None:
         num_blocks = min(num_blocks, config.max_running * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
-        needed = blocks_per_sequence * block_bytes * config.num_attention
+        needed = blocks_per_sequence * block_bytes * config.num_kv_caches
         raise ResourceError(
             f"--kv-bytes {format_bytes(budget)} is too small: one sequence of {context_length} tokens on each of "
-            f"{config.num_attention} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
+            f"{config.num_kv_caches} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
         )
     return num_blocks

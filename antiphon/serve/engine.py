@@ -179,14 +179,14 @@ class Engine:
 
     def place(self, placement: ExpertPlacement) -> int:
         """See `AsyncEngine.place`."""
-        placing = next((group.placing for group in self.workforce.groups if group.placing is not None), None)
-        if placing is None:
+        placing = [group.placing for group in self.workforce.groups if group.placing is not None]
+        if not placing:
             raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
-        placing.check(placement)
+        placing[0].check(placement)
         with self._lock:
             self._placements.append(placement)
         self._fleet.wake()
-        return num_moves(placing.current, placement)
+        return sum(num_moves(each.current, placement) for each in placing)
 
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         """See `AsyncEngine.call_when_given_up`."""

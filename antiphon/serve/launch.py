@@ -53,12 +53,12 @@ class Launcher:
         self.context_length = config.context_length(self.spec)
         self._placement = config.expert_placement(self.spec)
         self._slots = config.slots_of(self._placement)
-        self._placing: PlacementControl | None = None
+        self._placing: dict[int, PlacementControl] = {}  # by instance
         self._check_ranks()
         block_bytes = self._kv_block_bytes()
         free_bytes = free_memory_bytes(config.device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
-        self.kv_bytes = self.num_blocks * block_bytes * config.num_attention
+        self.kv_bytes = self.num_blocks * block_bytes * config.num_kv_caches
         if self.kv_bytes > free_bytes:
             raise ResourceError(
                 f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
@@ -92,10 +92,6 @@ class Launcher:
         return self.config.layout == "disaggregated"
 
     @property
-    def _counts_rows(self) -> bool:
-        return self.config.balance != "off"
-
-    @property
     def _spare_slot(self) -> bool:
         """Experts may move, so expert workers need room for one on its way in each layer."""
         return self.config.balance != "off" or self.config.expert_slots is not None
@@ -114,13 +110,10 @@ class Launcher:
             vocab_size=self.spec.vocab_size,
         )
         tracked = TrackedRequests()
-        balancer: Balancer | None = None
-        if self._disaggregated:
-            self._placing = PlacementControl(self.spec, self._placement, self._slots, self.fleet, statistics)
-            if self._counts_rows:
-                balancer = Balancer(config.balance, tuple(self._placement.owners), self.spec.router.num_experts)
-        groups = [
-            StepGroup(
+        groups = []
+        for attention, experts in self._membership():
+            placing = self._place_experts(experts, statistics)
+            group = StepGroup(
                 attention=attention,
                 experts=experts,
                 ranks_of={name: self._ranks_of(name) for name in (*attention, *experts)},
@@ -130,11 +123,10 @@ class Launcher:
                 statistics=statistics,
                 tracked=tracked,
                 timeout_s=config.timeout_s,
-                placing=self._placing,
-                balancer=balancer,
+                placing=placing,
+                balancer=self._balancer() if placing is not None else None,
             )
-            for attention, experts in self._membership()
-        ]
+            groups.append(group)
         return Engine(
             info=self._info(),
             fleet=self.fleet,
@@ -145,13 +137,30 @@ class Launcher:
             relaunch=self.launch,
         )
 
+    def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
+        if not experts:
+            return None
+        placing = PlacementControl(self.spec, self._placement, self._slots, self.fleet, statistics)
+        self._placing[experts[0].instance] = placing
+        return placing
+
+    def _balancer(self) -> Balancer | None:
+        if self.config.balance == "off":
+            return None
+        return Balancer(self.config.balance, tuple(self._placement.owners), self.spec.router.num_experts)
+
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""
         config = self.config
         if not self._disaggregated:
             return [([WorkerName("replica", index)], []) for index in range(config.num_attention)]
-        attention = [WorkerName("attention", index) for index in range(config.num_attention)]
-        return [(attention, [WorkerName("experts", index) for index in range(config.num_experts)])]
+        return [
+            (
+                [WorkerName("attention", index, instance=instance) for index in range(config.num_attention)],
+                [WorkerName("experts", index, instance=instance) for index in range(config.num_experts)],
+            )
+            for instance in range(config.num_instances)
+        ]
 
     def _joined_names(self) -> frozenset[WorkerName]:
         """The workers that come from other machines: the last ones of each role."""
@@ -213,9 +222,9 @@ class Launcher:
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
             max_running=config.max_running,
-            placement=self._placement if self._placing is None else self._placing.current,
+            placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
-            count_rows=self._counts_rows,
+            count_rows=config.balance != "off",
             exchange=exchange,
             timeout_s=config.timeout_s,
             trace=config.trace,

@@ -36,7 +36,7 @@ class PlacementControl:
     ) -> None:
         self.current = placement
         self.slots = slots
-        self._moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        self._moe_layers = list(spec.expert_layers)
         self._num_experts = spec.router.num_experts
         self._fleet = fleet
         self._statistics = statistics

@@ -53,11 +53,12 @@ class EngineStatistics:
         if self._group_step_s > _WINDOW_S:
             self._fade()
 
-    def record_experts(self, report: ExpertReport) -> None:
+    def record_experts(self, number: int, report: ExpertReport) -> None:
+        """`number`: of the expert worker, counted over all instances."""
         with self._lock:
-            self._expert_busy_s[report.index] += report.busy_s
+            self._expert_busy_s[number] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
-                self._rows[layer][report.index] += rows
+                self._rows[layer][number] += rows
 
     def record_placement(self, version: int, num_moved: int) -> None:
         """Rows go by another placement now; so many experts have moved or been copied for it."""

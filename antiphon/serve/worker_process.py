@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -26,27 +26,31 @@ _EXIT_TIMEOUT_S = 10.0  # for the kernel to take apart a process that was killed
 @dataclass(frozen=True)
 class WorkerName:
     """`attention[0]`, `experts[2]`, `replica[1]`; `replica[1][2]` is rank 2 of the last one. A worker is a group of
-    ranks, each a process; rank 0 leads it and has the worker's name."""
+    ranks, each a process; rank 0 leads it and has the worker's name. Indices begin anew in every instance of the model;
+    `1/experts[2]` is one of the second."""
 
     role: Role
     index: int
     rank: int = 0
+    instance: int = 0
 
     def __str__(self) -> str:
-        return f"{self.role}[{self.index}]" + (f"[{self.rank}]" if self.rank else "")
+        where = f"{self.instance}/" if self.instance else ""
+        return f"{where}{self.role}[{self.index}]" + (f"[{self.rank}]" if self.rank else "")
 
     @property
     def leader(self) -> "WorkerName":
-        return WorkerName(self.role, self.index)
+        return replace(self, rank=0)
 
     @property
-    def among_ranks(self) -> str:
-        """What the other ranks of its worker call it."""
-        return f"{self.role}[{self.index}][{self.rank}]"
+    def among_peers(self) -> tuple[str, str]:
+        """What the other workers of its instance call it, and what the other ranks of its worker do."""
+        worker = f"{self.role}[{self.index}]"
+        return worker, f"{worker}[{self.rank}]"
 
     def ranks(self, num_ranks: int) -> "tuple[WorkerName, ...]":
         """All ranks of the worker, the leader first."""
-        return tuple(WorkerName(self.role, self.index, rank) for rank in range(num_ranks))
+        return tuple(replace(self, rank=rank) for rank in range(num_ranks))
 
 
 class WorkerProcess:

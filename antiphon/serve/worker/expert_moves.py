@@ -68,7 +68,7 @@ class ExpertMoves:
             self._failure = str(error)
 
     def finished(self) -> tuple[int, str | None] | None:
-        """(version, why it could not be prepared or None), once, when a preparation has ended. Its experts count now."""
+        """(version, why it could not be prepared or None) when a preparation has ended, once; its experts count now."""
         coming = self._coming
         if coming is None or (self._thread is not None and self._thread.is_alive()):
             return None

@@ -1,8 +1,8 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`Prepare`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult` or
-`StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport` and `ExchangeReport`.
+`Prepare`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult`
+or `StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport` and `ExchangeReport`.
 """
 
 from typing import Literal
