@@ -63,10 +63,14 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts by load: off, static, window.")] = "off"
+    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts: off, static, window.")] = "off"
     expert_slots: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer that a worker may hold.")
+        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
+    # Out of the help, which fills its screen.
+    record_routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Write which experts rows chose.", hidden=True)] = (
+        None
+    )
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
@@ -95,6 +99,7 @@ class WorkerOptions:
             trace=trace,
             balance=cast(Policy, self.balance),
             expert_slots=self.expert_slots,
+            record_routing=self.record_routing,
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:

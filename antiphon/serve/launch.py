@@ -6,6 +6,7 @@ What the user got wrong (checkpoint, budget, sizes) is reported before a process
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from antiphon.serve.joining import exchange_secret
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.routing_record import RoutingRecord
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
@@ -111,7 +113,9 @@ class Launcher:
         )
         tracked = TrackedRequests()
         groups = []
-        for attention, experts in self._membership():
+        membership = self._membership()
+        record = self._routing_record(len(membership))
+        for number, (attention, experts) in enumerate(membership):
             placing = self._place_experts(experts, statistics)
             group = StepGroup(
                 attention=attention,
@@ -125,6 +129,7 @@ class Launcher:
                 timeout_s=config.timeout_s,
                 placing=placing,
                 balancer=self._balancer() if placing is not None else None,
+                record=None if record is None else partial(record.add, number),
             )
             groups.append(group)
         return Engine(
@@ -136,6 +141,10 @@ class Launcher:
             statistics=statistics,
             relaunch=self.launch,
         )
+
+    def _routing_record(self, num_groups: int) -> RoutingRecord | None:
+        path = self.config.record_routing
+        return None if path is None else RoutingRecord(path, self._info().model_name, self.spec, num_groups)
 
     def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
         if not experts:
@@ -225,6 +234,7 @@ class Launcher:
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
             count_rows=config.balance != "off",
+            record_routing=config.record_routing is not None,
             exchange=exchange,
             timeout_s=config.timeout_s,
             trace=config.trace,
