@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.placement.place import place, recent_loads
+from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.placement_control import PlacementControl
-from antiphon.specs.placement import ExpertPlacement, Owners
+from antiphon.specs.placement import ExpertPlacement
 
 Policy = Literal["off", "static", "window"]
 POLICIES: tuple[Policy, ...] = ("off", "static", "window")
@@ -64,21 +64,10 @@ class Balancer:
 
     def _make_plan(self, window: FloatArray, now: ExpertPlacement, slots: int) -> ExpertPlacement | None:
         loads = recent_loads(window)
-        held = np.stack([_matrix(now.owners[layer], now.num_workers) for layer in self._layers])
+        held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
         even = float(loads.sum(axis=1).mean()) / now.num_workers
         wanted = place(loads, now.num_workers, slots, present=held, move_cost=MOVE_COST * even)
         if (wanted == held).all():
             return None
-        owners = {layer: _owners(wanted[number]) for number, layer in enumerate(self._layers)}
+        owners = {layer: owners_of(wanted[number]) for number, layer in enumerate(self._layers)}
         return ExpertPlacement(now.num_workers, owners, speeds=now.speeds, knee=now.knee)
-
-
-def _matrix(owners: Owners, num_workers: int) -> np.ndarray:
-    held = np.zeros((len(owners), num_workers), dtype=bool)
-    for expert, workers in enumerate(owners):
-        held[expert, list(workers)] = True
-    return held
-
-
-def _owners(held: np.ndarray) -> Owners:
-    return tuple(tuple(int(worker) for worker in np.flatnonzero(row)) for row in held)
