@@ -68,9 +68,9 @@ class WorkerOptions:
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
     # Out of the help, which fills its screen.
-    record_routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Write which experts rows chose.", hidden=True)] = (
-        None
-    )
+    record_routing: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
+    ] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:

@@ -208,6 +208,8 @@ class StepGroup:
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
             self._statistics.record_experts(worker.name.instance * len(self.experts) + message.index, message)
+            if self._balancer is not None:
+                self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, Ready):

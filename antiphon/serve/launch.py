@@ -41,6 +41,8 @@ from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
+# Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
+_KNEE_ROWS = {"cpu": 8, "gpu": 128}
 
 
 class Launcher:
@@ -53,7 +55,8 @@ class Launcher:
         self._dtype = resolve_dtype(self.config.dtype)
         check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
         self.context_length = config.context_length(self.spec)
-        self._placement = config.expert_placement(self.spec)
+        knee = _KNEE_ROWS["cpu" if config.device == "cpu" else "gpu"]
+        self._placement = replace(config.expert_placement(self.spec), knee=knee)
         self._slots = config.slots_of(self._placement)
         self._placing: dict[int, PlacementControl] = {}  # by instance
         self._check_ranks()
@@ -156,7 +159,7 @@ class Launcher:
     def _balancer(self) -> Balancer | None:
         if self.config.balance == "off":
             return None
-        return Balancer(self.config.balance, tuple(self._placement.owners), self.spec.router.num_experts)
+        return Balancer(self.config.balance, self._placement)
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""

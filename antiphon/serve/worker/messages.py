@@ -133,9 +133,10 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An expert worker's counters since the last report: rows per layer, time busy and waiting."""
+    """An expert worker's counters since the last report: batches, rows per layer, time busy and waiting."""
 
     index: int
+    num_batches: int
     rows_per_layer: dict[int, int]
     busy_s: float
     wait_s: float
