@@ -64,9 +64,13 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts by load: off, static, window.")] = "off"
+    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts: off, static, window.")] = "off"
     expert_slots: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer that a worker may hold.")
+        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
+    ] = None
+    # Out of the help, which fills its screen.
+    record_routing: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
     ] = None
     placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
@@ -98,6 +102,7 @@ class WorkerOptions:
             balance=cast(Policy, self.balance),
             expert_slots=self.expert_slots,
             placement=None if self.placement is None else read_placement(self.placement),
+            record_routing=self.record_routing,
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:

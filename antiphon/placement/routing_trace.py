@@ -102,7 +102,7 @@ class RoutingTraceWriter:
         self._encode = msgspec.msgpack.Encoder().encode
         self._header = header
         try:
-            self._file: BinaryIO = path.open("wb")
+            self._file: BinaryIO = path.open("wb", buffering=0)  # a server may be killed
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
         self._write(header)

@@ -70,6 +70,7 @@ class ServeConfig:
     placement: ExpertPlacement | None = None
     balance: Policy = "off"
     expert_slots: int | None = None
+    record_routing: Path | None = None
 
     def __post_init__(self) -> None:
         checks = (

@@ -24,7 +24,7 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
 from antiphon.base.logging import get_logger
@@ -117,9 +117,11 @@ class StepGroup:
         timeout_s: float,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
+        record: Callable[[int, int, bytes], None] | None = None,
     ) -> None:
         """`ranks_of`: the processes of every worker, its leader first. `placing`: where experts are, if they are apart
-        from attention; `balancer`: who decides where they should be."""
+        from attention; `balancer`: who decides where they should be. `record` takes step, worker and the experts that
+        its rows chose."""
         self.attention = attention
         self.experts = experts
         self.ranks_of = ranks_of
@@ -129,6 +131,7 @@ class StepGroup:
         self._control = None if alone else ExchangeControl(fleet, experts, ranks_of)
         self.placing = placing
         self._balancer = balancer
+        self._record = record
         self._was_complete = False
         self._fleet = fleet
         self._statistics = statistics
@@ -205,6 +208,8 @@ class StepGroup:
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
             self._statistics.record_experts(worker.name.instance * len(self.experts) + message.index, message)
+            if self._balancer is not None:
+                self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, Ready):
@@ -225,6 +230,8 @@ class StepGroup:
         self._statistics.record_step(result)
         if self._balancer is not None:
             self._balancer.count(result.expert_rows)
+        if self._record is not None and result.routed:
+            self._record(self._step.number, name.index, result.routed)
         if self.quiet:
             self._statistics.record_group_step(time.monotonic() - self._step_started)
         self._advance()

@@ -55,6 +55,10 @@ class PlacementControl:
         """A target has not been reached."""
         return self._target is not None
 
+    def aim_at_owners(self, target: ExpertPlacement) -> None:
+        """As `aim`, with the workers' speeds as they are known here: a client's file does not say them."""
+        self.aim(replace(target, speeds=self.current.speeds, knee=self.current.knee))
+
     def aim(self, target: ExpertPlacement) -> None:
         """Go to `target`, which was checked, from wherever things are now. Replaces an earlier target."""
         self._target = target

@@ -80,6 +80,7 @@ class ExpertRunner:
         self._ranks = ranks
         self._exchange = exchange
         self._recorder = recorder
+        self._num_batches = 0
         self._rows_per_layer: Counter[int] = Counter()
         self._busy_s = 0.0
         self._reported_wait_s = 0.0
@@ -100,6 +101,7 @@ class ExpertRunner:
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
         self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
+        self._num_batches += 1
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
@@ -110,10 +112,12 @@ class ExpertRunner:
             return None
         report = ExpertReport(
             index=self._index,
+            num_batches=self._num_batches,
             rows_per_layer=dict(self._rows_per_layer),
             busy_s=self._busy_s,
             wait_s=self._exchange.wait_s - self._reported_wait_s,
         )
+        self._num_batches = 0
         self._rows_per_layer.clear()
         self._busy_s = 0.0
         self._reported_wait_s = self._exchange.wait_s
