@@ -22,6 +22,9 @@ COMMANDS = {
     "plan": CommandPlace(
         "antiphon.cli.plan", "plan", "Which layout, how many of what, at what cost, before renting it"
     ),
+    "placement": CommandPlace(
+        "antiphon.cli.placement", "placement", "Which experts to copy and where, from recorded routing"
+    ),
     "simulate": CommandPlace("antiphon.cli.simulate", "simulate", "A plan against requests, failures and all"),
     "reproduce": CommandPlace(
         "antiphon.cli.reproduce", "reproduce", "The papers' figures and tables, theirs beside ours"

@@ -10,6 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
+from antiphon.specs.placement import read_placement
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -63,10 +64,15 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts by load: off, static, window.")] = "off"
+    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts: off, static, window.")] = "off"
     expert_slots: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer that a worker may hold.")
+        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
+    # Out of the help, which fills its screen.
+    record_routing: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
+    ] = None
+    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
@@ -95,6 +101,8 @@ class WorkerOptions:
             trace=trace,
             balance=cast(Policy, self.balance),
             expert_slots=self.expert_slots,
+            placement=None if self.placement is None else read_placement(self.placement),
+            record_routing=self.record_routing,
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:
@@ -110,7 +118,7 @@ class WorkerOptions:
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
         apart = self.experts is not None or self.expert_tp is not None or self.instances is not None
-        if self.layout == "auto" and (apart or several or self.transport != "auto"):
+        if self.layout == "auto" and (apart or several or self.transport != "auto" or self.placement is not None):
             return "disaggregated"
         if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
@@ -126,6 +134,8 @@ class WorkerOptions:
             )
         if self.transport != "auto":
             self._refuse_in_colocated(f"--transport {self.transport}")
+        if self.placement is not None:
+            self._refuse_in_colocated(f"--placement {self.placement}")
         return "colocated"
 
     @staticmethod

@@ -52,10 +52,10 @@ class HttpOptions:
         float, typer.Option(metavar="S", help="Patience with clients that do not read.", hidden=True)
     ] = 60.0
     max_body_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.")
+        str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.", hidden=True)
     ] = None
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.")
+        int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.", hidden=True)
     ] = None
     drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.")] = 30.0
 

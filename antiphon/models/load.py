@@ -142,7 +142,7 @@ def load_expert(
 
 
 def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
-    moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+    moe_layers = list(spec.expert_layers)
     per_layer = expert_ids if isinstance(expert_ids, Mapping) else dict.fromkeys(moe_layers, expert_ids)
     if set(per_layer) != set(moe_layers):
         raise UserError(f"expert ids are given for layers {sorted(per_layer)}: give them for {moe_layers}")

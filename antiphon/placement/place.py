@@ -20,12 +20,11 @@ Letters: L layers, E experts, W workers.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
-from antiphon.placement.split import BoolArray, FloatArray, split_loads
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, split_loads
+from antiphon.specs.placement import Owners
 
-IntArray = NDArray[np.int64]
 SPREAD = 0.15  # surcharge, in mean loads of a worker, for each expert that two workers share already
 CLOSE = 1.01
 NUM_TRIED = 24  # changes of a map whose split is computed
@@ -73,6 +72,19 @@ def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
         raise UserError(
             f"{num_experts} experts do not fit in {num_workers} x {slots} slots: give each worker at least {needed}"
         )
+
+
+def matrix_of(owners: Owners, num_workers: int) -> BoolArray:
+    """[E, W] from the owners of one layer."""
+    held = np.zeros((len(owners), num_workers), dtype=bool)
+    for expert, workers in enumerate(owners):
+        held[expert, list(workers)] = True
+    return held
+
+
+def owners_of(held: BoolArray) -> Owners:
+    """The owners of one layer from [E, W], ascending."""
+    return tuple(tuple(np.flatnonzero(workers).tolist()) for workers in held)
 
 
 def num_moves(before: BoolArray, after: BoolArray) -> IntArray:

@@ -70,6 +70,7 @@ class ServeConfig:
     placement: ExpertPlacement | None = None
     balance: Policy = "off"
     expert_slots: int | None = None
+    record_routing: Path | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -201,7 +202,7 @@ class ServeConfig:
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""
         num_experts = spec.router.num_experts
-        moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        moe_layers = list(spec.expert_layers)
         num_workers = self.num_experts if self.layout == "disaggregated" else 1
         if self.placement is None:
             return contiguous_placement(num_experts, num_workers, moe_layers)

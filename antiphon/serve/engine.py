@@ -280,7 +280,7 @@ class Engine:
             self._desk.end(request_id, "abort", None)
         for group in self.workforce.groups if placements else ():
             if group.placing is not None:
-                group.placing.aim(placements[-1])
+                group.placing.aim_at_owners(placements[-1])
         self._spans.begin(self._fleet)
 
     def _handle(self, event: Event) -> None:

@@ -24,7 +24,7 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
 from antiphon.base.logging import get_logger
@@ -83,16 +83,12 @@ class ExchangeControl:
         worker = self._fleet.workers.get(name)
         return worker is not None and worker.ready
 
-    def reset(self, epoch: int, name: WorkerName) -> Reset:
-        """The order to begin `epoch`, for this process. All ranks of its own must be ready; an expert worker that is
-        not gets no rows."""
-        present = [all(map(self._is_ready, self._ranks_of[expert])) for expert in self._experts]
+    def reset(self, epoch: int, name: WorkerName, absent: Collection[int]) -> Reset:
+        """The order to begin `epoch`, for this process. All ranks of its own must be ready. `absent`: expert workers
+        that get no rows in it, also if they are back by now."""
         return Reset(
             epoch,
-            tickets=[
-                self._ready[expert].ticket if there else b""
-                for expert, there in zip(self._experts, present, strict=True)
-            ],
+            tickets=[b"" if expert.index in absent else self._ready[expert].ticket for expert in self._experts],
             rank_tickets=[self._ready[rank].rank_ticket for rank in self._ranks_of[name.leader]],
         )
 
@@ -121,9 +117,11 @@ class StepGroup:
         timeout_s: float,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
+        record: Callable[[int, int, bytes], None] | None = None,
     ) -> None:
         """`ranks_of`: the processes of every worker, its leader first. `placing`: where experts are, if they are apart
-        from attention; `balancer`: who decides where they should be."""
+        from attention; `balancer`: who decides where they should be. `record` takes step, worker and the experts that
+        its rows chose."""
         self.attention = attention
         self.experts = experts
         self.ranks_of = ranks_of
@@ -133,6 +131,7 @@ class StepGroup:
         self._control = None if alone else ExchangeControl(fleet, experts, ranks_of)
         self.placing = placing
         self._balancer = balancer
+        self._record = record
         self._was_complete = False
         self._fleet = fleet
         self._statistics = statistics
@@ -161,7 +160,7 @@ class StepGroup:
     @property
     def complete(self) -> bool:
         """All workers can step."""
-        return len(self.live_attention) == len(self.attention)
+        return len(self.live_attention) == len(self.attention) and not self._absent
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +208,8 @@ class StepGroup:
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
             self._statistics.record_experts(worker.name.instance * len(self.experts) + message.index, message)
+            if self._balancer is not None:
+                self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, Ready):
@@ -229,6 +230,8 @@ class StepGroup:
         self._statistics.record_step(result)
         if self._balancer is not None:
             self._balancer.count(result.expert_rows)
+        if self._record is not None and result.routed:
+            self._record(self._step.number, name.index, result.routed)
         if self.quiet:
             self._statistics.record_group_step(time.monotonic() - self._step_started)
         self._advance()
@@ -257,7 +260,7 @@ class StepGroup:
         assert self._control is not None, "only workers of an exchange join an epoch"
         self._num_asked[worker.name] += 1
         if self._num_asked[worker.name] <= _MAX_ASKS:
-            self._fleet.send(worker, self._control.reset(self._epoch, worker.name))
+            self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
 
     def _on_ready(self, worker: WorkerProcess) -> None:
         leader = worker.name.leader
@@ -273,7 +276,7 @@ class StepGroup:
     def _call_into_epoch(self, leader: WorkerName) -> None:
         assert self._control is not None, "only workers of an exchange join an epoch"
         for name in self.ranks_of[leader]:
-            self._fleet.send(self._fleet.workers[name], self._control.reset(self._epoch, name))
+            self._fleet.send(self._fleet.workers[name], self._control.reset(self._epoch, name, self._absent))
 
     def _on_reset_done(self, worker: WorkerProcess, epoch: int) -> None:
         if epoch == self._epoch and worker.ready:
@@ -335,8 +338,9 @@ class StepGroup:
         self._waiting_since_s = self._fleet.clock.now_s
 
     def _loaded(self) -> list[WorkerProcess]:
-        """The processes of workers of which all ranks are up."""
-        leaders = [leader for leader in self.ranks_of if self._is_loaded(leader)]
+        """The processes of workers of which all ranks are up, and that this epoch does not leave out."""
+        left_out = {name for name in self.experts if name.index in self._absent}
+        leaders = [leader for leader in self.ranks_of if leader not in left_out and self._is_loaded(leader)]
         return [self._fleet.workers[name] for leader in leaders for name in self.ranks_of[leader]]
 
     def _is_loaded(self, leader: WorkerName) -> bool:
@@ -354,7 +358,7 @@ class StepGroup:
             if self.placing is not None:
                 self.placing.leave_out(self._missing_experts(), self._loaded_attention())
             for worker in self._loaded():
-                self._fleet.send(worker, self._control.reset(self._epoch, worker.name))
+                self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
         everyone_joined = all(worker.name in self._joined for worker in self._loaded())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
             self._unresponsive.clear()
@@ -367,6 +371,11 @@ class StepGroup:
         copies."""
         missing = self._missing_experts()
         return not missing or (self._was_complete and self.placing is not None and self.placing.spares(missing))
+
+    @property
+    def _absent(self) -> Collection[int]:
+        """Expert workers without which this epoch began."""
+        return frozenset() if self.placing is None else self.placing.absent
 
     def _missing_experts(self) -> frozenset[int]:
         return frozenset(name.index for name in self.experts if not self._is_loaded(name))

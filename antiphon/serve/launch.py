@@ -6,6 +6,7 @@ What the user got wrong (checkpoint, budget, sizes) is reported before a process
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from antiphon.serve.joining import exchange_secret
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.routing_record import RoutingRecord
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
@@ -39,6 +41,8 @@ from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
+# Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
+_KNEE_ROWS = {"cpu": 8, "gpu": 128}
 
 
 class Launcher:
@@ -51,7 +55,8 @@ class Launcher:
         self._dtype = resolve_dtype(self.config.dtype)
         check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
         self.context_length = config.context_length(self.spec)
-        self._placement = config.expert_placement(self.spec)
+        knee = _KNEE_ROWS["cpu" if config.device == "cpu" else "gpu"]
+        self._placement = replace(config.expert_placement(self.spec), knee=knee)
         self._slots = config.slots_of(self._placement)
         self._placing: dict[int, PlacementControl] = {}  # by instance
         self._check_ranks()
@@ -111,7 +116,9 @@ class Launcher:
         )
         tracked = TrackedRequests()
         groups = []
-        for attention, experts in self._membership():
+        membership = self._membership()
+        record = self._routing_record(len(membership))
+        for number, (attention, experts) in enumerate(membership):
             placing = self._place_experts(experts, statistics)
             group = StepGroup(
                 attention=attention,
@@ -125,6 +132,7 @@ class Launcher:
                 timeout_s=config.timeout_s,
                 placing=placing,
                 balancer=self._balancer() if placing is not None else None,
+                record=None if record is None else partial(record.add, number),
             )
             groups.append(group)
         return Engine(
@@ -137,6 +145,10 @@ class Launcher:
             relaunch=self.launch,
         )
 
+    def _routing_record(self, num_groups: int) -> RoutingRecord | None:
+        path = self.config.record_routing
+        return None if path is None else RoutingRecord(path, self._info().model_name, self.spec, num_groups)
+
     def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
         if not experts:
             return None
@@ -147,7 +159,7 @@ class Launcher:
     def _balancer(self) -> Balancer | None:
         if self.config.balance == "off":
             return None
-        return Balancer(self.config.balance, tuple(self._placement.owners), self.spec.router.num_experts)
+        return Balancer(self.config.balance, self._placement)
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""
@@ -225,6 +237,7 @@ class Launcher:
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
             count_rows=config.balance != "off",
+            record_routing=config.record_routing is not None,
             exchange=exchange,
             timeout_s=config.timeout_s,
             trace=config.trace,

@@ -36,7 +36,7 @@ class PlacementControl:
     ) -> None:
         self.current = placement
         self.slots = slots
-        self._moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        self._moe_layers = list(spec.expert_layers)
         self._num_experts = spec.router.num_experts
         self._fleet = fleet
         self._statistics = statistics
@@ -54,6 +54,10 @@ class PlacementControl:
     def moving(self) -> bool:
         """A target has not been reached."""
         return self._target is not None
+
+    def aim_at_owners(self, target: ExpertPlacement) -> None:
+        """As `aim`, with the workers' speeds as they are known here: a client's file does not say them."""
+        self.aim(replace(target, speeds=self.current.speeds, knee=self.current.knee))
 
     def aim(self, target: ExpertPlacement) -> None:
         """Go to `target`, which was checked, from wherever things are now. Replaces an earlier target."""

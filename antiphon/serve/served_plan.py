@@ -183,9 +183,10 @@ def _per_worker(phase: PhasePlan, num_workers: int, file: Path) -> int:
 def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement:
     """The workers with a share of each expert become its owners, in every layer."""
     owners = tuple(tuple(worker for worker, fraction in shares if fraction > 0) for shares in phase.placement)
-    moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+    if idle := set(range(phase.parallel.expert_workers)) - {worker for workers in owners for worker in workers}:
+        raise UserError(f"{file}: expert workers {sorted(idle)} hold no expert: use at most {len(owners)} workers")
     try:
-        return ExpertPlacement(phase.parallel.expert_workers, dict.fromkeys(moe_layers, owners))
+        return ExpertPlacement(phase.parallel.expert_workers, dict.fromkeys(spec.expert_layers, owners))
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 

@@ -67,7 +67,8 @@ def test_a_disaggregated_plan_says_everything_the_engine_asks() -> None:
     assert (served.layout, served.num_attention, served.num_experts) == ("disaggregated", 3, 2)
     assert served.num_micro_batches == 2
     assert served.max_running == 22  # 64 over 3 workers: 22, 21, 21
-    assert served.placement == ExpertPlacement(num_workers=2, owners=((0,), (0, 1), (1,), (1,), (0,)))
+    owners = ((0,), (0, 1), (1,), (1,), (0,))
+    assert served.placement == ExpertPlacement(2, dict.fromkeys(SPEC.expert_layers, owners))
     assert served.predicted.tpot_s == 0.01
     assert served.notes == ()
 
@@ -93,9 +94,9 @@ def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
     uneven = (((0, 0.8), (1, 0.2)), *PLACEMENT[1:])
     served = obey(plan(replace(APART, placement=uneven)), SPEC, FILE)
     assert served.placement is not None
-    assert served.placement.owners[0] == (0, 1)
+    assert served.placement.owners[SPEC.expert_layers[0]][0] == (0, 1)
     assert served.notes == (
-        "experts 0 have uneven fractions in the plan; here the replicas of an expert take even turns",
+        "experts 0 have uneven fractions in the plan; here rows are split by the load of each step",
     )
 
 

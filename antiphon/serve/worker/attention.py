@@ -21,6 +21,7 @@ from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
+from antiphon.serve.worker.routing_recorder import RoutingRecorder
 from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
@@ -101,10 +102,12 @@ class AttentionRunner:
         recorder: SpanRecorder,
         timeout_s: float,
         counts: RowCounts | None = None,
+        routing: RoutingRecorder | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples."""
         self._half = half
         self._counts = counts
+        self._routing = routing
         self._device = half.backend.device
         self._experts = experts
         self._cache = cache
@@ -121,6 +124,8 @@ class AttentionRunner:
         experts = self._experts
         if self._counts is not None:
             self._counts.take()  # of a step that failed
+        if self._routing is not None:
+            self._routing.begin_step()
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
         self._recorder.step = step.step
         if self._sampler is not None:
@@ -142,6 +147,7 @@ class AttentionRunner:
             exposed_s=experts.exposed_s - exposed_s,
             dispatch_bytes=experts.bytes_sent - num_bytes,
             expert_rows=b"" if self._counts is None else self._counts.take(),
+            routed=b"" if self._routing is None else self._routing.of_step(),
         )
 
     def _begin(self, sequences: list[SequenceStep]) -> _MicroBatch | None:
@@ -179,6 +185,8 @@ class AttentionRunner:
         ids_TK, weights_TK = half.gate(layer, y_TH)
         if self._counts is not None:
             self._counts.add(layer, ids_TK)
+        if self._routing is not None:
+            self._routing.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)

@@ -25,6 +25,7 @@ from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
+from antiphon.serve.worker.routing_recorder import RoutingRecorder
 from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
@@ -224,7 +225,8 @@ def _build_attention(
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
     sampler = RowSampler(backend) if ranks.rank == 0 else None
     counts = RowCounts(spec) if configure.count_rows and ranks.rank == 0 else None
-    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s, counts)
+    routing = RoutingRecorder(spec.expert_layers) if configure.record_routing and ranks.rank == 0 else None
+    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s, counts, routing)
     links = Links(exchange, ranks)
     if ranks.rank > 0:
         return Follower(FollowingAttention(ranks, runner), recorder, links, None, backend.name, configure.timeout_s)

@@ -82,6 +82,7 @@ class ExpertRunner:
         self._ranks = ranks
         self._exchange = exchange
         self._recorder = recorder
+        self._num_batches = 0
         self._rows_per_layer: Counter[int] = Counter()
         self._counts: dict[int, NDArray[np.int64]] = {}  # by layer: [1 + experts], the first of rows served elsewhere
         self._busy_s = 0.0
@@ -104,6 +105,7 @@ class ExpertRunner:
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
         self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
+        self._num_batches += 1
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
@@ -120,6 +122,7 @@ class ExpertRunner:
             return None
         report = ExpertReport(
             index=self._index,
+            num_batches=self._num_batches,
             rows_per_layer=dict(self._rows_per_layer),
             rows_per_expert={
                 layer: {
@@ -130,6 +133,7 @@ class ExpertRunner:
             busy_s=self._busy_s,
             wait_s=self._exchange.wait_s - self._reported_wait_s,
         )
+        self._num_batches = 0
         self._rows_per_layer.clear()
         self._counts.clear()
         self._busy_s = 0.0

@@ -37,7 +37,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
-    `count_rows`: attention workers say which experts the gate chose.
+    `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
 
     A worker is a group of `num_ranks` processes; this is number `rank`, and 0 leads: it gets the steps.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
@@ -60,6 +60,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     placement: ExpertPlacement
     expert_slots: int
     count_rows: bool
+    record_routing: bool = False
     exchange: ExchangeConfig | None
     timeout_s: float
     trace: bool
@@ -111,6 +112,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
     `expert_rows`: rows of each expert of each MoE layer, as int32 one layer after the other; empty unless counted.
+    `routed`: the experts that the rows chose, as `RoutedRows.ids`; empty unless recorded.
     """
 
     requests: list[Sampled]
@@ -119,6 +121,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     exposed_s: float
     dispatch_bytes: int
     expert_rows: bytes = b""
+    routed: bytes = b""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -130,12 +133,13 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An expert worker's counters since the last report: rows, time busy and waiting.
+    """An expert worker's counters since the last report: batches, rows, time busy and waiting.
 
     `rows_per_layer`: rows that came. `rows_per_expert[layer]`: rows of each expert held here; a row counts for each of
     its experts."""
 
     index: int
+    num_batches: int
     rows_per_layer: dict[int, int]
     rows_per_expert: dict[int, dict[int, int]]
     busy_s: float

@@ -14,7 +14,7 @@ class RowCounts:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._num_experts = spec.router.num_experts
-        moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        moe_layers = list(spec.expert_layers)
         self._place_of = {layer: place for place, layer in enumerate(moe_layers)}
         self._rows = np.zeros((len(moe_layers), self._num_experts), dtype=np.int32)
 
