@@ -19,6 +19,7 @@ from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.profile.profile import cpu_name
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
+from antiphon.cli.bench_balance import balance
 from antiphon.cli.bench_dispatch import dispatch
 from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.bench_train import train
@@ -34,6 +35,7 @@ app = new_app("Measure Antiphon beside other engines.", invoke_without_command=T
 app.command(context_settings=CONTEXT_SETTINGS)(m2n)
 app.command(context_settings=CONTEXT_SETTINGS)(train)
 app.command(context_settings=CONTEXT_SETTINGS)(dispatch)
+app.command(context_settings=CONTEXT_SETTINGS)(balance)
 MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
 _COLUMNS = (
     "engine",
