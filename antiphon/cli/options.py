@@ -8,7 +8,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -63,6 +63,13 @@ class WorkerOptions:
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
+    # Out of the help, which fills its screen; docs/ranks.md has them.
+    attention_device: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
+    expert_device: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
+    attention_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
+    expert_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
+    attention_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
+    expert_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
@@ -88,6 +95,10 @@ class WorkerOptions:
             num_threads=self.threads,
             timeout_s=self.timeout,
             trace=trace,
+            of_attention=OneRole(
+                device=self.attention_device, dtype=self.attention_dtype, num_threads=self.attention_threads
+            ),
+            of_experts=OneRole(device=self.expert_device, dtype=self.expert_dtype, num_threads=self.expert_threads),
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:
@@ -102,7 +113,7 @@ class WorkerOptions:
             return "disaggregated"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
-        apart = self.experts is not None or self.expert_tp is not None or self.instances is not None
+        apart = any(value is not None for value in (self.experts, self.expert_tp, self.instances)) or self._roles_differ
         if self.layout == "auto" and (apart or several or self.transport != "auto"):
             return "disaggregated"
         if self.experts is not None:
@@ -120,6 +131,11 @@ class WorkerOptions:
         if self.transport != "auto":
             self._refuse_in_colocated(f"--transport {self.transport}")
         return "colocated"
+
+    @property
+    def _roles_differ(self) -> bool:
+        names = self.attention_device, self.expert_device, self.attention_dtype, self.expert_dtype
+        return any(names) or self.attention_threads is not None or self.expert_threads is not None
 
     @staticmethod
     def _refuse_in_colocated(option: str) -> None:

@@ -103,6 +103,15 @@ class EngineStatistics:
             return 0.0
         return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
 
+    def rows_per_s(self) -> dict[int, float]:
+        """Rows that each expert worker computes in a second of computing, measured lately: how fast it is."""
+        with self._lock:
+            busy_s = {number: seconds for number, seconds in self._expert_busy_s.items() if seconds > 0}
+            return {
+                number: sum(per_worker.get(number, 0.0) for per_worker in self._rows.values()) / seconds
+                for number, seconds in sorted(busy_s.items())
+            }
+
     def balancedness_per_layer(self) -> dict[int, float]:
         """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
         with self._lock:

@@ -122,6 +122,7 @@ class Workforce:
             exposed_communication_s=statistics.exposed_communication_s,
             dispatch_bytes=statistics.dispatch_bytes,
             balancedness_per_layer=statistics.balancedness_per_layer(),
+            expert_rows_per_s=statistics.rows_per_s(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),
             healthy=fatal is None and self.ready,
