@@ -4,7 +4,6 @@ Whatever can be refused is refused here, before any search, in the terms of the 
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.cli.this_machine import check_is_here
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.pins import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
@@ -34,7 +34,6 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
-_GPUS = Path("/proc/driver/nvidia/gpus")
 Values = list[str] | None
 """An option that may be given several times."""
 
@@ -85,11 +84,9 @@ class SearchOptions:
             if not self.runnable_here or self.cluster:
                 raise UserError("--nodes takes the place of --cluster beside --runnable-here: give these two")
             return load_cluster(str(self.nodes))
-        if not self.cluster and self.runnable_here:
-            raise UserError(
-                "--cluster is missing: `antiphon profile MODEL` writes this machine's; or give --nodes FILE"
-            )
         if not self.cluster:
+            if self.runnable_here:
+                raise UserError("--cluster is missing: antiphon profile writes this machine's; or give --nodes FILE")
             raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
         cluster = load_cluster(self.cluster)
         if self.runnable_here:
@@ -233,18 +230,6 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         limits=search.search_limits(),
         profile=search.profile,
     )
-
-
-def check_is_here(cluster: ClusterSpec) -> None:
-    """`UserError` unless this machine has the cluster's devices."""
-    for group in cluster.groups:
-        here = len(os.sched_getaffinity(0)) if group.device.kind == "cpu" else len(list(_GPUS.glob("*")))
-        if group.num_devices > here:
-            what = "core(s)" if group.device.kind == "cpu" else "GPU(s)"
-            raise UserError(
-                f"--cluster {cluster.name} has {group.num_devices} devices of {group.device.name}, this machine has "
-                f"{here} {what}: give a smaller cluster, or --nodes {cluster.name} if these are the machines to run on"
-            )
 
 
 def model_name_of(path: Path) -> str:

@@ -88,6 +88,7 @@ class EngineStats:
     dispatch_bytes: int
     balancedness_per_layer: dict[int, float] = field(default_factory=dict)
     rows_per_expert: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)  # by layer, worker, expert
+    expert_rows_per_s: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
     queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
     exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker

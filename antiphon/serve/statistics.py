@@ -133,6 +133,15 @@ class EngineStatistics:
                 for layer, experts_of in sorted(self._expert_rows.items())
             }
 
+    def rows_per_s(self) -> dict[int, float]:
+        """Rows that each expert worker computes in a second of computing, measured lately: how fast it is."""
+        with self._lock:
+            busy_s = {number: seconds for number, seconds in self._expert_busy_s.items() if seconds > 0}
+            return {
+                number: sum(per_worker.get(number, 0.0) for per_worker in self._rows.values()) / seconds
+                for number, seconds in sorted(busy_s.items())
+            }
+
     def balancedness_per_layer(self) -> dict[int, float]:
         """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
         with self._lock:

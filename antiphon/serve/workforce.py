@@ -124,6 +124,7 @@ class Workforce:
             balancedness_per_layer=statistics.balancedness_per_layer(),
             placement_changes=statistics.placement_changes,
             rows_per_expert=statistics.rows_per_expert(),
+            expert_rows_per_s=statistics.rows_per_s(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),
             healthy=fatal is None and self.ready,

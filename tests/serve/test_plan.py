@@ -142,7 +142,8 @@ REFUSED: list[tuple[Plan, str]] = [
     ),
     (
         plan(whole(attention_tp=2)),
-        "plan.json has attention_tp 2 and expert_tp 1: a replica splits both over the same ranks, so they must be equal",
+        "plan.json has attention_tp 2 and expert_tp 1: a replica splits both over the same ranks, so they must be "
+        "equal",
     ),
     (plan(sizes(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
     (plan(replace(APART, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
@@ -199,7 +200,7 @@ def test_a_plan_for_a_cluster_does_not_start_a_hundred_processes_here() -> None:
     config = ServeConfig(model=Path("m"), layout="disaggregated", num_attention=6, num_experts=3)
     check_workers_fit(config, 3, FILE)
     with pytest.raises(
-        UserError, match=r"plan.json needs 9 workers, this machine has 2 core\(s\) for at most 8, so 1 are missing"
+        UserError, match=r"needs 9 workers, this machine has 2 core\(s\) for at most 8, so 1 are missing"
     ):
         check_workers_fit(config, 2, FILE)
     joined = replace(config, join_address="127.0.0.1:7000", join_secret=b"s", joined_experts=3)

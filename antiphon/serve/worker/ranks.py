@@ -104,11 +104,12 @@ class ExpertRanks:
         self._top_k = half.spec.router.top_k
 
     def lead(self, batch: ExpertBatch) -> Tensor:
-        """The weighted partial sums of a batch, in host memory: the followers get its rows, and add their columns."""
+        """The weighted partial sums of a batch, in host memory and the experts' dtype: the followers get its rows, and
+        add their columns."""
         self._moves.check(batch.placements)
+        rows_RH = batch.rows_RH.to(self.half.backend.dtype)
         if self._ranks.size == 1:
-            return self._part(batch.layer, batch.rows_RH, batch.ids_RK, batch.weights_RK)
-        rows_RH = batch.rows_RH
+            return self._part(batch.layer, rows_RH, batch.ids_RK, batch.weights_RK)
         told = _Batch(batch.step, batch.layer, batch.micro_batch, rows_RH.shape[0])
         self._ranks.broadcast_bytes(_ENCODER.encode(told))
         return self._everybody(told, rows_RH, batch.ids_RK, batch.weights_RK)
