@@ -8,36 +8,30 @@
 Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-gather) or before (the others).
 """
 
-import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from antiphon import _m2n
-from antiphon.base.errors import PeerLost, PeerTimeout, ResourceError
 from antiphon.base.progress import Report
 from antiphon.bench.collective_calls import Call, CollectiveCase, check_result, expected_result, gloo_call, our_call
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
+from antiphon.bench.rank_processes import RankProcesses
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.m2n.rank_group import NativeRankGroup
 
 OURS, GLOO = "antiphon", "gloo"
 _BLOCK_S = 0.2
 _MOST_CALLS = 2000
-_START_S = 300.0
-_RUN_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +56,19 @@ def bench_collectives(
         for num_bytes in sizes
     ]
     with TemporaryDirectory() as folder:
-        ranks = _Ranks(num_ranks, settings, Path(folder))
-        try:
-            ranks.connect()
+        make_member = partial(_Member, num_ranks, settings, str(Path(folder) / "store"))
+        with RankProcesses(num_ranks, make_member) as ranks:
             for number, case in enumerate(cases):
                 report(number, len(cases))
                 rows.append(_measure(ranks, case, settings))
-        finally:
-            ranks.close()
     return rows
 
 
-def _measure(ranks: "_Ranks", case: CollectiveCase, settings: CollectiveSettings) -> dict[str, Any]:
+def _measure(ranks: RankProcesses, case: CollectiveCase, settings: CollectiveSettings) -> dict[str, Any]:
     ranks.ask("prepare", case)
     turns = {}
     for name in (OURS, GLOO):
-        probed_s = _median_s(ranks.ask("run", name, 5))
+        probed_s = slowest_median_s(ranks.ask("run", name, 5))
         num_calls = max(5, min(_MOST_CALLS, int(_BLOCK_S / probed_s)))
         turns[name] = partial(_block_s, ranks, name, num_calls)
     blocks = repeat_until_quiet(
@@ -89,11 +80,11 @@ def _measure(ranks: "_Ranks", case: CollectiveCase, settings: CollectiveSettings
     return _row(case, settings, blocks)
 
 
-def _block_s(ranks: "_Ranks", name: str, num_calls: int) -> float:
-    return _median_s(ranks.ask("run", name, num_calls))
+def _block_s(ranks: RankProcesses, name: str, num_calls: int) -> float:
+    return slowest_median_s(ranks.ask("run", name, num_calls))
 
 
-def _median_s(times_by_rank: Sequence[Sequence[float]]) -> float:
+def slowest_median_s(times_by_rank: Sequence[Sequence[float]]) -> float:
     """Of the slowest rank of each call."""
     return float(np.median(np.asarray(times_by_rank).max(axis=0)))
 
@@ -115,83 +106,10 @@ def _row(case: CollectiveCase, settings: CollectiveSettings, blocks: dict[str, R
     }
 
 
-class _Ranks:
-    """The processes, as the benchmark sees them."""
-
-    def __init__(self, num_ranks: int, settings: CollectiveSettings, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            arguments = (rank, num_ranks, settings, str(folder / "store"), theirs)
-            process = context.Process(target=_rank_main, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
-
-    def connect(self) -> None:
-        tickets = self._collect(_START_S)
-        self.ask("connect", tickets)
-
-    def ask(self, *order: Any) -> list[Any]:
-        """Every rank's answer to one order."""
-        for rank, connection in enumerate(self._connections):
-            try:
-                connection.send(order)
-            except OSError as error:
-                raise PeerLost(f"rank[{rank}]", str(error)) from error
-        return self._collect(_RUN_S)
-
-    def _collect(self, timeout_s: float) -> list[Any]:
-        """Answers from those who have one first, so that the rank that fails is named and not one that waits for it."""
-        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
-        answers: dict[int, Any] = {}
-        while waiting:
-            ready = wait(list(waiting), timeout_s)
-            if not ready:
-                raise PeerTimeout("collectives", [f"rank[{rank}]" for rank in waiting.values()], timeout_s)
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
-                try:
-                    failure, answers[rank] = connection.recv()
-                except EOFError as error:
-                    raise PeerLost(f"rank[{rank}]", "its process ended") from error
-                if failure:
-                    raise ResourceError(f"rank[{rank}]: {failure}")
-        return [answers[rank] for rank in range(len(self._connections))]
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.close()  # the end of its orders is the end of a rank
-        for process in self._processes:
-            process.join(5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _rank_main(rank: int, num_ranks: int, settings: CollectiveSettings, store: str, connection: Connection) -> None:
-    torch.set_num_threads(1)
-    try:
-        member = _Member(rank, num_ranks, settings, store)
-        connection.send((None, member.ticket))
-        while True:
-            order, *arguments = connection.recv()
-            connection.send((None, member.obey(order, arguments)))
-    except EOFError:
-        pass
-    except BaseException as error:
-        traceback.print_exc()
-        connection.send((f"{type(error).__name__}: {error}", None))
-
-
 class _Member:
     """One rank of both groups."""
 
-    def __init__(self, rank: int, num_ranks: int, settings: CollectiveSettings, store: str) -> None:
+    def __init__(self, num_ranks: int, settings: CollectiveSettings, store: str, rank: int) -> None:
         self._store = store
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, settings.timeout_s
         endpoint = _m2n.Endpoint(
@@ -206,15 +124,8 @@ class _Member:
         self._calls: dict[str, Call] = {}
 
     @property
-    def ticket(self) -> bytes:
+    def introduction(self) -> bytes:
         return self._group.ticket
-
-    def obey(self, order: str, arguments: Sequence[Any]) -> list[float] | None:
-        """Carry out one order; what `run` returns is its answer."""
-        if order == "run":
-            return self.run(*arguments)
-        (self.connect if order == "connect" else self.prepare)(*arguments)
-        return None
 
     def connect(self, tickets: Sequence[bytes]) -> None:
         self._group.reset(0, tickets)

@@ -24,7 +24,7 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 
 from antiphon.base.logging import get_logger
