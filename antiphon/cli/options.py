@@ -10,6 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
+from antiphon.specs.placement import read_placement
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -27,7 +28,7 @@ class CapacityOptions:
 
     max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = 256
     max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = 2048
-    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.")] = 1024
+    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.", hidden=True)] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class WorkerOptions:
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
     # Out of the help, which fills its screen.
+    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Where experts are.", hidden=True)] = None
     record_routing: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
     ] = None
@@ -100,6 +102,7 @@ class WorkerOptions:
             balance=cast(Policy, self.balance),
             expert_slots=self.expert_slots,
             record_routing=self.record_routing,
+            placement=None if self.placement is None else read_placement(self.placement),
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:
