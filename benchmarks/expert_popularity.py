@@ -9,7 +9,7 @@ one row of each of 128 windows. Lina takes an estimate for right if the 2 k expe
 elsewhere" is the share of choices that would have to change for the estimate to be right.
 
 Balancedness: 16 experts on 4 workers with 4 copies, placed for the estimate, split by the step's own counts. `window`
-is placed for the 8 steps before, `fresh` for the step itself.
+is placed for the 8 steps before, `fresh` for the step itself. "Packed as Lina": by n_e and first-fit-decreasing.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.placement.place import place, recent_loads
-from antiphon.placement.popularity import PathProfile, most_popular
+from antiphon.placement.popularity import PathProfile, most_popular, needs_phase_two, pack_first_fit
 from antiphon.placement.split import balancedness, split_rows
 from antiphon.train.config import read_config
 from antiphon.train.documents import find_files
@@ -39,6 +39,10 @@ LENGTH, BLOCK = 256, 16
 PROMPT_ROWS, DECODE_ROWS, WINDOW_STEPS = 2048, 128, 8
 NUM_WORKERS, SLOTS = 4, 5
 PATHS = (1, 2, 3, 6)
+COLUMNS = (
+    *("estimate", "layers", "right %", "in order %", "phase two %", "rows elsewhere %"),
+    *("balancedness", "p5", "packed as Lina"),
+)
 Ids = NDArray[np.int64]
 
 
@@ -130,28 +134,31 @@ class Score:
 
     def add(self, estimate: NDArray[np.float64], actual: Ids, top_k: int) -> None:
         named, chosen = most_popular(estimate, 2 * top_k), most_popular(actual, 2 * top_k)
-        self.same.append(set(named) == set(chosen))
+        self.same.append(not needs_phase_two(estimate, actual, top_k))
         self.in_order.append(named == chosen)
         self.estimates.append(estimate)
         self.actual.append(actual)
 
     def row(self, name: str, layers: str) -> str:
         if not self.same:
-            return f"| {name} | none | | | | | | |"
+            return f"| {name} | none | | | | | | | |"
         held = place(np.stack(self.estimates), NUM_WORKERS, SLOTS)
         balance = balancedness(split_rows(np.stack(self.actual), held))
+        packed = np.stack(
+            [pack_first_fit(NUM_WORKERS * each / each.sum(), NUM_WORKERS, SLOTS) for each in self.estimates]
+        )
+        of_lina = balancedness(split_rows(np.stack(self.actual), packed))
         right = np.mean(self.same)
         shares, actual = (np.stack(each) for each in (self.estimates, self.actual))
         apart = np.abs(shares / shares.sum(axis=1, keepdims=True) - actual / actual.sum(axis=1, keepdims=True))
-        return (
-            f"| {name} | {layers} | {100 * right:.1f} | {100 * np.mean(self.in_order):.1f} | {100 * (1 - right):.1f} "
-            f"| {50 * apart.sum(axis=1).mean():.1f} | {balance.mean():.3f} | {np.quantile(balance, 0.05):.3f} |"
-        )
+        percents = (100 * right, 100 * np.mean(self.in_order), 100 * (1 - right), 50 * apart.sum(axis=1).mean())
+        cells = [f"{value:.1f}" for value in percents]
+        cells += [f"{value:.3f}" for value in (balance.mean(), np.quantile(balance, 0.05), of_lina.mean())]
+        return f"| {name} | {layers} | {' | '.join(cells)} |"
 
 
 def print_table(profiles: dict[int, PathProfile], steps: list[Routed], num_experts: int, top_k: int) -> None:
-    print("| estimate | layers | right % | in order % | phase two % | rows elsewhere % | balancedness | p5 |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     num_layers = steps[0].ids.shape[0]
     counts = np.stack([[counts_of(ids_TK, num_experts) for ids_TK in step.ids] for step in steps])
     for only in (range(1, num_layers), range(num_layers - 1, num_layers)):

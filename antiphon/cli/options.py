@@ -73,6 +73,7 @@ class WorkerOptions:
     record_routing: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
     ] = None
+    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
@@ -101,6 +102,7 @@ class WorkerOptions:
             trace=trace,
             balance=cast(Policy, self.balance),
             expert_slots=self.expert_slots,
+            placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
             placement=None if self.placement is None else read_placement(self.placement),
         )
@@ -118,7 +120,7 @@ class WorkerOptions:
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
         apart = self.experts is not None or self.expert_tp is not None or self.instances is not None
-        if self.layout == "auto" and (apart or several or self.transport != "auto"):
+        if self.layout == "auto" and (apart or several or self.transport != "auto" or self.placement is not None):
             return "disaggregated"
         if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
@@ -134,6 +136,8 @@ class WorkerOptions:
             )
         if self.transport != "auto":
             self._refuse_in_colocated(f"--transport {self.transport}")
+        if self.placement is not None:
+            self._refuse_in_colocated(f"--placement {self.placement}")
         return "colocated"
 
     @staticmethod

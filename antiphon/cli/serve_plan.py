@@ -58,7 +58,8 @@ def planned_config(
     if not given_options(context, ["max_batch_tokens"]):
         room = max(room, served.max_running)
     planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=room)
-    return replace(planned.config(model, planned_capacity, trace=trace), placement=served.placement), served
+    config = planned.config(model, planned_capacity, trace=trace)
+    return replace(config, placement=config.placement or served.placement), served
 
 
 def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:

@@ -65,10 +65,6 @@ class PathProfile:
             paths = paths * self.num_experts + choices_T
         return paths
 
-    def starts_at(self) -> int:
-        """The first layer that has whole paths before it."""
-        return self.length
-
     def probabilities(self, earlier_LT: NDArray[np.integer], layer: int) -> FloatArray:
         """P [T, E] of MoE layer `layer` from the first choices [layer, T] in all earlier ones: of each row's path the
         `top_k` most probable experts, the others 0."""

@@ -19,6 +19,7 @@ COMMANDS = (
     ("doctor",),
     ("plan",),
     ("profile",),
+    ("placement",),
     ("simulate",),
     ("reproduce",),
     ("bench",),
