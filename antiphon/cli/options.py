@@ -69,7 +69,6 @@ class WorkerOptions:
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
     # Out of the help, which fills its screen.
-    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Where experts are.", hidden=True)] = None
     record_routing: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
     ] = None
@@ -104,7 +103,6 @@ class WorkerOptions:
             expert_slots=self.expert_slots,
             placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
-            placement=None if self.placement is None else read_placement(self.placement),
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:

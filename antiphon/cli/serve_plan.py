@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import typer
 
-from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
 from antiphon.bench.profile.this_machine import THIS_CORE
 from antiphon.cli.option_groups import given_options
@@ -37,10 +36,6 @@ def planned_config(
     plan is a `UserError`; `context` knows which options were written and which are defaults."""
     if workers.plan is None:
         return workers.config(model, capacity, trace=trace), None
-    if workers.placement is not None:
-        raise UserError(
-            f"--placement {workers.placement} contradicts --plan, which places experts: leave one of them out"
-        )
     served = obey(read_plan(workers.plan), load_model_spec(model), workers.plan)
     values = {**vars(workers), **vars(capacity)}
     served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
