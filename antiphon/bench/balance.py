@@ -4,7 +4,8 @@ Three cases. `plain`: the model as it is. `hot`: in every layer the first expert
 row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
 the cores of the first expert worker have a busy neighbour, so it computes at half speed.
 
-1. All policies must give the same greedy text as `off`, else nothing is timed.
+1. In float32 all policies must give the same greedy text, else nothing is reported. In other types the last bits depend
+   on which experts share a worker, so texts are not compared.
 2. Each round runs every policy once, in an order that turns, on an engine of its own: a pass in which counts are
    gathered and experts move, then the timed pass.
 3. A step's time is that of the attention workers' step spans, all of them together.
@@ -60,6 +61,7 @@ class BalanceOrder:
     prompt_tokens: int
     output_tokens: int
     rounds: int
+    dtype: str = "float32"
     seed: int = 0
 
 
@@ -97,8 +99,9 @@ def bench_balance(
             found[policy].append(_run(order, model, policy))
             if report is not None:
                 report(sum(map(len, found.values())), order.rounds * len(policies))
-        if len({str(passes[0].token_ids) for passes in found.values()}) > 1:
-            raise UserError(f"{order.model}: the policies give different texts: nothing is timed")
+        texts = {str(each.token_ids) for passes in found.values() for each in passes}
+        if order.dtype == "float32" and len(texts) > 1:
+            raise UserError(f"{order.model}: the policies give different texts: no time is worth anything")
     return [_row(order.case, policy, passes) for policy, passes in found.items()]
 
 
@@ -121,6 +124,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         num_attention=order.attention,
         num_experts=order.experts,
         num_micro_batches=order.micro_batches,
+        dtype=order.dtype,
         max_running=order.batch,
         max_batch_tokens=max(order.batch, 2048),
         trace=True,

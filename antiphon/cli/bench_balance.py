@@ -32,6 +32,7 @@ def balance(
     batch: Annotated[int, typer.Option(metavar="N", help="Requests at once.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Of each request.")] = 32,
     output_tokens: Annotated[int, typer.Option(metavar="N", help="Of each request.")] = 128,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Texts are compared in float32.")] = "float32",
     rounds: Annotated[int, typer.Option(metavar="N", help="Runs of each policy, in turns.")] = 3,
     json: JsonOption = None,
 ) -> None:
@@ -61,6 +62,7 @@ def balance(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             rounds=rounds,
+            dtype=dtype,
         )
         with (
             tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
@@ -96,4 +98,4 @@ def result_table(rows: list[BalanceRow]) -> Any:
         )
         for row in rows
     ]
-    return table(_COLUMNS, cells, title="experts moved by load; medians over the rounds, p95 to off: higher is better")
+    return table(_COLUMNS, cells, title="medians over the rounds; p95 to off: higher is better")

@@ -28,7 +28,7 @@ class CapacityOptions:
 
     max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = 256
     max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = 2048
-    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.")] = 1024
+    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.", hidden=True)] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

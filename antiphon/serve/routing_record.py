@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from antiphon.base.logging import get_logger
-from antiphon.placement.routing_trace import RoutedRows, RoutingTraceWriter, TraceHeader
+from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("engine")
@@ -18,7 +18,6 @@ class RoutingRecord:
         router = spec.router
         header = TraceHeader(model=model, layers=spec.expert_layers, num_experts=router.num_experts, top_k=router.top_k)
         self._path = path
-        self._bytes_per_row = 2 * header.num_layers * router.top_k
         self._num_groups = num_groups
         self._writer: RoutingTraceWriter | None = RoutingTraceWriter(path, header)
 
@@ -26,11 +25,8 @@ class RoutingRecord:
         """The rows of one worker in one step of its group. Groups step by themselves, so each has its own numbers."""
         if self._writer is None:
             return
-        rows = RoutedRows(
-            step=step * self._num_groups + group, worker=worker, num_rows=len(ids) // self._bytes_per_row, ids=ids
-        )
         try:
-            self._writer.append(rows)
+            self._writer.append_step(step * self._num_groups + group, worker, ids)
         except OSError as error:
             _log.error("%s: nothing more is recorded: %s", self._path, error.strerror or error)
             self._writer = None
