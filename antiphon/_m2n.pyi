@@ -191,7 +191,6 @@ def dispatch_bytes(hidden: int, top_k: int, rows: int, dtype: str) -> int:
 class AttentionSide:
     """An attention worker's dispatch and combine. Tensors are given by address; `dtype` as PyTorch names it.
 
-    `owner_of[turn][expert]`: which worker serves the expert for rows whose index is `turn` modulo the number of turns.
     `ids` int32 and `weights` float32 are [count, top_k], contiguous; rows may be strided.
     """
 
@@ -201,11 +200,21 @@ class AttentionSide:
         top_k: int,
         max_rows: int,
         dtype: str,
-        owner_of: list[list[int]],
         replies: Inbox,
         num_micro_batches: int,
     ) -> None: ...
-    def set_expert(self, worker: int, outbox: Outbox) -> None: ...
+    def set_expert(self, worker: int, outbox: Outbox | None) -> None:
+        """How to reach an expert worker; None: it is gone, and the placement must not name it."""
+    def place(
+        self,
+        version: int,
+        layer: int,
+        owners: Sequence[Sequence[int]],
+        speeds: Sequence[float],
+        knee: int,
+        num_workers: int,
+    ) -> None:
+        """Where the experts of a layer are from the next dispatch on; see `ExpertSplit` for the rest."""
     def dispatch(
         self,
         epoch: int,
@@ -232,12 +241,23 @@ class AttentionSide:
     @property
     def bytes_sent(self) -> int: ...
 
+class ExpertSplit:
+    """How many rows each copy of an expert gets: `antiphon.placement.split` in native code, with the same results.
+
+    `owners[e]`: workers that hold expert e; `speeds`: of the workers, only ratios count (empty: equal)."""
+
+    def __init__(
+        self, num_workers: int, owners: Sequence[Sequence[int]], speeds: Sequence[float] = (), knee: int = 1
+    ) -> None: ...
+    def split(self, counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Rows of expert 0's owners in their order, then of expert 1's, and so on; from the rows of each expert."""
+
 class ReceivedBatch:
     """Rows of one (layer, micro-batch)."""
 
-    def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int]:
-        """Step, layer, micro-batch, sources, rows per source, number of rows; addresses of rows, ids and weights,
-        valid until `reply`. One call, because what calls it has cold caches."""
+    def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int, int, int]:
+        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, number of rows; addresses of
+        rows, ids and weights, valid until `reply`. One call, because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""

@@ -170,7 +170,7 @@ class _Member:
 
     def _exchange(self, name: str) -> HybridExchange:
         levels = self._levels_of(name)
-        placement = contiguous_placement(self._case.num_experts, levels.topology.expert_ep)
+        placement = contiguous_placement(self._case.num_experts, levels.topology.expert_ep, [0])
         return HybridExchange(levels, placement, partial(_share, levels.topology), fused=name != SYNCHRONOUS)
 
     def _inputs(self, name: str) -> tuple[Tensor, Tensor, Tensor]:

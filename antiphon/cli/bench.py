@@ -19,6 +19,7 @@ from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.profile.profile import cpu_name
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
+from antiphon.cli.bench_balance import balance
 from antiphon.cli.bench_collectives import collectives
 from antiphon.cli.bench_dispatch import dispatch
 from antiphon.cli.bench_hybrid import hybrid
@@ -37,6 +38,7 @@ app.command(context_settings=CONTEXT_SETTINGS)(m2n)
 app.command(context_settings=CONTEXT_SETTINGS)(train)
 app.command(context_settings=CONTEXT_SETTINGS)(dispatch)
 app.command(context_settings=CONTEXT_SETTINGS)(collectives)
+app.command(context_settings=CONTEXT_SETTINGS)(balance)
 app.command(context_settings=CONTEXT_SETTINGS)(hybrid)
 MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
 _COLUMNS = (

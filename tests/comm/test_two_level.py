@@ -13,10 +13,10 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
-from antiphon.comm.two_level.hybrid import HybridExchange
+from antiphon.comm.two_level.hybrid import HybridExchange, owner_table
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
-from antiphon.specs.placement import ExpertPlacement, contiguous_placement
+from antiphon.specs.placement import ExpertPlacement, Owners, contiguous_placement
 from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name
 
 HIDDEN, TOP_K, MAX_ROWS = 12, 3, 9
@@ -92,9 +92,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         self.topology, self.dtype = topology, dtype
         self.num_experts = topology.expert_ep + 3
-        self.placement = ExpertPlacement(
-            num_workers=topology.expert_ep, owners=tuple((e % topology.expert_ep,) for e in range(self.num_experts))
-        )
+        self.placed: Owners = tuple((e % topology.expert_ep,) for e in range(self.num_experts))
         self.rows, self.ids, self.weights = [], [], []
         for group in range(topology.attention_dp):
             num_rows = counts[group % len(counts)]
@@ -105,7 +103,7 @@ class Case:
 
     @property
     def owners(self) -> Tensor:
-        return torch.tensor(self.placement.owner_table())
+        return torch.tensor(owner_table(self.placed))
 
     def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         group = rank // self.topology.attention_tp
@@ -192,13 +190,13 @@ def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
     case = Case(ranks.topology, [7, 0, 3], TOP_K, torch.bfloat16, 9)
     parts = case.topology.expert_ep
     if parts > 1:  # expert 0 is on two parts, which take turns
-        case.placement = ExpertPlacement(num_workers=parts, owners=((0, 1), *case.placement.owners[1:]))
+        case.placed = ((0, 1), *case.placed[1:])
 
     def serve(levels: Levels) -> Tensor:
         def experts(layer: int, *arrived: Tensor) -> Tensor:
             return case.partial(levels.rank, *arrived) * layer
 
-        exchange = HybridExchange(levels, case.placement, experts)
+        exchange = HybridExchange(levels, ExpertPlacement(parts, dict.fromkeys((1, 2), case.placed)), experts)
         exchange.begin_step(0, [[0]])
         results = []
         for layer in (1, 2):
@@ -214,14 +212,14 @@ def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
 
 def test_a_placement_for_another_topology() -> None:
     with box(TwoLevel()) as alone, pytest.raises(UserError, match="placed on 2 groups of ranks, the topology has 1"):
-        HybridExchange(alone.levels[0], contiguous_placement(4, 2), lambda layer, *arrived: arrived[0])
+        HybridExchange(alone.levels[0], contiguous_placement(4, 2, [0]), lambda layer, *arrived: arrived[0])
 
 
 def counted_bytes(topology: TwoLevel, rows: int, fused: bool = True) -> list[dict[str, int]]:
     """What each rank sends where every row has one expert in every part: k = `expert_ep`."""
     with box(topology) as made:
         case = Case(topology, [rows], 1, torch.float32, 3)
-        case.placement = contiguous_placement(topology.expert_ep, topology.expert_ep)
+        case.placed = tuple((part,) for part in range(topology.expert_ep))
         every = torch.arange(topology.expert_ep, dtype=torch.int32).repeat(rows, 1)
         case.ids = [every] * topology.attention_dp
         case.weights = [torch.ones(every.shape)] * topology.attention_dp

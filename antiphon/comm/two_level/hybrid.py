@@ -8,6 +8,7 @@ one's attention is computed. Everything else happens in `combine`.
 Letters: T rows here, R rows received, H hidden, K choices.
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.comm.two_level.exchange import Dispatch
 from antiphon.comm.two_level.levels import Levels
-from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.placement import ExpertPlacement, Owners
 
 # (layer, rows_RH, global ids_RK, -1 for experts elsewhere, weights_RK) -> this rank's share of the weighted sums [R, H]
 Experts = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +37,7 @@ class HybridExchange:
                 f"{levels.topology.expert_ep}: make them equal"
             )
         self._levels = levels
-        self._owners = torch.tensor(placement.owner_table())
+        self.place(placement)
         self._experts = experts
         self._fused = fused
         self._under_way: dict[int, Dispatch] = {}
@@ -55,13 +56,16 @@ class HybridExchange:
         """How the other ranks reach this one."""
         return self._levels.ticket
 
+    def place(self, placement: ExpertPlacement) -> None:
+        self._owners = {layer: torch.tensor(owner_table(owners)) for layer, owners in placement.owners.items()}
+
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         """All ranks take part in every micro-batch; `participants` are needed by who calls."""
         self._under_way.clear()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         self._under_way[micro_batch] = Dispatch(
-            self._levels, self._owners, rows_TH, ids_TK, weights_TK, fused=self._fused
+            self._levels, self._owners[layer], rows_TH, ids_TK, weights_TK, fused=self._fused
         )
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
@@ -97,3 +101,10 @@ class HybridExchange:
 
     def close(self) -> None:
         self._levels.close()
+
+
+def owner_table(owners: Owners) -> list[list[int]]:
+    """`table[turn][expert]`: the group for rows whose index is `turn` modulo the number of turns. Copies take turns:
+    all ranks must know where a row goes without being told."""
+    num_turns = math.lcm(*(len(groups) for groups in owners))
+    return [[groups[turn % len(groups)] for groups in owners] for turn in range(num_turns)]
