@@ -15,6 +15,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.models.planned import load_planned_model
+from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.planner.pins import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
@@ -45,6 +46,10 @@ class SearchOptions:
 
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
+    # Out of the help, which fills its screen.
+    routing: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Popularity as recorded by serve.", hidden=True)
+    ] = None
     phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill, both or train.")] = "decode"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
@@ -213,6 +218,16 @@ class PlanInputs:
     profile: Path | None
 
 
+def with_recorded_popularity(workload: WorkloadSpec, file: Path | None) -> WorkloadSpec:
+    """The workload with experts as popular as in a recording of `antiphon serve --record-routing`, if one is given."""
+    if file is None:
+        return workload
+    trace = read_routing_trace(file)
+    if trace.num_rows == 0:
+        raise UserError(f"--routing {file} has no rows: record while requests are served")
+    return replace(workload, expert_skew=0.0, expert_loads=trace.popularity())
+
+
 def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -> PlanInputs:
     """Load and check all of it; `UserError` names the option."""
     cluster = overrides.apply_to_cluster(search.cluster_spec())
@@ -225,7 +240,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         notes=planned.notes,
         path=path,
         cluster=cluster,
-        workload=overrides.apply_to_workload(load_workload(search.workload)),
+        workload=with_recorded_popularity(overrides.apply_to_workload(load_workload(search.workload)), search.routing),
         phases=search.phases(),
         layouts=search.layouts(),
         objective=search.checked_objective(),

@@ -77,6 +77,13 @@ class RoutingTrace:
         empty = np.zeros((header.num_layers, 0, header.top_k), dtype="<u2")
         return np.concatenate([empty, *parts], axis=1)
 
+    def popularity(self) -> tuple[float, ...]:
+        """Shares of the experts, the most popular first: the mean over layers, of which each has its own favourites."""
+        counts = self.counts_of_steps().sum(axis=0).astype(np.float64)
+        falling = -np.sort(-counts / counts.sum(axis=1, keepdims=True), axis=1)
+        shares = falling.mean(axis=0)
+        return tuple((shares / shares.sum()).tolist())
+
     def counts_of_steps(self) -> CountArray:
         """[steps, L, E]: rows that chose each expert, of all workers together, steps ascending."""
         header = self.header

@@ -9,8 +9,11 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 import threading
 from collections import defaultdict
 
+import numpy as np
+
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.placement.split import balancedness
 from antiphon.serve.events import EventLog
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
@@ -126,9 +129,8 @@ class EngineStatistics:
 
     def balancedness_per_layer(self) -> dict[int, float]:
         """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
-        result = {}
-        for layer, per_worker in self.rows_per_layer().items():
-            counts = list(per_worker.values())
-            if counts and max(counts) > 0:
-                result[layer] = sum(counts) / len(counts) / max(counts)
-        return result
+        return {
+            layer: float(balancedness(np.array([list(per_worker.values())])))
+            for layer, per_worker in self.rows_per_layer().items()
+            if any(per_worker.values())
+        }

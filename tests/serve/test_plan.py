@@ -142,7 +142,8 @@ REFUSED: list[tuple[Plan, str]] = [
     ),
     (
         plan(whole(attention_tp=2)),
-        "plan.json has attention_tp 2 and expert_tp 1: a replica splits both over the same ranks, so they must be equal",
+        "plan.json has attention_tp 2 and expert_tp 1: a replica splits both over the same ranks, so they must be "
+        "equal",
     ),
     (plan(sizes(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
     (plan(replace(APART, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
