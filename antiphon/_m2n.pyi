@@ -298,6 +298,13 @@ class RankGroup:
     def all_to_all(
         self, source: int, out: int, bytes_to: Sequence[int], bytes_from: Sequence[int], timeout_s: float
     ) -> None: ...
+    def open_exchange(self) -> int:
+        """The number of an exchange of messages of one pair at a time, for `post`, `take` and `release`."""
+    def post(self, exchange: int, peer: int, pieces: Sequence[tuple[int, int]], timeout_s: float) -> None:
+        """Send one message, of (address, bytes) one after another. It fits a slot."""
+    def take(self, exchange: int, peer: int, timeout_s: float) -> tuple[int, int]:
+        """(address, bytes) of the peer's message, valid until `release`."""
+    def release(self, exchange: int, peer: int) -> None: ...
     def broadcast(self, payload: Buffer | None, root: int, timeout_s: float) -> bytes: ...
 
 RANK_GROUP_SLOTS: int

@@ -57,7 +57,7 @@ def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
         f"  kernels   {kernels}",
         f"  KV cache  {facts['kv_cache_tokens']:,} tokens, {format_bytes(facts['kv_cache_bytes'])}; "
         f"a request may have {facts['max_model_len']:,}",
-        f"  URL       {facts['url']}",
+        f"  URL       {facts['url']}; watch it at {facts['url']}/dashboard",
         "",
         f"  curl {facts['url']}/v1/completions -H 'Content-Type: application/json'{key} \\",
         f"    -d '{EXAMPLE_BODY}'",

@@ -9,7 +9,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
 from antiphon.serve.balancer import Policy
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 from antiphon.specs.placement import read_placement
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
@@ -74,6 +74,13 @@ class WorkerOptions:
     ] = None
     placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
+    # Out of the help, which fills its screen; docs/ranks.md has them.
+    attention_device: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
+    expert_device: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
+    attention_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
+    expert_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
+    attention_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
+    expert_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
@@ -103,6 +110,10 @@ class WorkerOptions:
             expert_slots=self.expert_slots,
             placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
+            of_attention=OneRole(
+                device=self.attention_device, dtype=self.attention_dtype, num_threads=self.attention_threads
+            ),
+            of_experts=OneRole(device=self.expert_device, dtype=self.expert_dtype, num_threads=self.expert_threads),
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:
@@ -117,8 +128,11 @@ class WorkerOptions:
             return "disaggregated"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
-        apart = self.experts is not None or self.expert_tp is not None or self.instances is not None
-        if self.layout == "auto" and (apart or several or self.transport != "auto" or self.placement is not None):
+        apart = (
+            any(value is not None for value in (self.experts, self.expert_tp, self.instances, self.placement))
+            or self._roles_differ
+        )
+        if self.layout == "auto" and (apart or several or self.transport != "auto"):
             return "disaggregated"
         if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
@@ -137,6 +151,11 @@ class WorkerOptions:
         if self.placement is not None:
             self._refuse_in_colocated(f"--placement {self.placement}")
         return "colocated"
+
+    @property
+    def _roles_differ(self) -> bool:
+        names = self.attention_device, self.expert_device, self.attention_dtype, self.expert_dtype
+        return any(names) or self.attention_threads is not None or self.expert_threads is not None
 
     @staticmethod
     def _refuse_in_colocated(option: str) -> None:

@@ -4,7 +4,6 @@ Whatever can be refused is refused here, before any search, in the terms of the 
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,9 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.cli.this_machine import check_is_here
 from antiphon.models.planned import load_planned_model
-from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.pins import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
@@ -35,9 +35,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
-_GPUS = Path("/proc/driver/nvidia/gpus")
-Values = list[str] | None
-"""An option that may be given several times."""
+Values = list[str] | None  # an option that may be given several times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +44,7 @@ class SearchOptions:
 
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
-    # Out of the help, which fills its screen.
-    routing: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Popularity as recorded by serve.", hidden=True)
-    ] = None
+    routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity by serve.", hidden=True)] = None
     phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill, both or train.")] = "decode"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
@@ -90,11 +85,9 @@ class SearchOptions:
             if not self.runnable_here or self.cluster:
                 raise UserError("--nodes takes the place of --cluster beside --runnable-here: give these two")
             return load_cluster(str(self.nodes))
-        if not self.cluster and self.runnable_here:
-            raise UserError(
-                "--cluster is missing: `antiphon profile MODEL` writes this machine's; or give --nodes FILE"
-            )
         if not self.cluster:
+            if self.runnable_here:
+                raise UserError("--cluster is missing: antiphon profile writes this machine's; or give --nodes FILE")
             raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
         cluster = load_cluster(self.cluster)
         if self.runnable_here:
@@ -218,16 +211,6 @@ class PlanInputs:
     profile: Path | None
 
 
-def with_recorded_popularity(workload: WorkloadSpec, file: Path | None) -> WorkloadSpec:
-    """The workload with experts as popular as in a recording of `antiphon serve --record-routing`, if one is given."""
-    if file is None:
-        return workload
-    trace = read_routing_trace(file)
-    if trace.num_rows == 0:
-        raise UserError(f"--routing {file} has no rows: record while requests are served")
-    return replace(workload, expert_skew=0.0, expert_loads=trace.popularity())
-
-
 def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -> PlanInputs:
     """Load and check all of it; `UserError` names the option."""
     cluster = overrides.apply_to_cluster(search.cluster_spec())
@@ -248,18 +231,6 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         limits=search.search_limits(),
         profile=search.profile,
     )
-
-
-def check_is_here(cluster: ClusterSpec) -> None:
-    """`UserError` unless this machine has the cluster's devices."""
-    for group in cluster.groups:
-        here = len(os.sched_getaffinity(0)) if group.device.kind == "cpu" else len(list(_GPUS.glob("*")))
-        if group.num_devices > here:
-            what = "core(s)" if group.device.kind == "cpu" else "GPU(s)"
-            raise UserError(
-                f"--cluster {cluster.name} has {group.num_devices} devices of {group.device.name}, this machine has "
-                f"{here} {what}: give a smaller cluster, or --nodes {cluster.name} if these are the machines to run on"
-            )
 
 
 def model_name_of(path: Path) -> str:

@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.cli.plan_inputs import Values, parse_precision, parse_target, with_recorded_popularity
+from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.planned import load_planned_model, planned_model
+from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand

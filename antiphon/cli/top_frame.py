@@ -149,7 +149,7 @@ def _mark(worker: WorkerSpans, index: int) -> Text:
 
 def _load(reading: DashboardReading) -> Iterator[RenderableType]:
     """The layers that are balanced worst."""
-    yield Text("\nRows of each expert worker lately, times the layer's mean", style="bold")
+    yield Text("\nLoad of each expert worker lately, times the layer's mean", style="bold")
     if not reading.load:
         apart = reading.now.expert_idle_ratio is not None
         yield Text("No rows yet." if apart else "Each worker holds all experts here.")
@@ -157,10 +157,13 @@ def _load(reading: DashboardReading) -> Iterator[RenderableType]:
     worst = sorted(
         sorted(reading.load, key=lambda layer: layer.balancedness)[:_MOST_LAYERS], key=lambda each: each.layer
     )
-    names = [f"[{index}]" for index in range(len(worst[0].rows))]
+    workers = [load.worker for load in worst[0].workers]
     yield table(
-        ("layer", "balancedness", *names),
-        ((layer.layer, round(layer.balancedness, 3), *_heat(layer.rows)) for layer in worst),
+        ("layer", "balancedness", *(f"[{worker}]" for worker in workers)),
+        (
+            (layer.layer, round(layer.balancedness, 3), *_heat([sum(load.rows) for load in layer.workers]))
+            for layer in worst
+        ),
     )
     if len(worst) < len(reading.load):
         yield Text(f"the {len(worst)} worst of {len(reading.load)} layers")

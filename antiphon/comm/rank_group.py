@@ -17,6 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from antiphon.comm.m2n.traffic import Traffic
+
 
 class RankGroup(Protocol):
     """One rank's end of a group. Tensors are on the CPU: bfloat16, float16 or float32 where they are summed, any type
@@ -48,6 +50,20 @@ class RankGroup(Protocol):
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
         """[sum of `rows_from`, ...]: what the others had for this rank, in order; `tensor` has `rows_to[i]` for i."""
 
+    def open_exchange(self) -> int:
+        """Begin an exchange of messages of one pair at a time; something else may be done in between. All ranks open
+        the same ones in the same order, and in each a rank posts one message to every peer, of one slot at most, and
+        takes and releases the peer's."""
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        """Send a message, which is the bytes of `pieces` one after another. Waits only for a free slot."""
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        """The bytes of the peer's message where they were received, valid until `release`. May be called again."""
+
+    def release(self, exchange: int, peer: int) -> None:
+        """Give the message's slot back to the peer."""
+
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         """`payload` of `root`, on every rank; the others give None. A rank whose wait ends with `PeerTimeout` before
         anything came may call again: so an idle follower listens."""
@@ -63,6 +79,9 @@ class RankGroup(Protocol):
 
         Whatever was in flight is forgotten. Connects to those that are new or were lost, and returns when all have
         begun this epoch too. `PeerTimeout` or `PeerLost` names one that has not."""
+
+    def traffic(self) -> Traffic:
+        """What this rank has carried since its start."""
 
     def close(self) -> None:
         """Say goodbye to the others; nothing may follow."""
@@ -88,6 +107,18 @@ class Alone:
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
         return tensor
 
+    def open_exchange(self) -> int:
+        return 0
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        raise AssertionError("there is no peer")
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        raise AssertionError("there is no peer")
+
+    def release(self, exchange: int, peer: int) -> None:
+        raise AssertionError("there is no peer")
+
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         assert payload is not None, "the only rank is the one that has it"
         return payload
@@ -100,6 +131,9 @@ class Alone:
 
     def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
         """Nobody else is connected."""
+
+    def traffic(self) -> Traffic:
+        return Traffic(pairs=[], waits=[], round_trips=[])
 
     def close(self) -> None:
         """Nobody else is told."""

@@ -13,6 +13,7 @@ Letters: T rows, L MoE layers, K experts chosen by a row, E experts.
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
+from antiphon.specs.workload import WorkloadSpec
 
 _LENGTH = struct.Struct("<I")
 _FORMAT = "antiphon routing trace 1"
@@ -148,6 +150,16 @@ def read_routing_trace(path: Path) -> RoutingTrace:
         if each.num_rows and int(trace.ids_of(each).max()) >= header.num_experts:
             raise UserError(f"{path}: step {each.step} names an expert beyond {header.num_experts - 1}")
     return trace
+
+
+def with_recorded_popularity(workload: WorkloadSpec, file: Path | None) -> WorkloadSpec:
+    """The workload with experts as popular as in a recording of `antiphon serve --record-routing`, if one is given."""
+    if file is None:
+        return workload
+    trace = read_routing_trace(file)
+    if trace.num_rows == 0:
+        raise UserError(f"--routing {file} has no rows: record while requests are served")
+    return replace(workload, expert_skew=0.0, expert_loads=trace.popularity())
 
 
 def _frames(content: bytes) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ a core, because spinning with more processes than cores takes the core from the 
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
 from antiphon.serve.balancer import POLICIES, Policy
 from antiphon.serve.joining import refuse_wildcard
+from antiphon.serve.worker.messages import Role
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES
@@ -27,6 +29,15 @@ MAX_INSTANCES = 64
 MAX_THREADS = 256  # what the native kernels' pool has room for
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRole:
+    """What the workers of one role have of their own, in place of the server's; empty or None: as the server."""
+
+    device: str = ""
+    dtype: str = ""
+    num_threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,8 @@ class ServeConfig:
     balance: Policy = "off"
     expert_slots: int | None = None
     record_routing: Path | None = None
+    of_attention: OneRole = OneRole()
+    of_experts: OneRole = OneRole()
 
     def __post_init__(self) -> None:
         checks = (
@@ -123,15 +136,27 @@ class ServeConfig:
                 f"above 0 s and at most {MAX_TIMEOUT_S:.0f}",
             ),
         )
-        for holds, name, value, limit in checks:
+        for holds, name, value, limit in (*checks, *self._role_checks()):
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
         self._check_joining()
-
         if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated: elsewhere every worker has all experts"
             )
+
+    def _role_checks(self) -> list[tuple[bool, str, object, str]]:
+        roles = (("attention", self.of_attention), ("expert", self.of_experts))
+        for name, own in roles:
+            if own != OneRole() and self.layout != "disaggregated":
+                raise UserError(
+                    f"--{name}-device, -dtype and -threads need --layout disaggregated: a replica is one place"
+                )
+        return [
+            (own.num_threads is None or 1 <= own.num_threads <= MAX_THREADS, f"{name}-threads", own.num_threads, limit)
+            for name, own in roles
+            for limit in (f"1 to {MAX_THREADS}",)
+        ]
 
     def _check_joining(self) -> None:
         for name, joined, all_workers in (
@@ -170,17 +195,26 @@ class ServeConfig:
         """Attention workers and replicas of all instances."""
         return self.num_instances * self.num_attention
 
-    def threads_per_worker(self) -> int:
-        """Cores per worker process, at least one."""
-        return self.num_threads or max(1, len(os.sched_getaffinity(0)) // max(1, self.num_workers))
+    def own(self, role: Role) -> OneRole:
+        """Device, dtype and threads of the workers of a role; no field is empty but `dtype` where it is the model's."""
+        given = self.of_experts if role == "experts" else self.of_attention
+        share = max(1, len(os.sched_getaffinity(0)) // max(1, self.num_workers))
+        return OneRole(
+            device=given.device or self.device,
+            dtype=given.dtype or self.dtype,
+            num_threads=given.num_threads or self.num_threads or share,
+        )
 
-    def cores_of(self, worker: int) -> list[int]:
-        """The cores worker number `worker` is pinned to; empty: not pinned."""
+    def cores_of(self, worker: int, roles: Sequence[Role]) -> list[int]:
+        """The cores that process number `worker` of this machine is pinned to, given the roles of all; empty: not
+        pinned. They are, if they share out all cores among them."""
         cores = sorted(os.sched_getaffinity(0))
-        threads = self.threads_per_worker()
-        if self.device != "cpu" or self.num_workers == 1 or threads * self.num_workers != len(cores):
+        threads = [self.own(role).num_threads or 1 for role in roles]
+        on_cpu = all(self.own(role).device == "cpu" for role in roles)
+        if not on_cpu or len(roles) == 1 or sum(threads) != len(cores):
             return []
-        return cores[worker * threads : (worker + 1) * threads]
+        first = sum(threads[:worker])
+        return cores[first : first + threads[worker]]
 
     @property
     def transport(self) -> str:

@@ -87,7 +87,8 @@ class EngineStats:
     exposed_communication_s: float
     dispatch_bytes: int
     balancedness_per_layer: dict[int, float] = field(default_factory=dict)
-    rows_per_layer: dict[int, dict[int, float]] = field(default_factory=dict)  # lately, by layer and expert worker
+    rows_per_expert: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)  # by layer, worker, expert
+    expert_rows_per_s: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
     queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
     exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker

@@ -24,11 +24,12 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from enum import Enum
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.balancer import Balancer
+from antiphon.serve.exchange_control import ExchangeControl, RanksOf
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
@@ -37,12 +38,10 @@ from antiphon.serve.running_step import RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import (
-    Abort,
     ExchangeReport,
     ExpertReport,
     Prepared,
     Ready,
-    Reset,
     ResetDone,
     StepFailed,
     StepResult,
@@ -52,45 +51,6 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 _log = get_logger("engine")
 _MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
 _UNRESPONSIVE_S = 2.0  # what a worker has to answer in, once others waited for it in vain
-RanksOf = Mapping[WorkerName, tuple[WorkerName, ...]]
-
-
-class ExchangeControl:
-    """Numbers the epochs of a group's exchange, and hands expert workers' tickets to attention workers, and those of a
-    worker's ranks to each other."""
-
-    def __init__(self, fleet: Fleet, experts: list[WorkerName], ranks_of: RanksOf) -> None:
-        self._fleet = fleet
-        self._experts = experts
-        self._ranks_of = ranks_of
-        self._ready: dict[WorkerName, Ready] = {}
-        self._epoch = 0
-
-    def learn(self, name: WorkerName, ready: Ready) -> None:
-        """A process is ready and can be reached so; a restarted one has new tickets."""
-        self._ready[name] = ready
-
-    def abort_step(self) -> int:
-        """Begin a new epoch and call all workers out of the running step. Returns the epoch to `reset` to."""
-        self._epoch += 1
-        for ranks in self._ranks_of.values():
-            for name in ranks:
-                if self._is_ready(name):
-                    self._fleet.send(self._fleet.workers[name], Abort(self._epoch))
-        return self._epoch
-
-    def _is_ready(self, name: WorkerName) -> bool:
-        worker = self._fleet.workers.get(name)
-        return worker is not None and worker.ready
-
-    def reset(self, epoch: int, name: WorkerName, absent: Collection[int]) -> Reset:
-        """The order to begin `epoch`, for this process. All ranks of its own must be ready. `absent`: expert workers
-        that get no rows in it, also if they are back by now."""
-        return Reset(
-            epoch,
-            tickets=[b"" if expert.index in absent else self._ready[expert].ticket for expert in self._experts],
-            rank_tickets=[self._ready[rank].rank_ticket for rank in self._ranks_of[name.leader]],
-        )
 
 
 class Phase(Enum):

@@ -52,8 +52,9 @@ class Launcher:
         self.spec = load_model_spec(config.model)
         open_checkpoint(config.model, self.spec)  # wrong or damaged weights are found before any process starts
         self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
-        self._dtype = resolve_dtype(self.config.dtype)
-        check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
+        self._dtype = resolve_dtype(self.config.own("attention").dtype)
+        for own in (self.config.own("attention"), self.config.own("experts")):
+            check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
         self.context_length = config.context_length(self.spec)
         knee = _KNEE_ROWS["cpu" if config.device == "cpu" else "gpu"]
         self._placement = replace(config.expert_placement(self.spec), knee=knee)
@@ -61,7 +62,7 @@ class Launcher:
         self._placing: dict[int, PlacementControl] = {}  # by instance
         self._check_ranks()
         block_bytes = self._kv_block_bytes()
-        free_bytes = free_memory_bytes(config.device)
+        free_bytes = free_memory_bytes(config.own("attention").device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
         self.kv_bytes = self.num_blocks * block_bytes * config.num_kv_caches
         if self.kv_bytes > free_bytes:
@@ -69,8 +70,8 @@ class Launcher:
                 f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
                 f"lower it"
             )
-        _say_who_shares(config)
         self._joined = self._joined_names()
+        self._say_who_shares()
         self.door = (
             Door(config.join_address, config.join_secret, self._joined, num_local=config.num_workers)
             if self._joined
@@ -184,10 +185,26 @@ class Launcher:
         leaders = [WorkerName(role, index) for role, indices in places.items() for index in indices]
         return frozenset(rank for leader in leaders for rank in self._ranks_of(leader))
 
-    def _local_index(self, name: WorkerName) -> int | None:
-        """Which of this machine's workers it is, over all roles; None: it comes from another machine."""
-        local = [each for each in self.worker_names() if each not in self._joined]
-        return local.index(name) if name in local else None
+    def _local_names(self) -> list[WorkerName]:
+        """The processes of this machine."""
+        return [each for each in self.worker_names() if each not in self._joined]
+
+    def _device_index(self, name: WorkerName) -> int:
+        """Which of this machine's processes on this kind of device it is, over all roles; of a machine from outside the
+        door counts."""
+        device = self.config.own(name.role).device
+        there = [each for each in self._local_names() if self.config.own(each.role).device == device]
+        return there.index(name) if name in there else 0
+
+    def _cores(self, name: WorkerName) -> list[int]:
+        local = self._local_names()
+        return self.config.cores_of(local.index(name), [each.role for each in local]) if name in local else []
+
+    def _say_who_shares(self) -> None:
+        """One line if GPUs have several workers each: they halve its memory and its speed."""
+        num_on_gpus = sum(self.config.own(name.role).device == "cuda" for name in self._local_names())
+        if num_on_gpus > torch.cuda.device_count():
+            _log.info("%d workers take turns over %d GPUs", num_on_gpus, torch.cuda.device_count())
 
     def worker_names(self) -> list[WorkerName]:
         """Every process of every worker."""
@@ -203,7 +220,7 @@ class Launcher:
 
     def _configure(self, name: WorkerName) -> Configure:
         config = self.config
-        local_index = self._local_index(name)
+        own = config.own(name.role)
         exchange = None
         num_ranks = len(self._ranks_of(name.leader))
         if self._disaggregated or num_ranks > 1:
@@ -217,6 +234,7 @@ class Launcher:
                 num_experts=config.num_experts if self._disaggregated else 0,
                 num_micro_batches=config.num_micro_batches,
                 max_rows=config.max_batch_tokens,
+                dtype=config.own("attention").dtype,
             )
         return Configure(
             role=name.role,
@@ -224,12 +242,12 @@ class Launcher:
             rank=name.rank,
             num_ranks=num_ranks,
             model=str(config.model),
-            device=config.device,
-            device_index=local_index or 0,  # of a machine from outside: the door counts
-            dtype=config.dtype,
+            device=own.device,
+            device_index=self._device_index(name),
+            dtype=own.dtype,
             kernels=config.kernels,
-            num_threads=config.threads_per_worker(),
-            cores=[] if local_index is None else config.cores_of(local_index),
+            num_threads=own.num_threads or 1,
+            cores=self._cores(name),
             block_size=config.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
@@ -256,12 +274,6 @@ class Launcher:
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
         )
-
-
-def _say_who_shares(config: ServeConfig) -> None:
-    """One line if GPUs have several workers each: they halve its memory and its speed."""
-    if config.device == "cuda" and config.num_workers > torch.cuda.device_count():
-        _log.info("%d workers take turns over %d GPUs", config.num_workers, torch.cuda.device_count())
 
 
 def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> Engine:

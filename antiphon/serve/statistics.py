@@ -41,6 +41,7 @@ class EngineStatistics:
         self._group_step_s = 0.0
         self._expert_busy_s: dict[int, float] = defaultdict(float)
         self._rows: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._expert_rows: dict[int, dict[int, dict[int, float]]] = defaultdict(dict)  # layer, worker, expert
 
     def record_step(self, result: StepResult) -> None:
         """One attention worker finished its part of a step."""
@@ -62,6 +63,11 @@ class EngineStatistics:
             self._expert_busy_s[number] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
                 self._rows[layer][number] += rows
+            for layer, counts in report.rows_per_expert.items():
+                before = self._expert_rows[layer].get(number, {})
+                self._expert_rows[layer][number] = {
+                    expert: before.get(expert, 0.0) + rows for expert, rows in counts.items()
+                }
 
     def record_placement(self, version: int, num_moved: int) -> None:
         """Rows go by another placement now; so many experts have moved or been copied for it."""
@@ -102,6 +108,10 @@ class EngineStatistics:
             for per_worker in self._rows.values():
                 for index in per_worker:
                     per_worker[index] /= 2
+            for experts_of in self._expert_rows.values():
+                for held in experts_of.values():
+                    for expert in held:
+                        held[expert] /= 2
 
     @property
     def attention_idle_ratio(self) -> float:
@@ -118,19 +128,28 @@ class EngineStatistics:
             return 0.0
         return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
 
-    def rows_per_layer(self) -> dict[int, dict[int, float]]:
-        """Rows that each expert worker was sent lately, by layer and worker."""
+    def rows_per_expert(self) -> dict[int, dict[int, dict[int, float]]]:
+        """Rows of each expert lately, by layer, worker and expert; a worker has the experts it holds."""
         with self._lock:
-            workers = sorted(self._expert_busy_s)
             return {
-                layer: {index: per_worker.get(index, 0.0) for index in workers}
-                for layer, per_worker in sorted(self._rows.items())
+                layer: {index: dict(held) for index, held in sorted(experts_of.items())}
+                for layer, experts_of in sorted(self._expert_rows.items())
+            }
+
+    def rows_per_s(self) -> dict[int, float]:
+        """Rows that each expert worker computes in a second of computing, measured lately: how fast it is."""
+        with self._lock:
+            busy_s = {number: seconds for number, seconds in self._expert_busy_s.items() if seconds > 0}
+            return {
+                number: sum(per_worker.get(number, 0.0) for per_worker in self._rows.values()) / seconds
+                for number, seconds in sorted(busy_s.items())
             }
 
     def balancedness_per_layer(self) -> dict[int, float]:
         """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
-        return {
-            layer: float(balancedness(np.array([list(per_worker.values())])))
-            for layer, per_worker in self.rows_per_layer().items()
-            if any(per_worker.values())
-        }
+        with self._lock:
+            rows_of = {
+                layer: [per_worker.get(index, 0.0) for index in self._expert_busy_s]
+                for layer, per_worker in sorted(self._rows.items())
+            }
+        return {layer: float(balancedness(np.array([rows]))) for layer, rows in rows_of.items() if any(rows)}

@@ -23,7 +23,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.specs.strict_table import read_text
 from antiphon.train.layer_plan import needs
 from antiphon.train.layer_run import span_name
-from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule
+from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.schedule_search import Found, Times, search, seconds_of
@@ -63,7 +63,7 @@ def choose_schedules(
         return []
     options = {layer: model.layers[layer].plan for layers in by_kind.values() for layer in layers}
     for layer, plan in options.items():
-        model.layers[layer].plan = plan.with_schedule(_one_by_one(plan.schedule), "one by one")
+        model.layers[layer].plan = plan.with_schedule(str(one_by_one(plan.schedule)), "one by one")
     measured = _measure(passes, shards, batches)
     choices = []
     for kind, layers in by_kind.items():
@@ -101,21 +101,6 @@ def _give(model: MoeModel, layers: Sequence[int], text: str, where: str) -> None
     for layer in layers:
         plan = model.layers[layer].plan
         model.layers[layer].plan = plan.with_schedule(text, where)
-
-
-def _one_by_one(schedule: Schedule) -> str:
-    """Each exchange waited for where it is started."""
-
-    def whole(actions: Sequence[Action]) -> tuple[Action, ...]:
-        found: list[Action] = []
-        for action in actions:
-            if action.verb not in WAIT_OF.values():
-                found.append(action)
-            if action.verb in WAIT_OF:
-                found.append(Action(WAIT_OF[action.verb], action.operator))
-        return tuple(found)
-
-    return str(Schedule(whole(schedule.forward), whole(schedule.backward)))
 
 
 def _measure(passes: Passes, shards: Shards, batches: Sequence[Batch]) -> list[Span]:

@@ -1,4 +1,5 @@
 // Tensors arrive as addresses, as everywhere in the native interface; Python checks shapes and keeps them alive.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -23,6 +24,20 @@ void check(const RankGroup& group, const Sizes& sizes) {
     if (sizes.size() == group.size()) return;
     throw m2n::Error(m2n::Code::invalid, std::to_string(sizes.size()) + " sizes for a group of " +
                                              std::to_string(group.size()) + " ranks: give one for each");
+}
+
+void check_peer(const RankGroup& group, uint32_t peer) {
+    if (peer < group.size() && peer != group.rank()) return;
+    throw m2n::Error(m2n::Code::invalid, "rank " + std::to_string(peer) + " is no peer of rank " +
+                                             std::to_string(group.rank()) + " of " + std::to_string(group.size()));
+}
+
+void post(RankGroup& group, uint32_t exchange, uint32_t peer,
+          const std::vector<std::pair<uintptr_t, uint64_t>>& pieces, double timeout_s) {
+    check_peer(group, peer);
+    std::vector<RankGroup::Part> parts;
+    for (const auto& [address, bytes] : pieces) parts.push_back({from(address), bytes});
+    within(timeout_s, [&](m2n::Deadline deadline) { group.post(exchange, peer, parts, deadline); });
 }
 
 nb::bytes broadcast(RankGroup& group, nb::handle payload, uint32_t root, double timeout_s) {
@@ -89,6 +104,17 @@ void bind_m2n_rank_group(nb::module_& module) {
                  });
              },
              nb::arg("source"), nb::arg("out"), nb::arg("bytes_to"), nb::arg("bytes_from"), nb::arg("timeout_s"))
+        .def("open_exchange", &RankGroup::open_exchange)
+        .def("post", &post, nb::arg("exchange"), nb::arg("peer"), nb::arg("pieces"), nb::arg("timeout_s"))
+        .def("take",
+             [](RankGroup& group, uint32_t exchange, uint32_t peer, double timeout_s) {
+                 check_peer(group, peer);
+                 const RankGroup::Part part = within(
+                     timeout_s, [&](m2n::Deadline deadline) { return group.take(exchange, peer, deadline); });
+                 return nb::make_tuple(reinterpret_cast<uintptr_t>(part.data), part.bytes);
+             },
+             nb::arg("exchange"), nb::arg("peer"), nb::arg("timeout_s"))
+        .def("release", &RankGroup::release, nb::arg("exchange"), nb::arg("peer"))
         .def("broadcast", &broadcast, nb::arg("payload").none(), nb::arg("root"), nb::arg("timeout_s"));
     module.attr("RANK_GROUP_SLOTS") = RankGroup::num_slots;
 }

@@ -99,24 +99,27 @@ void RankGroup::abort(uint32_t epoch) {
     }
 }
 
+void RankGroup::check_usable() const {
+    if (usable_) return;
+    throw Error(Code::invalid, "rank " + std::to_string(rank_) +
+                                   ": a collective of its group failed, or no epoch has begun: reset the group first");
+}
+
 template <class Work>
 void RankGroup::collective(Work&& work) {
-    if (!usable_) {
-        throw Error(Code::invalid, "rank " + std::to_string(rank_) +
-                                       ": a collective of its group failed, or none has begun: reset the group first");
-    }
+    check_usable();
     usable_ = false;
     work();
     ++number_;
     usable_ = true;
 }
 
-Step RankGroup::step(uint64_t chunk) const {
+Step RankGroup::step_of(uint32_t number, uint64_t chunk) const {
     if (chunk >> chunk_bits != 0) {
         throw Error(Code::invalid, std::to_string(chunk * chunk_bytes_) + " bytes for one rank: a collective carries " +
                                        std::to_string((uint64_t{1} << (chunk_bits - 1)) * chunk_bytes_));
     }
-    return BatchKey::first_of(epoch_) | uint64_t{number_} << chunk_bits | chunk;
+    return BatchKey::first_of(epoch_) | uint64_t{number} << chunk_bits | chunk;
 }
 
 // --- messages ---
@@ -337,6 +340,54 @@ void RankGroup::shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadli
         inbox_->release(step(2 * chunk + 1));
     }
 }
+
+// --- one pair at a time ---
+
+uint32_t RankGroup::open_exchange() {
+    check_usable();
+    return number_++;
+}
+
+void RankGroup::post(uint32_t exchange, uint32_t peer, std::span<const Part> pieces, Deadline deadline) {
+    check_usable();
+    uint64_t length = 0;
+    for (const Part& piece : pieces) length += piece.bytes;
+    if (length > chunk_bytes_) {
+        throw Error(Code::invalid, std::to_string(length) + " bytes for " + peers_[peer]->peer() + ", whose slots hold " +
+                                       std::to_string(chunk_bytes_) + ": make the group with larger slots");
+    }
+    usable_ = false;
+    std::byte* slot = slot_of(peer, deadline);
+    for (const Part& piece : pieces) {
+        if (piece.bytes > 0) std::memcpy(slot, piece.data, piece.bytes);
+        slot += piece.bytes;
+    }
+    MessageLabel label;
+    label.step = step_of(exchange, 0);
+    peers_[peer]->commit(label, length);
+    bytes_sent_ += length;
+    usable_ = true;
+}
+
+RankGroup::Part RankGroup::take(uint32_t exchange, uint32_t peer, Deadline deadline) {
+    check_usable();
+    usable_ = false;
+    const SourceId source = static_cast<SourceId>(peer);
+    const Step step = step_of(exchange, 0);
+    waiting([&] { inbox_->wait(step, {0, {&source, 1}}, deadline); });
+    Part part;
+    inbox_->for_each(step, [&](const MessageHeader& header, SourceId from, const std::byte* payload) {
+        if (from == source) part = {payload, header.length};
+    });
+    usable_ = true;
+    return part;
+}
+
+void RankGroup::release(uint32_t exchange, uint32_t peer) {
+    inbox_->release(step_of(exchange, 0), static_cast<SourceId>(peer));
+}
+
+// --- control messages ---
 
 void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline) {
     if (root >= size()) {

@@ -29,6 +29,10 @@ namespace antiphon::m2n {
 
 class RankGroup {
   public:
+    struct Part {
+        const std::byte* data = nullptr;
+        uint64_t bytes = 0;
+    };
     static constexpr uint32_t num_slots = 4;  // two kinds of message, one chunk ahead
 
     // `inbox`: its source i is rank i; the source `rank` never connects. All ranks have inboxes of the same shape.
@@ -53,14 +57,18 @@ class RankGroup {
     void all_gather(const std::byte* in, std::byte* out, std::span<const uint64_t> bytes, Deadline deadline);
     void all_to_all(const std::byte* in, std::byte* out, std::span<const uint64_t> bytes_to,
                     std::span<const uint64_t> bytes_from, Deadline deadline);
+    // Messages of one pair at a time, for collectives that do something else in between. All ranks open the same
+    // exchanges in the same order; in each, a rank posts at most one message to each peer, of one slot at most. It takes
+    // each of them and releases it; a slot that is not released is missing when a later message needs it.
+    uint32_t open_exchange();
+    void post(uint32_t exchange, uint32_t peer, std::span<const Part> pieces, Deadline deadline);
+    Part take(uint32_t exchange, uint32_t peer, Deadline deadline);
+    void release(uint32_t exchange, uint32_t peer);
+
     // `payload` of `root`, to all. A timeout before anything came leaves the group usable.
     void broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline);
 
   private:
-    struct Part {
-        const std::byte* data = nullptr;
-        uint64_t bytes = 0;
-    };
     struct Room {
         std::byte* data = nullptr;
         uint64_t bytes = 0;
@@ -70,7 +78,9 @@ class RankGroup {
     void collective(Work&& work);
     template <class Wait>
     auto waiting(Wait&& wait);
-    Step step(uint64_t chunk) const;
+    void check_usable() const;
+    Step step_of(uint32_t number, uint64_t chunk) const;
+    Step step(uint64_t chunk) const { return step_of(number_, chunk); }
     uint64_t num_chunks(uint64_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
     Part chunk_of(Part whole, uint64_t chunk) const;
     std::byte* slot_of(uint32_t peer, Deadline deadline);

@@ -15,7 +15,14 @@ from typing import Any
 
 from tests.report.chromium import BINARY
 
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+_FLAGS = (
+    "--headless",
+    "--hide-scrollbars",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+)
 _PATIENCE_S = 120.0
 
 
@@ -87,6 +94,11 @@ class Browser:
             time.sleep(0.05)
         return value
 
+    def close(self) -> None:
+        """End the browser with all its processes; nothing more can be asked."""
+        self._session = ""
+        self._call("Browser.close")
+
     def photograph(self) -> bytes:
         """The window as PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
@@ -109,8 +121,11 @@ def browser(folder: Path) -> Iterator[Browser]:
         os.close(command_read)
         os.close(answer_write)
         try:
-            yield Browser(command_write, answer_read)
+            opened = Browser(command_write, answer_read)
+            yield opened
+            opened.close()
+            process.wait(_PATIENCE_S)
         finally:
+            process.kill()
             os.close(command_write)
             os.close(answer_read)
-            process.kill()

@@ -211,7 +211,7 @@ class FakeEngine:
             dispatch_bytes=4096,
             balancedness_per_layer={0: 0.75, 1: 1.0},
             placement_changes=3,
-            rows_per_layer={0: {0: 30.0, 1: 10.0}, 1: {0: 20.0, 1: 20.0}},
+            rows_per_expert={0: {0: {0: 10.0, 1: 20.0}, 1: {2: 10.0}}, 1: {0: {0: 5.0, 1: 15.0}, 1: {2: 20.0}}},
             queue_times_s=self._take_queue_times(),
             healthy=self.healthy,
             status="ok" if self.healthy else "waiting for experts[1] (loading)",

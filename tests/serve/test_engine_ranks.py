@@ -1,11 +1,16 @@
 """Workers that are groups of ranks: the text is one process's, and the loss of any rank costs no token."""
 
+import os
 import signal
+from typing import Any
 
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.serve.config import OneRole
+from antiphon.serve.engine import Engine
 from antiphon.serve.launch import Launcher
+from antiphon.serve.worker.messages import Role
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
@@ -69,6 +74,49 @@ def test_the_loss_of_a_rank_costs_no_token(
         wait_until(lambda: engine.complete, "all workers are back")
         changed = {name for name, pid in first.items() if engine.worker_pid(name) != pid}
         assert changed == {name for name in first if name.leader == victim.leader}
+
+
+def test_instances_share_the_requests(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """Two groups of workers; one of them loses its experts while all stream."""
+    with running(config(tiny_model, "1+1/m2", num_instances=2)) as engine:
+        first = {name: engine.worker_pid(name) for name in engine.workforce.names}
+        assert [str(name) for name in first] == ["attention[0]", "experts[0]", "1/attention[0]", "1/experts[0]"]
+        left = [lambda: os.kill(first[WorkerName("experts", 0, instance=1)], signal.SIGKILL)]
+
+        def on_output(num_tokens: int) -> None:
+            if left and num_tokens > 5 * NUM_TOKENS:
+                left.pop()()
+
+        finished = Run(engine, prompts[:24], GREEDY).finish(on_output)
+        assert [request.token_ids for request in finished] == reference[:24]
+        wait_until(lambda: engine.complete, "all workers are back")
+        assert all(counters.generation_tokens > 0 for counters in of_schedulers(engine)), "both got requests"
+        assert sorted(engine.stats().expert_rows_per_s) == [0, 1]
+
+
+def of_schedulers(engine: Engine) -> list[Any]:
+    return [scheduler.counters for scheduler in engine.workforce.schedulers.values()]
+
+
+def test_roles_have_their_own_threads_and_dtypes(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """The first token of a prompt hardly ever hangs on the experts' rounding; with threads alone nothing is rounded."""
+    threads = config(tiny_model, "1+1t2/m1", of_experts=OneRole(num_threads=2))
+    assert (threads.own("experts").num_threads, threads.own("attention").num_threads) == (2, 1)
+    narrow = OneRole(dtype="bfloat16")
+    with running(config(tiny_model, "1t2+1t2/m1", of_experts=narrow)) as engine:
+        made = complete(engine, prompts[:16])
+    same = sum(tokens[0] == expected[0] for tokens, expected in zip(made, reference[:16], strict=True))
+    assert same >= 12
+    with pytest.raises(UserError, match="--expert-device, -dtype and -threads need --layout disaggregated"):
+        config(tiny_model, "1", of_experts=narrow)
+
+
+def test_cores_are_shared_out_by_threads(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    uneven = config(tiny_model, "1t2+2/m1", of_experts=OneRole(num_threads=3))
+    roles: list[Role] = ["attention", "attention", "experts", "experts"]
+    assert [uneven.cores_of(process, roles) for process in range(4)] == [[0], [1], [2, 3, 4], [5, 6, 7]]
+    assert uneven.cores_of(0, roles[:3]) == []
 
 
 def test_more_ranks_than_heads_are_refused_before_anything_starts(tiny_model: TinyModel) -> None:

@@ -200,7 +200,7 @@ def test_a_plan_for_a_cluster_does_not_start_a_hundred_processes_here() -> None:
     config = ServeConfig(model=Path("m"), layout="disaggregated", num_attention=6, num_experts=3)
     check_workers_fit(config, 3, FILE)
     with pytest.raises(
-        UserError, match=r"plan.json needs 9 workers, this machine has 2 core\(s\) for at most 8, so 1 are missing"
+        UserError, match=r"needs 9 workers, this machine has 2 core\(s\) for at most 8, so 1 are missing"
     ):
         check_workers_fit(config, 2, FILE)
     joined = replace(config, join_address="127.0.0.1:7000", join_secret=b"s", joined_experts=3)

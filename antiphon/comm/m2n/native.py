@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on memory of the library's; valid as long as the library says."""
     num_bytes = dtype.itemsize
     for size in shape:
@@ -297,9 +297,9 @@ class NativeExpertExchange(_End):
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[key] = views = (
-                _view(rows, (num_rows, shape.hidden_size), shape.dtype),
-                _view(ids, table, torch.int32),
-                _view(weights, table, torch.float32),
+                view_of(rows, (num_rows, shape.hidden_size), shape.dtype),
+                view_of(ids, table, torch.int32),
+                view_of(weights, table, torch.float32),
             )
         return views
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, UserError
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.native import dtype_name
+from antiphon.comm.m2n.native import dtype_name, view_of
+from antiphon.comm.m2n.traffic import Traffic, read_traffic
 
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
 _CONNECT_S = 10.0  # for peers that are known to be there
@@ -33,6 +34,7 @@ class NativeRankGroup:
         *,
         name: str = "rank",
         timeout_s: float = 30.0,
+        num_slots: int = _m2n.RANK_GROUP_SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         if not 0 <= rank < size:
@@ -40,7 +42,7 @@ class NativeRankGroup:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         names = [f"{name}[{other}]" for other in range(size)]
-        self._inbox = endpoint.inbox(size, _m2n.RANK_GROUP_SLOTS, slot_bytes, names)
+        self._inbox = endpoint.inbox(size, num_slots, slot_bytes, names)
         self._native = _m2n.RankGroup(rank, self._inbox)
         self._outboxes: list[_m2n.Outbox | None] = [None] * size
         self._tickets: list[bytes] = [b""] * size
@@ -81,6 +83,20 @@ class NativeRankGroup:
         self._run(self._native.all_to_all, tensor.data_ptr(), out.data_ptr(), bytes_to, bytes_from)
         return out
 
+    def open_exchange(self) -> int:
+        return self._native.open_exchange()
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        pieces = [piece.contiguous() for piece in pieces]
+        self._run(self._native.post, exchange, peer, [(piece.data_ptr(), piece.nbytes) for piece in pieces])
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        address, num_bytes = self._run(self._native.take, exchange, peer)
+        return view_of(address, (num_bytes,), torch.uint8)
+
+    def release(self, exchange: int, peer: int) -> None:
+        self._native.release(exchange, peer)
+
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         assert (payload is not None) == (root == self.rank), "the root gives the payload, the others get it"
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -104,6 +120,9 @@ class NativeRankGroup:
             self._outboxes[peer], self._tickets[peer] = outbox, ticket
             self._native.set_peer(peer, outbox)
         self._run(self._native.begin, epoch)
+
+    def traffic(self) -> Traffic:
+        return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
 
     def close(self) -> None:
         self._endpoint.close()

@@ -65,21 +65,36 @@ function lastSteps(reading) {
   drawSteps(place("steps"), steps, zoom);
 }
 
+function chosenLayer(layers) {
+  const names = layers.map(layer => String(layer.layer)), select = place("layer");
+  if (names.join() !== [...select.options].map(option => option.value).join()) {
+    const before = select.value;
+    select.replaceChildren(...names.map(name => new Option(`layer ${name}`, name)));
+    if (names.includes(before)) select.value = before;
+  }
+  select.hidden = !names.length;
+  return layers[Math.max(0, select.selectedIndex)];
+}
+
 function load(reading) {
-  const layers = reading.load, words = place("load-words");
-  if (!layers.length) {
+  const layers = reading.load, words = place("load-words"), layer = chosenLayer(layers);
+  if (layer === undefined) {
     const apart = reading.now.expert_idle_ratio !== null;
     words.textContent = apart ? "No rows yet. The drawing comes with the first requests." : "Each worker holds all experts here, so there is nothing to balance.";
     place("load").replaceChildren();
     return;
   }
-  const means = layers.map(layer => layer.rows.reduce((sum, rows) => sum + rows, 0) / layer.rows.length);
-  const mean = layers.reduce((sum, layer) => sum + layer.balancedness, 0) / layers.length;
-  words.textContent = `Rows that each expert worker was sent lately, beside the layer's mean. Balancedness (mean / maximum): ${number(mean)} on average of the layers.`;
-  const tip = (row, column) => `layer ${layers[row].layer}, experts[${column}]: ${number(layers[row].rows[column])} rows, ` +
-    `${number(layers[row].rows[column] / means[row])} × the mean\nbalancedness of the layer ${number(layers[row].balancedness)}`;
-  drawHeat(place("load"), "Rows of each expert worker and layer", layers.map(layer => String(layer.layer)), layers[0].rows.map((_, index) => String(index)),
-    layers.map((layer, row) => layer.rows.map(rows => means[row] ? rows / means[row] : null)), tip, "layer", "expert worker");
+  const lowest = layers.reduce((low, each) => each.balancedness < low.balancedness ? each : low);
+  words.textContent = `Rows of each expert lately, beside the mean of the layer's experts. Balancedness of the layer ` +
+    `(mean / maximum of its workers): ${number(layer.balancedness)}; lowest: ${number(lowest.balancedness)} in layer ${lowest.layer}.`;
+  const experts = [...new Set(layer.workers.flatMap(worker => worker.experts))].sort((a, b) => a - b);
+  const total = list => list.reduce((sum, rows) => sum + rows, 0);
+  const mean = total(layer.workers.map(worker => total(worker.rows))) / experts.length;
+  const rowsOf = layer.workers.map(worker => new Map(worker.experts.map((expert, index) => [expert, worker.rows[index]])));
+  const tip = (row, column) => `layer ${layer.layer}, expert ${experts[column]} on experts[${layer.workers[row].worker}]: ` +
+    `${number(rowsOf[row].get(experts[column]))} rows, ${number(rowsOf[row].get(experts[column]) / (mean || 1))} × the mean\nall of this worker: ${number(total(layer.workers[row].rows))} rows`;
+  drawHeat(place("load"), "Rows of each expert on each worker", layer.workers.map(worker => `experts[${worker.worker}]`), experts.map(String),
+    rowsOf.map(held => experts.map(expert => held.has(expert) ? held.get(expert) / (mean || 1) : null)), tip, "", "expert");
 }
 
 function workersAndEvents(reading) {
@@ -159,6 +174,7 @@ place("login").addEventListener("submit", event => {
   place("login").hidden = true;
   poll();
 });
+place("layer").addEventListener("change", draw);
 place("zoom").addEventListener("change", event => { zoom = event.target.value; draw(); });
 addEventListener("resize", draw);
 document.addEventListener("pointermove", event => {

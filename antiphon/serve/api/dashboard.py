@@ -19,6 +19,7 @@ from antiphon.serve.api.dashboard_reading import (
     LayerLoad,
     Now,
     ShownEvent,
+    WorkerLoad,
     WorkerState,
 )
 from antiphon.serve.api.last_steps import last_steps
@@ -160,7 +161,14 @@ def _history(samples: list[_Sample], num_attention: int) -> History:
 
 def _load(stats: EngineStats) -> list[LayerLoad]:
     return [
-        LayerLoad(layer=layer, rows=list(rows.values()), balancedness=stats.balancedness_per_layer[layer])
-        for layer, rows in stats.rows_per_layer.items()
+        LayerLoad(
+            layer=layer,
+            balancedness=stats.balancedness_per_layer[layer],
+            workers=[
+                WorkerLoad(worker=worker, experts=list(held), rows=[round(rows) for rows in held.values()])
+                for worker, held in workers.items()
+            ],
+        )
+        for layer, workers in stats.rows_per_expert.items()
         if layer in stats.balancedness_per_layer
     ]

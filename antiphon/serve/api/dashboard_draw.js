@@ -139,7 +139,7 @@ function stepsLegend(steps) {
 // Cells of `values[row][column]` from 0 to 2 times the mean; null leaves a cell empty.
 function drawHeat(place, title, rows, columns, values, tip, rowName, columnName) {
   const left = 14 + CHARACTER * Math.max(rowName.length, ...rows.map(row => row.length)), top = 22;
-  const high = Math.max(7, Math.min(24, 420 / rows.length)), height = top + high * rows.length + 56;
+  const high = Math.max(7, Math.min(30, 420 / rows.length)), height = top + high * rows.length + 56;
   const [svg, width] = picture(place, height, title);
   const wide = (width - left - 8) / columns.length;
   svg.append(element("text", {x: left - 8, y: 14, "text-anchor": "end", class: "soft"}, rowName));

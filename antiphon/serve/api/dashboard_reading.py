@@ -76,12 +76,18 @@ class LastSteps(BaseModel):
     left_out: list[str] = Field(description="Workers without spans: too many to draw, elsewhere, or silent.")
 
 
-class LayerLoad(BaseModel):
-    """`rows[w]`: sent to expert worker w lately."""
+class WorkerLoad(BaseModel):
+    """An expert worker, the experts of a layer that it holds, and how many rows each of them had lately."""
 
+    worker: int
+    experts: list[int]
+    rows: list[int]
+
+
+class LayerLoad(BaseModel):
     layer: int
-    rows: list[float]
-    balancedness: float = Field(description="Mean / maximum of `rows`; 1 is perfect balance.")
+    balancedness: float = Field(description="Mean / maximum rows of an expert worker; 1 is perfect balance.")
+    workers: list[WorkerLoad]
 
 
 class ShownEvent(BaseModel):

@@ -89,6 +89,7 @@ class ServerMetrics(Collector):
         yield from _gauges(stats)
         yield from _counters(stats)
         yield _balancedness(stats)
+        yield _expert_speed(stats)
         yield from _exchange(stats)
         yield self._prediction_error()
         yield from _predicted(self._predicted)
@@ -150,6 +151,15 @@ def _counters(stats: EngineStats) -> Iterable[Metric]:
         ("placement_changes", "Times that experts were placed anew", stats.placement_changes),
     ):
         yield CounterMetricFamily(f"antiphon:{name}", text, value=value)
+
+
+def _expert_speed(stats: EngineStats) -> Metric:
+    metric = GaugeMetricFamily(
+        "antiphon:expert_rows_per_second", "Rows per second of computing of an expert worker", labels=["worker"]
+    )
+    for number, rate in stats.expert_rows_per_s.items():
+        metric.add_metric([str(number)], rate)
+    return metric
 
 
 def _balancedness(stats: EngineStats) -> Metric:

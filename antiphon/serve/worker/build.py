@@ -113,9 +113,10 @@ def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
         torch.set_num_threads(configure.num_threads)
 
 
-def _exchange_shape(configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> ExchangeShape:
+def _exchange_shape(configure: Configure, spec: ModelSpec) -> ExchangeShape:
     exchange = configure.exchange
     assert exchange is not None, "only workers of the disaggregated layout exchange anything"
+    dtype = resolve_dtype(exchange.dtype)
     return exchange_shape(
         spec, dtype, exchange.num_attention, exchange.num_experts, exchange.num_micro_batches, exchange.max_rows
     )
@@ -172,7 +173,7 @@ def _build_experts(
         return Follower(experts, recorder, Links(None, ranks), moves, backend.name, configure.timeout_s)
     exchange = NativeExpertExchange(
         _endpoint(configure, f"experts[{configure.index}]"),
-        _exchange_shape(configure, spec, backend.dtype),
+        _exchange_shape(configure, spec),
         configure.index,
     )
     runner = ExpertRunner(configure.index, experts, exchange, recorder)
@@ -215,7 +216,7 @@ def _build_attention(
     else:
         exchange = NativeAttentionExchange(
             _endpoint(configure, f"attention[{configure.index}]"),
-            _exchange_shape(configure, spec, backend.dtype),
+            _exchange_shape(configure, spec),
             configure.index,
             configure.placement,
             configure.timeout_s,

@@ -7,12 +7,14 @@ held here, weighted partial sums back. No request, no sequence, no step outlives
 import time
 from collections import Counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.comm.m2n.api import ExpertExchange
+from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
 from antiphon.comm.m2n.traffic import Traffic
-from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.serve.worker.ranks import ExpertRanks
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
@@ -82,6 +84,7 @@ class ExpertRunner:
         self._recorder = recorder
         self._num_batches = 0
         self._rows_per_layer: Counter[int] = Counter()
+        self._counts: dict[int, NDArray[np.int64]] = {}  # by layer: [1 + experts], the first of rows served elsewhere
         self._busy_s = 0.0
         self._reported_wait_s = 0.0
 
@@ -98,6 +101,7 @@ class ExpertRunner:
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
         partial_RH = self._ranks.lead(batch)
         self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
+        self._count(batch)  # the batch's memory is the next sender's after the reply
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
         self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
@@ -105,6 +109,12 @@ class ExpertRunner:
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
+
+    def _count(self, batch: ExpertBatch) -> None:
+        """Rows of each expert; from the host's copy of the ids, so that no device is waited for."""
+        counts = np.bincount(batch.ids_RK.numpy().ravel() + 1, minlength=self._ranks.half.spec.router.num_experts + 1)
+        before = self._counts.get(batch.layer)
+        self._counts[batch.layer] = counts if before is None else before + counts
 
     def report(self) -> ExpertReport | None:
         """Counters since the last report, None if nothing happened."""
@@ -114,11 +124,18 @@ class ExpertRunner:
             index=self._index,
             num_batches=self._num_batches,
             rows_per_layer=dict(self._rows_per_layer),
+            rows_per_expert={
+                layer: {
+                    expert: int(counts[1 + expert]) for expert in self._ranks.half.expert_ids[layer] if expert != FREE
+                }
+                for layer, counts in self._counts.items()
+            },
             busy_s=self._busy_s,
             wait_s=self._exchange.wait_s - self._reported_wait_s,
         )
         self._num_batches = 0
         self._rows_per_layer.clear()
+        self._counts.clear()
         self._busy_s = 0.0
         self._reported_wait_s = self._exchange.wait_s
         return report

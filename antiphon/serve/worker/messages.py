@@ -22,7 +22,8 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach others: the transport, where they reach this worker, and the sizes both ends of an exchange agreed
     on. Without expert workers (`num_experts` 0) there are only the ranks of one worker to reach.
 
-    `local_processes`: workers on this machine, for the choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
+    `dtype`: of the rows that travel. `local_processes`: workers on this machine, for the choice how to wait (`waiting`,
+    as in `_m2n.Endpoint`)."""
 
     transport: str
     host: str
@@ -33,6 +34,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int
     num_micro_batches: int
     max_rows: int
+    dtype: str
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -133,11 +135,15 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An expert worker's counters since the last report: batches, rows per layer, time busy and waiting."""
+    """An expert worker's counters since the last report: batches, rows, time busy and waiting.
+
+    `rows_per_layer`: rows that came. `rows_per_expert[layer]`: rows of each expert held here; a row counts for each of
+    its experts."""
 
     index: int
     num_batches: int
     rows_per_layer: dict[int, int]
+    rows_per_expert: dict[int, dict[int, int]]
     busy_s: float
     wait_s: float
 

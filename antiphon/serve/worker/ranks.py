@@ -99,16 +99,17 @@ class ExpertRanks:
     def __init__(self, ranks: RankGroup, half: ExpertHalf, moves: ExpertMoves, recorder: SpanRecorder) -> None:
         self._ranks = ranks
         self._moves = moves
-        self._half = half
+        self.half = half
         self._recorder = recorder
         self._top_k = half.spec.router.top_k
 
     def lead(self, batch: ExpertBatch) -> Tensor:
-        """The weighted partial sums of a batch, in host memory: the followers get its rows, and add their columns."""
+        """The weighted partial sums of a batch, in host memory and the experts' dtype: the followers get its rows, and
+        add their columns."""
         self._moves.check(batch.placements)
+        rows_RH = batch.rows_RH.to(self.half.backend.dtype)
         if self._ranks.size == 1:
-            return self._part(batch.layer, batch.rows_RH, batch.ids_RK, batch.weights_RK)
-        rows_RH = batch.rows_RH
+            return self._part(batch.layer, rows_RH, batch.ids_RK, batch.weights_RK)
         told = _Batch(batch.step, batch.layer, batch.micro_batch, rows_RH.shape[0])
         self._ranks.broadcast_bytes(_ENCODER.encode(told))
         return self._everybody(told, rows_RH, batch.ids_RK, batch.weights_RK)
@@ -119,7 +120,7 @@ class ExpertRanks:
         if heard is None:
             return False
         told = _DECODE_BATCH.decode(heard)
-        half, self._recorder.step = self._half, told.step
+        half, self._recorder.step = self.half, told.step
         rows_RH = torch.empty(0, half.spec.hidden_size, dtype=half.backend.dtype)
         nothing_K = torch.empty(0, self._top_k)
         self._everybody(told, rows_RH, nothing_K.int(), nothing_K)
@@ -133,7 +134,7 @@ class ExpertRanks:
         return self._ranks.reduce_scatter(part_RH, num_rows)
 
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-        half, device = self._half, self._half.backend.device
+        half, device = self.half, self.half.backend.device
         if device.type == "cpu":
             return half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
         local_RK = half.to_local(layer, ids_RK.to(device))
