@@ -13,7 +13,9 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.cli.this_machine import check_is_here
 from antiphon.models.planned import load_planned_model
+from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.pins import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
@@ -33,8 +35,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
-Values = list[str] | None
-"""An option that may be given several times."""
+Values = list[str] | None  # an option that may be given several times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class SearchOptions:
 
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
+    routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity by serve.", hidden=True)] = None
     phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill, both or train.")] = "decode"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
@@ -60,6 +62,12 @@ class SearchOptions:
         typer.Option(metavar="NAME=N", show_default=False, help="Fix attention.tp, .dp, experts.tp, .ep, pp, ..."),
     ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
+    runnable_here: Annotated[bool, typer.Option("--runnable-here", help="Only what serve can run on this machine.")] = (
+        False
+    )
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="… or on these; a cluster's file.")
+    ] = None
 
     def trains(self) -> bool:
         """Whether the plan is one to train; `UserError` if the phase is none."""
@@ -73,9 +81,18 @@ class SearchOptions:
         return PHASES[self.phase]
 
     def cluster_spec(self) -> ClusterSpec:
+        if self.nodes is not None:
+            if not self.runnable_here or self.cluster:
+                raise UserError("--nodes takes the place of --cluster beside --runnable-here: give these two")
+            return load_cluster(str(self.nodes))
         if not self.cluster:
+            if self.runnable_here:
+                raise UserError("--cluster is missing: antiphon profile writes this machine's; or give --nodes FILE")
             raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
-        return load_cluster(self.cluster)
+        cluster = load_cluster(self.cluster)
+        if self.runnable_here:
+            check_is_here(cluster)
+        return cluster
 
     def layouts(self) -> tuple[Layout, ...]:
         """In the order of `LAYOUTS`; all of them for auto."""
@@ -109,6 +126,8 @@ class SearchOptions:
             expert_tp=pins.only("expert_tp"),
             expert_workers=pins.only("expert_ep"),
             pp=pins.only("pp"),
+            overlapped=not self.runnable_here,  # the engine computes a micro-batch whole
+            servable=self.runnable_here,
             pins=pins,
         )
 
@@ -204,7 +223,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         notes=planned.notes,
         path=path,
         cluster=cluster,
-        workload=overrides.apply_to_workload(load_workload(search.workload)),
+        workload=with_recorded_popularity(overrides.apply_to_workload(load_workload(search.workload)), search.routing),
         phases=search.phases(),
         layouts=search.layouts(),
         objective=search.checked_objective(),

@@ -25,8 +25,8 @@ from antiphon.comm.mesh import Group
 from antiphon.comm.wire import Ticket
 
 # PyTorch 2.13 has them under new names and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collective(Protocol):
@@ -96,7 +96,7 @@ class AllGather:
         x = _padded(x, largest)
         buffer = x.new_empty((largest * self.group.size, *x.shape[1:]))
         self.group.ledger.sent(self.name, (self.group.size - 1) * x.shape[0] * _row_bytes(x))
-        return buffer, _all_gather(buffer, x, group=self.group.process_group, async_op=True)
+        return buffer, all_gather_single(buffer, x, group=self.group.process_group, async_op=True)
 
     def finish(self, buffer: Tensor) -> Tensor:
         largest = max(self.sizes)
@@ -126,7 +126,7 @@ class ReduceScatter:
             x = torch.cat([_padded(part, largest) for part in torch.split(x, list(self.sizes))])
         buffer = x.new_empty((largest, *x.shape[1:]))
         self.group.ledger.sent(self.name, (self.group.size - 1) * largest * _row_bytes(x))
-        return buffer, _reduce_scatter(buffer, x, group=self.group.process_group, async_op=True)
+        return buffer, reduce_scatter_single(buffer, x, group=self.group.process_group, async_op=True)
 
     def finish(self, buffer: Tensor) -> Tensor:
         return buffer[: self.sizes[self.group.index]]

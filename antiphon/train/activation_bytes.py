@@ -9,6 +9,8 @@ The limit is the planner's business: `cost.training.rematerialize` takes options
 cluster that MegaScale-MoE was measured on. Only their order counts here.
 """
 
+from collections.abc import Sequence
+
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_bytes
 from antiphon.cost.training.layer_case import LayerSizes, layer_case
@@ -18,6 +20,7 @@ from antiphon.cost.training.rematerialize import activations_of, choose, dense_b
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.nearest import did_you_mean
 from antiphon.train.attention import reads_qkv
 from antiphon.train.config import TrainConfig
 from antiphon.train.keep import HEADS
@@ -109,4 +112,12 @@ def dropped_to_fit(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -
             f"{format_bytes(everything - moe_layers * saved)} of {format_bytes(everything)}: raise it, or make "
             "micro_batch smaller"
         )
-    return tuple(name for option in choice.chosen(0) for name in TENSORS_OF[option])
+    return tensors_of(choice.chosen(0))
+
+
+def tensors_of(options: Sequence[str]) -> tuple[str, ...]:
+    """The tensors that a planner's `options` make again; `UserError` for one that it does not have."""
+    for option in options:
+        if option not in TENSORS_OF:
+            raise UserError(f"memory.again names {option!r}: {did_you_mean(option, list(TENSORS_OF))}")
+    return tuple(name for option in options for name in TENSORS_OF[option])

@@ -57,7 +57,7 @@ class Watch:
         first_step: int,
         timeline: Path | None = None,
     ) -> None:
-        layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        layers = list(spec.expert_layers)
         self._alarm = RouterAlarm(layers, spec.router.num_experts, spec.router.top_k)
         self._spans = spans
         self._metrics = metrics
