@@ -23,9 +23,9 @@ from antiphon import _m2n
 from antiphon.base.errors import PeerLost
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
+from antiphon.bench.box import Box, box_unavailable
 from antiphon.cli.bench_m2n import provenance
 from antiphon.comm.m2n.rendezvous import Rendezvous
-from benchmarks.box import Box, box_unavailable
 
 PORT = 7710
 PATIENCE_S = 60.0

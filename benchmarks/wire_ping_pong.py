@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.progress import progress
+from antiphon.bench.box import Box, box_unavailable
 from antiphon.models.config import load_model_spec
-from benchmarks.box import Box, box_unavailable
 from benchmarks.ping_pong import LayerTimes, predicted_layer_s, run
 
 SECRET = "only for this benchmark, on a private network"

@@ -1,10 +1,11 @@
 """Training as anybody would write it, to hold our trainer against: transformers' model, PyTorch's AdamW, a loop, and
-`DistributedDataParallel` where there are several ranks.
+`DistributedDataParallel`, or `fully_shard` (FSDP2), where there are several ranks.
 
 Parameters are in float32; bfloat16 is autocast, as the documentation of PyTorch advises. Of the ways transformers has
 to run experts, the fastest here is found by trial.
 """
 
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from antiphon.specs.model import ModelSpec
@@ -26,20 +29,43 @@ MOST_COPIED_BYTES = 1 << 30  # batched_mm copies the matrices of every (row, exp
 
 class PlainLoop:
     """The loop over the checkpoint in `folder`. Gradients are limited to the norm `clip`. In an initialized process
-    group it is one rank of several, which have equally many targets of a step."""
+    group it is one rank of several, which have equally many targets of a step; `sharded`: each holds a share of every
+    parameter, gradient and moment, layer by layer."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, betas: tuple[float, ...], eps: float, clip: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        betas: tuple[float, ...],
+        eps: float,
+        clip: float,
+        *,
+        sharded: bool = False,
+    ) -> None:
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         )
         self._model.train()
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._forward: Any = self._model if self._ranks == 1 else DistributedDataParallel(self._model)
+        self._sharded = sharded and self._ranks > 1
+        self._alone: Any = copy.deepcopy(self._model) if self._sharded else None  # for what a pass takes without others
+        self._whole_bytes: int = sum(each.numel() * each.element_size() for each in self._model.parameters())
+        self._forward: Any = self._model
+        if self._sharded:
+            self._shard()
+        elif self._ranks > 1:
+            self._forward = DistributedDataParallel(self._model)
         self._dtype = dtype
         self._clip = clip
         self.optimizer = torch.optim.AdamW(
-            self._model.parameters(), betas=(betas[0], betas[1]), eps=eps, weight_decay=0.0, fused=True
+            self._model.parameters(), betas=(betas[0], betas[1]), eps=eps, weight_decay=0.0, fused=not self._sharded
         )
+
+    def _shard(self) -> None:
+        mesh = init_device_mesh("cpu", (self._ranks,))
+        for layer in self._model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -47,13 +73,15 @@ class PlainLoop:
 
     def use_experts(self, implementation: str) -> None:
         self._model.set_experts_implementation(implementation)
+        if self._alone is not None:
+            self._alone.set_experts_implementation(implementation)
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in a step, as `comm.ledger` counts an all-reduce."""
-        return sum(
-            2 * (self._ranks - 1) * each.numel() * each.element_size() // self._ranks for each in self.parameters
-        )
+        """What a rank sends in a step, as `comm.ledger` counts: an all-reduce, or two all-gathers and a
+        reduce-scatter."""
+        times = 3 if self._sharded else 2
+        return times * (self._ranks - 1) * self._whole_bytes // self._ranks
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy of a batch whose sequences are one document each."""
@@ -78,6 +106,12 @@ class PlainLoop:
         if self._ranks == 1:
             return 0.0
         with_others = self._trial_s(batch)
+        if self._sharded:
+            self._forward, whole = self._alone, self._forward
+            try:
+                return max(0.0, with_others - self._trial_s(batch))
+            finally:
+                self._forward = whole
         with self._forward.no_sync():
             return max(0.0, with_others - self._trial_s(batch))
 
@@ -106,7 +140,7 @@ class PlainLoop:
     def _trial_s(self, batch: Batch) -> float:
         started_s = time.perf_counter()
         self.loss(batch).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.zero_grad()
+        self._forward.zero_grad()
         return time.perf_counter() - started_s
 
 

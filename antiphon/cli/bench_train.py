@@ -13,7 +13,9 @@ from antiphon.base.units import format_bytes
 from antiphon.bench.train import bench_train, check_case
 from antiphon.bench.train_turns import TOLERANCES, TrainingCase
 from antiphon.cli import options
+from antiphon.cli.bench_ladder import LadderOptions, case_of, run_ladder
 from antiphon.cli.doctor import read_cpuinfo
+from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 from antiphon.serve.config import MAX_THREADS
 from antiphon.train.config import Dtype
@@ -25,6 +27,7 @@ _COLUMNS = (
 )
 
 
+@takes_groups
 def train(
     model: options.ModelFolder,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences of a step.")] = 8,
@@ -37,6 +40,8 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="Of our ranks: parallel.KEY=N."),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="At most this many steps each.")] = 12,
+    *,
+    chosen: LadderOptions,
     json: JsonOption = None,
 ) -> None:
     """Time a training step of MODEL beside a plain loop over transformers, in turns."""
@@ -44,6 +49,19 @@ def train(
     options.check_count("--sequence-length", sequence_length, MOST_POSITIONS)
     options.check_count("--threads", threads, MAX_THREADS)
     options.check_count("--rounds", rounds, MOST_ROUNDS)
+    dtypes = parse_dtypes(dtype)
+    if chosen.ladder is not None:
+        if threads is not None or ranks != "1" or changes or len(dtypes) > 1:
+            raise UserError(
+                "--threads, --ranks, --set or several dtypes: a ladder says itself what runs, so leave them out"
+            )
+        run_ladder(
+            chosen,
+            case_of(chosen, model=model, batch=batch, sequence_length=sequence_length, dtype=dtypes[0], rounds=rounds),
+            json,
+        )
+        return
+    chosen.refuse_without_ladder()
     cores = threads or torch.get_num_threads()
     cases = [
         TrainingCase(
@@ -57,7 +75,7 @@ def train(
             parallel=parse_parallel(changes or [], count) if count > 1 else {},
         )
         for count in parse_ranks(ranks)
-        for name in parse_dtypes(dtype)
+        for name in dtypes
     ]
     for case in cases:
         check_case(case)

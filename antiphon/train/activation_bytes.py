@@ -27,6 +27,7 @@ from antiphon.train.keep import HEADS
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.memory_check import setup_of
 from antiphon.train.model import MoeModel
+from antiphon.train.operators import whole_name
 
 TENSORS_OF = {
     "ln1_out": ("ln1_out", "ln1_out_ag"),
@@ -42,7 +43,7 @@ TENSORS_OF = {
 
 def layer_bytes(plan: LayerPlan, sizes: LayerSizes) -> float:
     """What one rank keeps of one layer under `plan`."""
-    model, setup, kept = sizes.model, sizes.setup, plan.keeping.kept
+    model, setup, kept = sizes.model, sizes.setup, frozenset(map(whole_name, plan.keeping.kept))
     width = {each.name: float(each.width) for each in activations_of(sizes)}
     total: float = sum(
         width[name] for name in ("hidden", "qkv", "attn", "ln2_in", "ffn_in", "fc2_in", "fc2_out") if name in kept

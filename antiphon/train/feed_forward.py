@@ -14,10 +14,11 @@ from antiphon.comm.dispatch.api import Dispatcher, weights_of_rows
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap
 from antiphon.specs.model import ModelSpec
+from antiphon.train.expert_parts import in_parts
 from antiphon.train.experts import Experts
 from antiphon.train.operators import Compute, Here, Operator, Product
 from antiphon.train.row_budget import Pieces, RowBudget, pass_over_budget
-from antiphon.train.way_operators import way_operators
+from antiphon.train.way_operators import end_of, way_operators
 from antiphon.train.weights import DOWN, GATE_UP, Weights
 
 
@@ -28,16 +29,25 @@ def dense_operators() -> list[Operator]:
 
 
 def expert_operators(
-    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool
+    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool, parts: int = 1
 ) -> list[Operator]:
-    """Of a MoE layer: from normed rows to the next layer's. `weighs_early`: the router's weights multiply before the
-    second product where that costs nothing (MegaScale-MoE, section 4.1), so that backward does not need its result: not
-    where that product has a bias, nor where they stay at home, unless the dispatcher wants it."""
+    """Of a MoE layer: from normed rows to the next layer's, in `parts` where rows travel. `weighs_early`: the router's
+    weights multiply before the second product where that costs nothing (MegaScale-MoE, section 4.1), so that backward
+    does not need its result: not where that product has a bias, nor where they stay at home, unless the dispatcher
+    wants it."""
     has_shared, bounded = bool(spec.feed_forward.shared_intermediate), budget.may_exceed
     weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
     has_bias = spec.feed_forward.expert_bias and adds_bias
     early = dispatcher.early_weights or (weighs_early and weighs_here and not spec.feed_forward.expert_bias)
     there, weights, back = way_operators(dispatcher, has_weights=not early, needs_rows=weighs_here)
+    experts = [
+        *there,
+        *(_shared(spec) if has_shared else ()),
+        *_experts(spec, weights if early else None, has_bias=has_bias),
+        *back,
+    ]
+    if parts > 1 and dispatcher.ways:
+        experts = in_parts(experts, parts, end_of(len(dispatcher.ways) - 1))
     return [
         Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
         Compute(
@@ -58,10 +68,7 @@ def expert_operators(
             once=True,
             has_gradient=False,
         ),
-        *there,
-        *(_shared(spec) if has_shared else ()),
-        *_experts(spec, weights if early else None, has_bias=has_bias),
-        *back,
+        *experts,
         *(_over_budget() if bounded else ()),
         Compute(
             name="add",

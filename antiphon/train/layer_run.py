@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.comm.collectives import Collective, Flight
+from antiphon.comm.mesh import Group
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_schedule import (
     AGAIN,
@@ -117,7 +118,7 @@ class _LayerRun:
                 self._run(operator, recorded=self._plan.records_again(operator))
             case Product(), _:
                 self._product_gradient(operator, verb)
-            case _:
+            case Compute(), _:
                 self._gradient(operator)
 
     # forward
@@ -164,7 +165,7 @@ class _LayerRun:
     def _launch(self, operator: Exchange, x: Tensor, *, backward: bool) -> None:
         flight = self._flights[operator.name, backward] = Flight(self._collectives[operator.name])
         with torch.no_grad():
-            flight.launch(x.transpose(0, operator.dim), backward=backward)
+            flight.launch(x.transpose(0, operator.dim), backward=backward, part=operator.part)
 
     def _land(self, operator: Exchange, *, backward: bool = False) -> Tensor:
         with torch.no_grad():
@@ -172,7 +173,9 @@ class _LayerRun:
 
     # backward
 
-    def _gradient(self, operator: Operator) -> None:
+    def _gradient(self, operator: Compute) -> None:
+        if operator.leads_to:
+            self._make_way(self._collectives[operator.leads_to].group)
         found = {name: self._gradient_of(name) for name in operator.makes}
         grads = {name: grad for name, grad in found.items() if grad is not None}
         of_read, of_parameters = self._graphs.pop(operator.name).gradients(grads)
@@ -182,6 +185,12 @@ class _LayerRun:
             self._add(operator, name, grad)
         for parameter, grad in of_parameters:
             self._add_parameter(parameter, grad)
+
+    @staticmethod
+    def _make_way(group: Group) -> None:
+        """For an exchange over `group` that is about to begin."""
+        if group.wire is not None and group.size > 1:
+            group.wire.combine_begins()
 
     def _product_gradient(self, operator: Product, verb: str) -> None:
         grad = self._gradient_of(operator.makes[0])

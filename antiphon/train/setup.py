@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from antiphon.base.errors import UserError
+from antiphon.comm.float8_rows import SCALE_BYTES
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.strict_table import read_text
@@ -53,8 +55,31 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
 def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:
     """How layers run under this configuration."""
     memory, file = config.memory, config.overlap.schedule
-    dropped = tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes))
-    found = PlanOptions(keep=memory.keep or memory.remake, dropped=dropped)
+    found = PlanOptions(
+        keep=memory.keep or memory.remake,
+        dropped=tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes)),
+        parts=parts_of(spec, config, sizes),
+    )
     if not config.overlap.beside:
         return replace(found, schedule=str(one_by_one(parse(found.schedule, found.where))))
     return replace(found, schedule=read_text(Path(file)), where=file) if file else found
+
+
+def parts_of(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> int:
+    """In how many parts rows travel to experts: as many as leave no rank more than `chunk_bytes` to send in one. The
+    same on all ranks and in every step, whatever the router does."""
+    communication, experts = config.communication, max(sizes.expert, sizes.expert_tensor)
+    if not communication.pipeline_experts or sizes.world_size == 1:
+        return 1
+    if experts == 1 and not communication.packing:
+        raise UserError(
+            "communication.pipeline_experts is true, but every rank has all experts, so no rows travel: share them "
+            "(parallel.expert), or set it to false"
+        )
+    sequences = config.batch // config.micro_batches // sizes.data
+    rows = -(-config.sequence_length // (sizes.sequence * sizes.tensor)) * sequences * sizes.expert_tensor
+    if config.parallel.dispatch == "all_to_all" and sizes.expert > 1:
+        rows *= min(spec.router.top_k, sizes.expert) if config.parallel.deduplicate else spec.router.top_k
+    wide = _DTYPES[config.dtype].itemsize
+    row_bytes = spec.hidden_size * wide if communication.activations == "plain" else spec.hidden_size + SCALE_BYTES
+    return max(1, -(-rows * row_bytes // communication.chunk_bytes))

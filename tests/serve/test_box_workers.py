@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.box import Box, NodeProcess, box_unavailable
+from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from tests.serve.box_engine import SECRET
 from tests.serve.engine_harness import Prompts, TinyModel, Tokens
 

@@ -65,7 +65,7 @@ def test_another_order_of_the_operators() -> None:
     lines = DEFAULT.replace("weights fc2\n", "").replace("gradient fc2\n", "weights fc2\ngradient fc2\n")
     assert lines != DEFAULT
     serial = str(one_by_one(parse(DEFAULT, "")))
-    expected, *others = (gradients(config, PlanOptions(schedule=each)) for each in (DEFAULT, lines, serial))
+    expected, *others = (gradients(config, PlanOptions(schedule=each)) for each in ("", lines, serial))
     for found in others:
         assert all(torch.equal(found[name], each) for name, each in expected.items())
 

@@ -25,6 +25,7 @@ from antiphon.cost.training.tables import SumName, TrainingLayer, TrainingTables
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import DeviceSpec
+from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import BYTES_OF
 
 UNMEASURED_S = 1e9  # longer than anybody waits; infinity would make 0 * infinity of an empty bubble
@@ -172,10 +173,10 @@ def _sends(training: Training, setup: TrainingSetup, tables: TrainingTables, num
     return np.where(pipeline > 1, 2 * (num_micro_batches * setup.virtual_stages + pipeline - 1) * hop_s, 0.0)
 
 
-def _parameters(training: Training, setup: TrainingSetup, layers: StageLayers) -> RankParameters:
+def held_parameters(model: ModelSpec, setup: TrainingSetup, layers: StageLayers) -> RankParameters:
     """Of one rank. Embedding and head are whole on every rank of the first and the last stage."""
-    held = rank_parameters(training.model, setup, layers, with_tables=False)
-    counts = count_parameters(training.model)
+    held = rank_parameters(model, setup, layers, with_tables=False)
+    counts = count_parameters(model)
     tables = np.where(
         np.asarray(setup.pipeline) == 1, counts.embedding + counts.head, max(counts.embedding, counts.head)
     )
@@ -184,7 +185,7 @@ def _parameters(training: Training, setup: TrainingSetup, layers: StageLayers) -
 
 def _owned(training: Training, setup: TrainingSetup, layers: StageLayers) -> FloatArray:
     """Parameters that one rank updates."""
-    held = _parameters(training, setup, layers)
+    held = held_parameters(training.model, setup, layers)
     data = np.asarray(setup.data_parallel, np.float64) if setup.zero else np.ones(1)
     group = np.asarray(setup.model_parallel, np.float64) if setup.zero else np.ones(1)
     return np.asarray(held.sharded / data + held.replicated / (data * group))
@@ -194,7 +195,7 @@ def _sync(
     training: Training, setup: TrainingSetup, tables: TrainingTables, layers: StageLayers, num_micro_batches: Number
 ) -> FloatArray:
     """Gradients summed and parameters gathered, a bucket for each layer."""
-    held = _parameters(training, setup, layers)
+    held = held_parameters(training.model, setup, layers)
     data, ranks = np.asarray(setup.data_parallel), np.asarray(setup.num_devices)
     passes = np.asarray(num_micro_batches) if setup.zero >= 2 else np.ones(1)
     calls: list[tuple[SumName, FloatArray]] = [("all_reduce", np.ones(1))]

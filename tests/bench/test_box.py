@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from antiphon.base.errors import UserError
-from benchmarks.box import Box, BoxError, NodeProcess, box_unavailable, keeper, topology, wait_all
-from benchmarks.box.ranks import NodeCommand, parse_node_command, plan_ranks
-from benchmarks.box.topology import LinkShape
+from antiphon.bench.box import Box, BoxError, NodeProcess, box_unavailable, keeper, topology, wait_all
+from antiphon.bench.box.ranks import NodeCommand, parse_node_command, plan_ranks
+from antiphon.bench.box.topology import LinkShape
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "box.py")
@@ -396,7 +396,7 @@ def test_everything_ends_with_the_block(
 # The owner forks a child that inherits every descriptor and outlives it: the keeper must not be fooled.
 OWNER_WITH_HEIR = """
 import os, sys, time
-from benchmarks.box import Box
+from antiphon.bench.box import Box
 with Box(num_nodes=2, mbit=100) as box:
     box.start(0, ["sh", "-c", sys.argv[1]])
     if os.fork() == 0:

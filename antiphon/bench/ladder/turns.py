@@ -1,0 +1,189 @@
+"""Variants of a training step that take turns in one process: one rank of a box.
+
+Each trainer runs in a thread of its own and hands the turn back after every step, so it is `Trainer.run` that is timed,
+not a copy of its inside. What is reported is what the trainer's metrics say. Rejected: one run after the other, for the
+machine drifts within a minute; and a process for each variant, which would start for longer than it runs.
+"""
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from antiphon.bench.ladder.ladders import LadderCase, Variant
+from antiphon.bench.plain_loop import PlainLoop
+from antiphon.bench.train_turns import kept_for_backward
+from antiphon.models.config import load_model_spec
+from antiphon.train.config import TrainConfig, config_of
+from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
+from antiphon.train.samples import Samples
+from antiphon.train.setup import cache_of
+from antiphon.train.tokens import open_tokens
+from antiphon.train.trainer import StepResult, Trainer
+
+TEXT, ONE_BY_ONE = "text.txt", "one-by-one.txt"
+WARM = 3  # steps whose losses are compared and whose times are not
+
+
+@dataclass
+class Record:
+    """Of one variant, by step. `exposed_s`: waiting for others, of the rank that waits longest."""
+
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    sent_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    operator_s: list[dict[str, float]] = field(default_factory=list)
+
+
+class Contestant(Protocol):
+    def step(self) -> None:
+        """Take the next step, together with the other ranks."""
+
+    def end(self) -> Record:
+        """Stop; what was recorded."""
+
+
+class _EnoughError(Exception):
+    """Ends a trainer's run from within `on_step`."""
+
+
+class TrainerTurns:
+    """The trainer of `config`; a step begins when `step` is called."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.trainer = Trainer(config, self._on_step)
+        self._folder = Path(config.output.folder)
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._ending = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"trainer {self._folder.name}", daemon=True)
+
+    def step(self) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> Record:
+        self._ending = True
+        self._turn.release()
+        self._thread.join()
+        return read_record(self._folder) if self.trainer.is_first else Record()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            self.trainer.run()
+        except _EnoughError:
+            return
+        except BaseException as error:  # raised where the step was asked for
+            self._error = error
+        self._back.release()
+
+    def _on_step(self, result: StepResult) -> None:
+        self._back.release()  # metrics of this step are written when the next turn begins
+        self._turn.acquire()
+        if self._ending:
+            raise _EnoughError
+
+
+class LoopTurns:
+    """`DistributedDataParallel` or FSDP2, over the same sequences. The trainers' process group has to be there."""
+
+    def __init__(self, case: LadderCase, config: TrainConfig, rank: int, *, sharded: bool) -> None:
+        self._case = case
+        self._config = config
+        self._rank = rank
+        self._sharded = sharded
+        self._record = Record()
+        self._loop: PlainLoop | None = None
+
+    def step(self) -> None:
+        loop, batch = self._loop or self._begin(), self._batch()
+        number = len(self._record.losses)
+        if 0 < number <= WARM:  # it takes two more passes
+            self._record.exposed_s.append(loop.exposed_s(batch))
+        started_s = time.perf_counter()
+        if number:
+            loss = loop.step(batch, self._config.optimizer.learning_rate)
+        else:
+            with kept_for_backward() as kept:
+                loss = loop.step(batch, self._config.optimizer.learning_rate)
+            self._record.activation_bytes = kept.num_bytes
+        self._record.step_s.append(time.perf_counter() - started_s)
+        self._record.losses.append(loss)
+
+    def end(self) -> Record:
+        assert self._loop is not None
+        self._record.sent_bytes = self._loop.sent_bytes
+        return self._record
+
+    def _begin(self) -> PlainLoop:
+        optimizer, dtype = self._config.optimizer, getattr(torch, self._case.dtype)
+        loop = self._loop = PlainLoop(
+            self._case.folder, dtype, optimizer.betas, optimizer.eps, optimizer.clip, sharded=self._sharded
+        )
+        tokens = open_tokens(cache_of(self._config), "train")
+        self._samples = Samples(tokens, self._case.sequence_length, seed=self._config.seed, document_masks=False)
+        loop.choose_experts(load_model_spec(self._case.folder), self._batch(), lambda text: None)
+        return loop
+
+    def _batch(self) -> Any:
+        size = self._case.batch // self._case.ranks
+        first = len(self._record.losses) * self._case.batch + self._rank * size
+        return self._samples.batch(range(first, first + size), torch.device("cpu"))
+
+
+def read_record(folder: Path) -> Record:
+    """What a trainer wrote of itself."""
+    record = Record()
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "step_s" in row:
+            record.losses.append(row["loss"])
+            record.step_s.append(row["step_s"])
+            record.exposed_s.append(row["exposed_comm_s"])
+            record.operator_s.append(row["operator_s"])
+            record.sent_bytes = sum(row["collective_bytes"].values())
+            record.activation_bytes = max(record.activation_bytes, row["activation_bytes"])
+    return record
+
+
+def configuration(case: LadderCase, variant: Variant, number: int, workplace: Path) -> TrainConfig:
+    """A run of the trainer over the text in `workplace` that logs every step and never saves or evaluates."""
+    tables: dict[str, Any] = {
+        "model": {"path": str(case.folder), "begin": "checkpoint"},
+        "data": {
+            "files": [str(workplace / TEXT)],
+            "held_out": 0.0,
+            "document_masks": False,
+            "cache": str(workplace / "tokens"),
+        },
+        "output": {"folder": str(workplace / f"variant-{number}"), "checkpoint_every": 0, "log_every": 1},
+        "steps": 1 << 30,
+        "sequence_length": case.sequence_length,
+        "batch": case.batch,
+        "dtype": case.dtype,
+        "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0},
+        "loss": {"balance": 0.0, "z": 0.0},
+    }
+    tables |= {name: dict(table) for name, table in variant.tables.items()}
+    if "communication" in tables:
+        tables["communication"].setdefault("node_size", case.ranks_per_node)
+    if not variant.overlaps:
+        tables.setdefault("overlap", {})["schedule"] = str(workplace / ONE_BY_ONE)
+    return config_of(tables, f"variant {variant.name}")
+
+
+def write_schedule(workplace: Path) -> None:
+    """The default one, with nothing beside an exchange."""
+    text = str(one_by_one(parse(DEFAULT, "the default schedule")))
+    (workplace / ONE_BY_ONE).write_text(text, encoding="utf-8")

@@ -1,0 +1,141 @@
+"""Ladders: what passes a link, what is predicted, what is refused, and one that runs."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from antiphon.bench.box import box_unavailable
+from antiphon.bench.ladder.figure import draw
+from antiphon.bench.ladder.ladders import LadderCase, variants_of
+from antiphon.bench.ladder.prediction import predicted_step_s
+from antiphon.bench.ladder.rank import check_losses
+from antiphon.bench.ladder.turns import Record, configuration, write_schedule
+from antiphon.bench.ladder.wire import Links, exchanges, sums_s
+from antiphon.cli.main import app
+from antiphon.comm.mesh import Sizes
+from antiphon.models.config import load_model_spec
+from antiphon.train.layer_plan import LayerPlan
+from antiphon.train.memory_check import setup_of
+from antiphon.train.setup import build_model
+
+DEMO = Path("examples/demo-moe")
+ROW = {"variant": "A & B", "step_s_median": 2.0, "exposed_comm_s": 0.5, "predicted_step_s": 1.9}
+
+
+def case(**values: object) -> LadderCase:
+    defaults = {"folder": DEMO, "ladder": "msm", "nodes": 2, "ranks_per_node": 2, "mbit": 100.0}
+    return LadderCase(
+        **defaults | {"batch": 4, "sequence_length": 32, "dtype": "float32", "rounds": 1} | values  # type: ignore[arg-type]
+    )
+
+
+def test_what_leaves_a_node() -> None:
+    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
+    # Of an all-to-all two of three parts leave, of two ranks; of a ring one rank's bytes.
+    assert links.seconds("all_to_all", [[0, 1, 2, 3]], 3.0) == pytest.approx(4.0)
+    assert links.seconds("ring", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
+    assert links.seconds("ring", [[0, 1], [2, 3]], 3.0) == 0.0
+    assert links.seconds("all_to_all", [[0, 2], [1, 3]], 3.0) == pytest.approx(6.0)
+    alone = Links(nodes=4, ranks_per_node=1, bytes_per_s=1.0)
+    assert alone.seconds("all_to_all", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
+
+
+def test_exchanges_are_those_of_the_formulas() -> None:
+    """MegaScale-MoE, eq. 1 to 4: of b s h numbers, halves for each of two exchanges."""
+    spec, rows = load_model_spec(DEMO), 4 * 32
+    sizes = Sizes(world_size=4, tensor=4, expert_tensor=4)
+    tensor, sequence, _ = (configuration(case(), each, 0, Path("/nowhere")) for each in variants_of(case())[:3])
+    found = exchanges(spec, tensor, sizes)
+    whole = rows * spec.hidden_size * 4
+    assert found["tensor_gather"].forward_bytes == pytest.approx(whole * 3 / 4)
+    assert found["dispatch"].forward_bytes == pytest.approx(whole * 3 / 4)
+    found = exchanges(spec, sequence, Sizes(world_size=4, sequence=4, expert=4))
+    assert found["rows_a2a"].forward_bytes == pytest.approx(whole * 3 / 16)
+    assert found["heads_a2a"].forward_bytes == pytest.approx(whole * 3 / 16 * 2)  # two queries share keys and values
+    assert "dispatch_2" not in found
+    assert "tensor_gather" not in found
+
+
+def test_without_a_wire_a_prediction_is_the_sum_of_operators() -> None:
+    spec = load_model_spec(DEMO)
+    config = configuration(case(), variants_of(case())[2], 0, Path("/nowhere"))
+    sizes = Sizes(world_size=4, sequence=4, expert=4)
+    plans: list[LayerPlan] = [layer.plan for layer in build_model(spec, config, 32).layers]
+    fast = Links(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
+    operator_s = {"optimizer": 1.0, "gradient sum": 9.0, "ln1": 2.0, "ln1 backward": 3.0, "wait for tensor_gather": 9.0}
+    found = predicted_step_s(spec, config, sizes, plans, operator_s, fast)
+    assert found == pytest.approx(1.0 + 2.0 + 3.0)
+    slow = Links(nodes=2, ranks_per_node=2, bytes_per_s=1e6)
+    sums = sums_s(spec, config, setup_of(config, sizes), sizes, slow)
+    assert sums > 0
+    assert predicted_step_s(spec, config, sizes, plans, operator_s, slow) >= found + sums
+
+
+def test_sums_beside_backward_hide() -> None:
+    """By the simulator: what the order of the wire gains, on links where nothing is free."""
+    spec, chosen = load_model_spec(DEMO), case(ladder="lina", rounds=20, mbit=20.0)
+    sizes, found = Sizes(world_size=4, expert=4), {}
+    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=20e6 / 8)
+    operator_s = {"total backward": 0.02, "fc1 backward": 0.05, "attention backward": 0.2}
+    for variant in variants_of(chosen)[:4]:
+        config = configuration(chosen, variant, 0, Path("/nowhere"))
+        plans = [layer.plan for layer in build_model(spec, config, 32).layers]
+        found[variant.name] = predicted_step_s(spec, config, sizes, plans, operator_s, links)
+    assert found["+ partition"] <= found["priority"]
+    assert found["+ pipeline"] <= found["+ partition"]
+
+
+def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
+    write_schedule(tmp_path)
+    for ladder in ("msm", "compression", "lina"):
+        chosen = case(ladder=ladder, rounds=20)
+        for number, variant in enumerate(variants_of(chosen)):
+            assert configuration(chosen, variant, number, tmp_path).batch == 4
+    names = [each.name for each in variants_of(case(ladder="compression", nodes=4, ranks_per_node=1))]
+    assert "+ by levels" not in names  # one rank a node has none
+
+
+def test_a_variant_that_trains_otherwise_is_refused() -> None:
+    variants = variants_of(case())[:2]
+    check_losses(variants, [Record(losses=[8.0]), Record(losses=[8.0001])])
+    with pytest.raises(AssertionError, match=r"SP \+ EP is 8\.1"):
+        check_losses(variants, [Record(losses=[8.0]), Record(losses=[8.1])])
+
+
+def test_figure_is_well_formed() -> None:
+    ElementTree.fromstring(draw([ROW, ROW | {"predicted_step_s": None}], "msm <box>"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ladder", "none"], "use compression, lina, msm"),
+        (["--ladder", "msm", "--nodes", "1", "--ranks-per-node", "1"], "two ranks"),
+        (["--ladder", "msm", "--batch", "5"], "cannot share"),
+        (["--ladder", "lina", "--rounds", "5"], "more than 14 --rounds"),
+        (["--ladder", "msm", "--ranks", "2"], "leave them out"),
+        (["--mbit", "10"], "only a ladder"),
+    ],
+)
+def test_bad_options(options: list[str], words: str) -> None:
+    ended = CliRunner().invoke(app, ["bench", "train", str(DEMO), *options])
+    assert ended.exception is not None
+    assert words in str(ended.exception)
+
+
+@pytest.mark.slow
+def test_a_ladder_runs(tmp_path: Path) -> None:
+    if reason := box_unavailable():
+        pytest.skip(reason)
+    file, figure = tmp_path / "rows.json", tmp_path / "ladder.svg"
+    options = ["--ladder", "msm", "--nodes", "2", "--ranks-per-node", "1", "--mbit", "1000", "--rounds", "1"]
+    options += ["--batch", "2", "--sequence-length", "16", "--json", str(file), "--figure", str(figure)]
+    ended = CliRunner().invoke(app, ["bench", "train", str(DEMO), *options])
+    assert ended.exception is None
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["variant"] for row in rows][-2:] == ["DDP", "FSDP2"]
+    assert all(row["step_s_median"] > 0 and row["comm_bytes"] > 0 for row in rows)
+    ElementTree.parse(figure)
