@@ -140,12 +140,12 @@ def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed
         return StepFailed(reason="error", message=f"{type(error).__name__}: {error}")
 
 
-def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> None:
-    """Begin the epoch and say so. A peer that cannot be reached is reported instead: the engine then asks again."""
+def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> bool:
+    """Begin the epoch and say so: True. A peer that cannot be reached is reported instead; the engine asks again."""
     try:
         worker.links.reset(order)
     except StepAborted:
-        return  # a newer epoch is on its way
+        return False  # a newer epoch is on its way
     except PeerTimeout as error:
         channel.send(StepFailed(reason="timeout", message=str(error), peers=error.peers))
     except (PeerLost, Refused, UserError, OSError) as error:
@@ -153,6 +153,8 @@ def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> None:
         channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
     else:
         channel.send(ResetDone(order.epoch))
+        return True
+    return False
 
 
 @torch.inference_mode()
@@ -183,7 +185,7 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
                 channel.send(report)
                 channel.send(ExchangeReport(worker.exchange.traffic()))
             while (message := orders.poll()) is not None:
-                if not _obey(worker, channel, message):
+                if not _obey(worker, channel, orders, message):
                     return
             if worker.moves is not None and (ended := worker.moves.finished()) is not None:
                 channel.send(Prepared(*ended))
@@ -193,18 +195,18 @@ def _await_reset(worker: ExpertWorker | Follower, channel: Channel, orders: Orde
     """The step is void: do nothing until the engine names the new epoch. False: exit."""
     while True:
         message = orders.next()
-        if not _obey(worker, channel, message):
+        if not _obey(worker, channel, orders, message):
             return False
         if isinstance(message, Reset):
             return True
 
 
-def _obey(worker: ExpertWorker | Follower, channel: Channel, message: object) -> bool:
-    """Carry out one order. False: exit."""
+def _obey(worker: ExpertWorker | Follower, channel: Channel, orders: Orders, message: object) -> bool:
+    """Carry out one order; an epoch that cannot begin is followed by the next. False: exit."""
     if isinstance(message, TakeSpans):
         channel.send(worker.recorder.take(message.last_steps))
     elif isinstance(message, Reset):
-        _reset(worker, channel, message)
+        return _reset(worker, channel, message) or _await_reset(worker, channel, orders)
     elif worker.moves is not None and isinstance(message, Prepare):
         worker.moves.prepare(message.placement)
     elif worker.moves is not None and isinstance(message, Retire):
@@ -257,8 +259,8 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             return 1
         if isinstance(worker, AttentionWorker):
             serve_attention(worker, channel, orders)
-        else:
-            serve_batches(worker, channel, orders)
+        elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
+            serve_batches(worker, channel, orders)  # before the first epoch a follower has nobody to listen to
         worker.links.close()
     except PeerLost:
         pass  # the engine is gone: nobody is left to serve
