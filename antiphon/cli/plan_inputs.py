@@ -15,6 +15,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.cli.this_machine import check_is_here
 from antiphon.models.planned import load_planned_model
+from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.pins import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
@@ -34,8 +35,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
 TRAIN = "train"
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
-Values = list[str] | None
-"""An option that may be given several times."""
+Values = list[str] | None  # an option that may be given several times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class SearchOptions:
 
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
+    routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity by serve.", hidden=True)] = None
     phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill, both or train.")] = "decode"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
@@ -222,7 +223,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         notes=planned.notes,
         path=path,
         cluster=cluster,
-        workload=overrides.apply_to_workload(load_workload(search.workload)),
+        workload=with_recorded_popularity(overrides.apply_to_workload(load_workload(search.workload)), search.routing),
         phases=search.phases(),
         layouts=search.layouts(),
         objective=search.checked_objective(),

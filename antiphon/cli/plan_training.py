@@ -27,7 +27,7 @@ from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.training_plan import TrainingPlan
 
 SERVING_ONLY = (
-    *("workload", "layout", "objective", "max_micro_batches", "pin"),
+    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin"),
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
 )
 PRECISION_FORMATS: dict[str, tuple[str, ...]] = {

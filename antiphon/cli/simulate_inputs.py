@@ -16,6 +16,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.planned import load_planned_model, planned_model
+from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand
@@ -53,6 +54,7 @@ class DemandOptions:
     skew: Annotated[
         float | None, typer.Option(metavar="X", show_default=False, help="Zipf exponent of expert popularity.")
     ] = None
+    routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity as recorded by serve.")] = None
     slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Target for the first token.")] = None
     slo_tpot: Annotated[str | None, typer.Option(metavar="TIME", help="Target per token, e.g. 50ms.")] = None
     seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same run.")] = 0
@@ -80,6 +82,7 @@ class DemandOptions:
             slo = replace(slo, tpot_s=parse_target("--slo-tpot", self.slo_tpot))
         if self.skew is not None:
             found = replace(found, expert_skew=self.skew, expert_loads=())
+        found = with_recorded_popularity(found, self.routing)
         return replace(found, slo=slo)
 
     def draw(self, workload: WorkloadSpec) -> Demand:

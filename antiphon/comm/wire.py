@@ -134,10 +134,16 @@ class Wire:
         while (chosen := self._policy.next()) is not None:
             self._in_flight[chosen.traffic] = chosen
             if chosen.traffic == "all_to_all":
-                ticket, launch = self._launches.popleft()
-                with torch.no_grad():
-                    self._works.append((ticket, *launch(), time.perf_counter()))
+                self._launch(*self._launches.popleft())
         self._changed.notify_all()
+
+    def _launch(self, ticket: Ticket, launch: Launch) -> None:
+        try:
+            with torch.no_grad():
+                self._works.append((ticket, *launch(), time.perf_counter()))
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _run(self, work: Callable[[], None]) -> None:
         """Of each thread."""

@@ -13,6 +13,7 @@ Letters: T rows, L MoE layers, K experts chosen by a row, E experts.
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
+from antiphon.specs.workload import WorkloadSpec
 
 _LENGTH = struct.Struct("<I")
 _FORMAT = "antiphon routing trace 1"
@@ -76,6 +78,13 @@ class RoutingTrace:
         parts = [self.ids_of(rows) for rows in self.rows]
         empty = np.zeros((header.num_layers, 0, header.top_k), dtype="<u2")
         return np.concatenate([empty, *parts], axis=1)
+
+    def popularity(self) -> tuple[float, ...]:
+        """Shares of the experts, the most popular first: the mean over layers, of which each has its own favourites."""
+        counts = self.counts_of_steps().sum(axis=0).astype(np.float64)
+        falling = -np.sort(-counts / counts.sum(axis=1, keepdims=True), axis=1)
+        shares = falling.mean(axis=0)
+        return tuple((shares / shares.sum()).tolist())
 
     def counts_of_steps(self) -> CountArray:
         """[steps, L, E]: rows that chose each expert, of all workers together, steps ascending."""
@@ -141,6 +150,16 @@ def read_routing_trace(path: Path) -> RoutingTrace:
         if each.num_rows and int(trace.ids_of(each).max()) >= header.num_experts:
             raise UserError(f"{path}: step {each.step} names an expert beyond {header.num_experts - 1}")
     return trace
+
+
+def with_recorded_popularity(workload: WorkloadSpec, file: Path | None) -> WorkloadSpec:
+    """The workload with experts as popular as in a recording of `antiphon serve --record-routing`, if one is given."""
+    if file is None:
+        return workload
+    trace = read_routing_trace(file)
+    if trace.num_rows == 0:
+        raise UserError(f"--routing {file} has no rows: record while requests are served")
+    return replace(workload, expert_skew=0.0, expert_loads=trace.popularity())
 
 
 def _frames(content: bytes) -> Iterator[bytes]:

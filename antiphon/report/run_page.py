@@ -28,6 +28,7 @@ from antiphon.specs.training_plan import training_plan_from_json
 PAGE = "report.html"
 MOST_ALARMS = 20
 _UNKNOWN = "-"
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 
 
 def write_run_page(folder: Path) -> Path:
@@ -94,7 +95,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         ("a pass", f"{plural(size, 'sequence')}; {plural(config['batch'] // size, 'pass', 'passes')} a step"),
         (
             "optimizer",
-            f"AdamW, peak rate {optimizer['learning_rate']:g}, {optimizer['schedule']}, "
+            f"{_OPTIMIZERS[optimizer['name']]}, peak rate {optimizer['learning_rate']:g}, {optimizer['schedule']}, "
             f"{optimizer['warmup_steps']} steps of warm-up, decay {optimizer['weight_decay']:g}, "
             f"clip {optimizer['clip']:g}",
         ),

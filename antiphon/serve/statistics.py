@@ -9,8 +9,11 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 import threading
 from collections import defaultdict
 
+import numpy as np
+
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.placement.split import balancedness
 from antiphon.serve.events import EventLog
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
@@ -149,8 +152,4 @@ class EngineStatistics:
                 layer: [per_worker.get(index, 0.0) for index in self._expert_busy_s]
                 for layer, per_worker in sorted(self._rows.items())
             }
-        result = {}
-        for layer, counts in rows_of.items():
-            if counts and max(counts) > 0:
-                result[layer] = sum(counts) / len(counts) / max(counts)
-        return result
+        return {layer: float(balancedness(np.array([rows]))) for layer, rows in rows_of.items() if any(rows)}

@@ -64,7 +64,7 @@ class Parameter:
 
 class Bucket:
     """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`. `wire`: sums gradients beside
-    other work, if there is one."""
+    other work, if there is one. `is_begun`: whether gradients were reduced since `finish` was called."""
 
     def __init__(self, parameters: Sequence[Parameter], replicas: Replicas, zero: int, wire: Wire | None) -> None:
         self._parameters = parameters
@@ -72,6 +72,7 @@ class Bucket:
         self._zero = zero if replicas.size > 1 else 0
         self._wire = wire if replicas.size > 1 else None
         self._tickets: list[Ticket] = []
+        self.is_begun = False
         if self._zero:
             self._sizes = _shard_sizes(parameters, replicas.size)
             self._values = torch.zeros(sum(self._sizes), dtype=parameters[0].tensor.dtype)
@@ -120,6 +121,7 @@ class Bucket:
     def reduce(self) -> None:
         """Add the gradients of this rank's parameters, summed over replicas, to those of its pieces. A parameter that
         was not used counts zeros. With a wire this only begins: `finish` waits."""
+        self.is_begun = True
         gradients = [_gradient(each.tensor).flatten() for each in self._parameters]
         for each in self._parameters:
             each.tensor.grad = None
@@ -148,11 +150,7 @@ class Bucket:
         if self._tickets:
             self._replicas.group.ledger.waited("gradients.sums", time.perf_counter() - began_s)
         self._tickets.clear()
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a sum was begun and not waited for."""
-        return bool(self._tickets)
+        self.is_begun = False
 
     def _begin(self, wire: Wire, flat: Tensor) -> Ticket:
         """The sum in chunks, each of which has its part of every shard."""

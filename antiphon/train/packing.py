@@ -66,9 +66,9 @@ class Packing:
         self._worked_s: list[float] = []
         self._travelled_s: list[float] = []
 
-    def config_at(self, step: int) -> TrainConfig:
-        """How step `step` runs."""
-        return self._shared_by(next((each.expert for each in reversed(self._known) if each.step <= step), 0))
+    def expert_at(self, step: int) -> int:
+        """How many ranks share the experts in step `step`."""
+        return next((each.expert for each in reversed(self._known) if each.step <= step), self._config.parallel.expert)
 
     def is_measured(self, step: int) -> bool:
         """Whether times of step `step` are wanted."""
@@ -84,14 +84,14 @@ class Packing:
         worked_s = sum(forward_s[name] for name in forward_s if whole_name(name) in _EXPERTS)
         self._worked_s.append(worked_s / max(1, parts))
 
-    def decide(self, step: int, mesh: Mesh) -> TrainConfig:
-        """How the steps from `step` on run. All ranks call it together, behind every step."""
+    def decide(self, step: int, mesh: Mesh) -> int:
+        """How many ranks share the experts from `step` on. All ranks call it together, behind every step."""
         is_due = step >= FIRST_STEP and (step - FIRST_STEP) % EVERY == 0
         if is_due and not self._is_decided(step):
             self._known.append(self._decision(step, mesh))
             if mesh.rank == 0:
                 self._write()
-        return self.config_at(step)
+        return self.expert_at(step)
 
     def _is_decided(self, step: int) -> bool:
         """Whether no search is needed at `step`: it has ended, or an earlier life of the run went further."""
@@ -102,7 +102,7 @@ class Packing:
 
     def _decision(self, step: int, mesh: Mesh) -> Decision:
         """The slowest rank's times count, and the one with the least memory."""
-        now = self.config_at(step).parallel.expert
+        now = self.expert_at(step)
         own = torch.tensor([_mean(self._worked_s), _mean(self._travelled_s), float(not self._fits(now // 2))])
         times = run(AllGather(mesh.world, "packing", (3,) * mesh.world.size), own.double()).view(-1, 3).amax(0)
         ffn_s, travelled_s, is_short = times.tolist()
@@ -115,7 +115,7 @@ class Packing:
         """Whether a rank has memory for its experts when so many ranks share them."""
         if expert < 1:
             return True
-        config = self._shared_by(expert)
+        config = with_expert(self._config, expert)
         setup = setup_of(config, sizes_of(config, self._spec, world_size()))
         try:
             check_memory(self._spec, config, setup, ranks_here=local_ranks())
@@ -123,11 +123,6 @@ class Packing:
             _log.warning("experts are not packed further: %s", error)
             return False
         return True
-
-    def _shared_by(self, expert: int) -> TrainConfig:
-        """The configuration with this many ranks for the experts; 0: as many as it says."""
-        parallel = self._config.parallel
-        return replace(self._config, parallel=replace(parallel, expert=expert or parallel.expert))
 
     def _write(self) -> None:
         last = self._known[-1]
@@ -141,6 +136,11 @@ class Packing:
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps([asdict(each) for each in self._known], indent=1) + "\n", encoding="utf-8")
         partial.replace(self._file)
+
+
+def with_expert(config: TrainConfig, expert: int) -> TrainConfig:
+    """`config` with this many ranks for the experts."""
+    return replace(config, parallel=replace(config.parallel, expert=expert))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -85,7 +85,7 @@ class Shards:
         """After the last pass of a step: every piece has its gradient. Waits for the replicas."""
         self._is_last_pass = False
         for bucket in self._outer if self._zero >= 2 else self._buckets:
-            if not bucket.is_under_way:
+            if not bucket.is_begun:
                 bucket.reduce()
         for bucket in self._buckets:
             bucket.finish()
@@ -112,6 +112,8 @@ class Shards:
                 piece.values.grad.mul_(scale.to(piece.values.dtype))
 
     def zero_grad(self) -> None:
+        for bucket in self._buckets:
+            bucket.finish()
         for piece in self.pieces:
             piece.values.grad = None
 

@@ -33,7 +33,7 @@ from antiphon.train.memory_check import check_memory, setup_of
 from antiphon.train.metrics import Metrics
 from antiphon.train.moving import move
 from antiphon.train.optimizer import Optimizer, rate_at, shards_of
-from antiphon.train.packing import Packing
+from antiphon.train.packing import Packing, with_expert
 from antiphon.train.passes import Passes
 from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
 from antiphon.train.run_facts import write_run_facts
@@ -104,7 +104,7 @@ class Trainer:
         config = self.config
         if config.communication.packing:
             self.packing = Packing(config, self.spec)
-            config = self.packing.config_at(checkpoint.newest_step(config))
+            config = with_expert(config, self.packing.expert_at(checkpoint.newest_step(config)))
         sizes = sizes_of(config, self.spec, world_size())
         need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
         self.mesh = join(sizes, config.communication)
@@ -179,8 +179,8 @@ class Trainer:
         if measured:
             packing.observe(watch.operator_s, watch.travelled_s)
         step = self.state.step
-        config = packing.decide(step, self.mesh)
-        if config.parallel.expert == self.config.parallel.expert:
+        config = with_expert(self.config, packing.decide(step, self.mesh))
+        if config == self.config:
             return
         before = boxes_of(self.model, self.shards, self.optimizer, step)
         self.config, self.mesh = config, regrouped(self.mesh, sizes_of(config, self.spec, world_size()))

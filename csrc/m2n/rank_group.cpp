@@ -14,6 +14,7 @@ namespace antiphon::m2n {
 namespace {
 
 constexpr uint32_t chunk_bits = 16;
+constexpr size_t more_word = 0;  // user word of a broadcast's message: 1 if another follows
 // Up to here one wait less is worth the bytes that the direct form sends more; counted in bytes beyond those of two
 // ranks, for which the direct form sends no more than the other.
 constexpr uint64_t direct_bytes = 128 * 1024;
@@ -72,12 +73,7 @@ void RankGroup::begin(uint32_t epoch, Deadline deadline) {
         }
     }
     inbox_->discard_below(BatchKey::first_of(epoch));
-    sources_.clear();
-    for (uint32_t peer = 0; peer < size(); ++peer) {
-        if (peer == rank_) continue;
-        send(peer, 0, {}, deadline);
-        sources_.push_back(static_cast<SourceId>(peer));
-    }
+    greet(deadline);
     // A rank that was started again may be known as lost until it connects: to have lost it before is no news.
     for (bool met = sources_.empty(); !met;) {
         waiting([&] { inbox_->wait_connected({0, sources_}, deadline); });
@@ -133,18 +129,18 @@ std::byte* RankGroup::slot_of(uint32_t peer, Deadline deadline) {
     return waiting([&] { return peers_[peer]->slot(deadline); });
 }
 
-void RankGroup::commit(uint32_t peer, uint64_t number, uint64_t length, uint32_t word) {
+void RankGroup::commit(uint32_t peer, Step step, uint64_t length, uint32_t more) {
     MessageLabel label;
-    label.step = step(number);
-    label.user[0] = word;
+    label.step = step;
+    label.user[more_word] = more;
     peers_[peer]->commit(label, length);
     bytes_sent_ += length;
 }
 
-void RankGroup::send(uint32_t peer, uint64_t number, Part part, Deadline deadline) {
+void RankGroup::send(uint32_t peer, uint64_t number, Part part, Deadline deadline, uint32_t more) {
     std::byte* slot = slot_of(peer, deadline);
     if (part.bytes > 0) std::memcpy(slot, part.data, part.bytes);
-    commit(peer, number, part.bytes);
+    commit(peer, step(number), part.bytes, more);
 }
 
 void RankGroup::receive(uint64_t number, Deadline deadline) {
@@ -168,14 +164,19 @@ void RankGroup::receive(uint64_t number, Deadline deadline) {
 
 // --- collectives ---
 
+// An empty message to every peer; `sources_` are they.
+void RankGroup::greet(Deadline deadline) {
+    sources_.clear();
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        if (peer == rank_) continue;
+        send(peer, 0, {}, deadline);
+        sources_.push_back(static_cast<SourceId>(peer));
+    }
+}
+
 void RankGroup::barrier(Deadline deadline) {
     collective([&] {
-        sources_.clear();
-        for (uint32_t peer = 0; peer < size(); ++peer) {
-            if (peer == rank_) continue;
-            send(peer, 0, {}, deadline);
-            sources_.push_back(static_cast<SourceId>(peer));
-        }
+        greet(deadline);
         if (sources_.empty()) return;
         waiting([&] { inbox_->wait(step(0), {0, sources_}, deadline); });
         inbox_->release(step(0));
@@ -323,7 +324,9 @@ void RankGroup::shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadli
                     copies_.push_back(slot_of((rank_ + next) % size(), deadline));
                 }
                 add_chunk(own, const_cast<std::byte*>(own.data), copies_, type);
-                for (uint32_t next = 1; next < size(); ++next) commit((rank_ + next) % size(), 2 * chunk + 1, own.bytes);
+                for (uint32_t next = 1; next < size(); ++next) {
+                    commit((rank_ + next) % size(), step(2 * chunk + 1), own.bytes);
+                }
                 inbox_->release(step(2 * chunk));
             }
         }
@@ -362,10 +365,7 @@ void RankGroup::post(uint32_t exchange, uint32_t peer, std::span<const Part> pie
         if (piece.bytes > 0) std::memcpy(slot, piece.data, piece.bytes);
         slot += piece.bytes;
     }
-    MessageLabel label;
-    label.step = step_of(exchange, 0);
-    peers_[peer]->commit(label, length);
-    bytes_sent_ += length;
+    commit(peer, step_of(exchange, 0), length);
     usable_ = true;
 }
 
@@ -399,11 +399,7 @@ void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadli
             const uint64_t chunks = std::max<uint64_t>(1, num_chunks(whole.bytes));
             for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
                 for (uint32_t peer = 0; peer < size(); ++peer) {
-                    if (peer == rank_) continue;
-                    const Part part = chunk_of(whole, chunk);
-                    std::byte* slot = slot_of(peer, deadline);
-                    if (part.bytes > 0) std::memcpy(slot, part.data, part.bytes);
-                    commit(peer, chunk, part.bytes, chunk + 1 < chunks ? 1 : 0);
+                    if (peer != rank_) send(peer, chunk, chunk_of(whole, chunk), deadline, chunk + 1 < chunks);
                 }
             }
         });
@@ -418,7 +414,7 @@ void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadli
             idle = false;
             inbox_->for_each(step(chunk), [&](const MessageHeader& header, SourceId, const std::byte* bytes) {
                 payload.insert(payload.end(), bytes, bytes + header.length);
-                more = header.user[0];
+                more = header.user[more_word];
             });
             inbox_->release(step(chunk));
         }

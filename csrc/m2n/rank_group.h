@@ -84,8 +84,9 @@ class RankGroup {
     uint64_t num_chunks(uint64_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
     Part chunk_of(Part whole, uint64_t chunk) const;
     std::byte* slot_of(uint32_t peer, Deadline deadline);
-    void commit(uint32_t peer, uint64_t number, uint64_t length, uint32_t word = 0);
-    void send(uint32_t peer, uint64_t number, Part part, Deadline deadline);
+    void commit(uint32_t peer, Step step, uint64_t length, uint32_t more = 0);
+    void send(uint32_t peer, uint64_t number, Part part, Deadline deadline, uint32_t more = 0);
+    void greet(Deadline deadline);
     // Waits for message `number` from every peer of which `expected_` is not 0, and puts the payloads into `arrived_`.
     void receive(uint64_t number, Deadline deadline);
     void exchange(std::span<const Part> parts, std::span<const Room> rooms, Deadline deadline);

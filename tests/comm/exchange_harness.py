@@ -19,7 +19,7 @@ from antiphon.specs.placement import ExpertPlacement
 from tests.comm.m2n.backends import BACKENDS, Backend
 
 TIMEOUT_S = 30.0
-LAYERS = range(4)
+LAYERS = range(5)
 
 
 @dataclass

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-SIZE, KILLS = 3, 8
+SIZE, KILLS = 3, 4
 
 
 class Rank:
@@ -27,7 +28,11 @@ class Rank:
             text=True,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
-        self.ticket = self.heard()["ticket"]
+
+    @cached_property
+    def ticket(self) -> str:
+        """Its first words; it takes a while until it says them."""
+        return str(self.heard()["ticket"])
 
     def heard(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -57,8 +62,9 @@ class Group:
         return Rank(rank, self.transport, self.timeout_s)
 
     def begin(self) -> None:
+        tickets = [rank.ticket for rank in self.ranks]
         for rank in self.ranks:
-            rank.order(epoch=self.epoch, tickets=[each.ticket for each in self.ranks])
+            rank.order(epoch=self.epoch, tickets=tickets)
         for rank in self.ranks:
             assert rank.heard() == {"began": self.epoch}
 

@@ -9,10 +9,12 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, ShuttingDown
 from antiphon.serve.events import EventLog
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.worker.spans import Spans
+from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 Script = Callable[[list[int], SamplingParams], list[int]]
@@ -69,6 +71,7 @@ class FakeEngine:
         self.spans: dict[str, Spans] = {}
         self.num_looks = 0  # at the last steps
         self.event_log = EventLog()
+        self.placement = contiguous_placement(4, 2, [0])
         self._queue_times_s = [0.02]
         self.on_giving_up: Callable[[], None] = lambda: None
         self._released = threading.Event()
@@ -224,6 +227,11 @@ class FakeEngine:
     def _take_queue_times(self) -> list[float]:
         taken, self._queue_times_s = self._queue_times_s, []
         return taken
+
+    def place(self, placement: ExpertPlacement) -> int:
+        placement.check_fits([0], 4, 2, 3)
+        moves, self.placement = num_moves(self.placement, placement), placement
+        return moves
 
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         self.num_looks += 1

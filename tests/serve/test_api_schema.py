@@ -43,6 +43,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/metrics",
         "/dashboard",
         "/dashboard/data",
+        "/placement",
     }
     components = description["components"]["schemas"]
     promised = {

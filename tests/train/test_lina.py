@@ -34,6 +34,10 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "again": (PRIORITY, *PARTITION, PIPELINE),
     "pipeline alone": (PIPELINE, PARTITION[1]),
 }
+OF_SHARDS = {
+    "zero 2": ("communication.sums=fixed", "parallel.zero=2"),
+    "zero 3": (PRIORITY, *PARTITION, PIPELINE, "parallel.zero=3", "parallel.dispatch=auto"),
+}
 PACKED = (PRIORITY, *PARTITION, PIPELINE, "communication.packing=true")
 DECISIONS = [
     {"step": 2, "expert": 2, "ffn_s": 1.0, "all_to_all_s": 9.0},
@@ -48,7 +52,7 @@ def run(file: Path, *changes: str) -> None:
 def all_runs(files: dict[str, str], rank: int) -> None:
     """One run a switch; one that packs its experts, and the same steps as three runs with other sizes."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    for name, changes in SWITCHES.items():
+    for name, changes in (SWITCHES | OF_SHARDS).items():
         run(Path(files[name]), *changes)
     run(Path(files["packed"]), *PACKED)
     for steps, expert in ((2, 4), (3, 2), (4, 1)):
@@ -61,7 +65,7 @@ def all_runs(files: dict[str, str], rank: int) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The metrics of each run, a line a step."""
     folder = tmp_path_factory.mktemp("runs")
-    files = {name: write_run(folder / name) for name in (*SWITCHES, "packed", "by hand")}
+    files = {name: write_run(folder / name) for name in (*SWITCHES, *OF_SHARDS, "packed", "by hand")}
     (folder / "packed" / "out").mkdir()
     (folder / "packed" / "out" / "packing.json").write_text(json.dumps(DECISIONS))
     on_ranks(RANKS, folder, Work({name: str(file) for name, file in files.items()}))
@@ -83,7 +87,7 @@ def losses(run: list[dict[str, Any]]) -> list[float]:
 
 
 def test_losses_are_those_without_a_switch(runs: dict[str, list[dict[str, Any]]]) -> None:
-    for name in (*SWITCHES, "packed"):
+    for name in (*SWITCHES, *OF_SHARDS, "packed"):
         assert losses(runs[name]) == pytest.approx(losses(runs["behind"]), rel=1e-5), name
         norms = [line["gradient_norm"] for line in runs[name]]
         assert norms == pytest.approx([line["gradient_norm"] for line in runs["behind"]], rel=1e-4), name

@@ -110,17 +110,18 @@ class Dispatch:
         arrived[levels.node] = self._gather(self._own) if self._gathers_own else [self._own]
         for turn in turns:
             node = self._before(turn)
-            shard = self._unpack(levels.across.take(self._exchange, node))
-            arrived[node] = self._gather(shard)
-            levels.across.release(self._exchange, node)
+            arrived[node] = self._gather(self._unpack(levels.across.take(self._exchange, node)))
         self._counts = [[part.rows.shape[0] for part in parts] for parts in arrived]
         flat = [part for parts in arrived for part in parts]
-        return Arrived(
+        result = Arrived(
             rows_RH=torch.cat([part.rows for part in flat]),
             ids_RK=torch.cat([part.ids_RK for part in flat]),
             weights_RK=torch.cat([part.weights_RK for part in flat]),
             counts=self._counts,
         )
+        for turn in turns:  # only now: some of the parts are views of messages
+            levels.across.release(self._exchange, self._before(turn))
+        return result
 
     def combine(self, partial_RH: Tensor) -> Tensor:
         """[T, H]: the sums of what all experts made of the rows. `partial_RH`: this rank's share of the weighted sums
@@ -189,11 +190,11 @@ class Dispatch:
         """Whole rows from the shards of the expert group: those of each attention group it serves."""
         group, shards = self._levels.experts, self._topology.num_shards
         if group.size == 1:
-            return [_Rows(shard.rows.clone(), shard.ids_RK.clone(), shard.weights_RK.clone())]
+            return [shard]
         num_rows = shard.rows.shape[0]
         if not self._gathers_own:
             blocks = self._all_gather(group, shard.rows, [num_rows] * group.size, "dispatch")
-            return [_Rows(_side_by_side(blocks), shard.ids_RK.clone(), shard.weights_RK.clone())]
+            return [_Rows(_side_by_side(blocks), shard.ids_RK, shard.weights_RK)]
         counts = group.all_gather(torch.tensor([num_rows]), [1] * group.size).tolist()
         blocks = self._all_gather(group, shard.rows, counts, "dispatch")
         ids = self._all_gather(group, shard.ids_RK, counts, "routing")
@@ -237,4 +238,4 @@ class Dispatch:
 
 
 def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:
-    return blocks[0].clone() if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
+    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)

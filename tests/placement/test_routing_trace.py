@@ -1,0 +1,60 @@
+"""A routing trace: what is written is read, as far as it goes; what is none is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.placement.routing_trace import IdArray, RoutingTraceWriter, TraceHeader, read_routing_trace
+
+HEADER = TraceHeader(model="tiny", layers=(1, 3), num_experts=4, top_k=2)
+FIRST = np.array([[[0, 1], [0, 2], [0, 3]], [[3, 2], [3, 1], [3, 2]]], dtype="<u2")  # 3 rows
+SECOND = np.array([[[1, 0]], [[3, 0]]], dtype="<u2")
+
+
+def written(path: Path, *parts: tuple[int, int, IdArray]) -> Path:
+    writer = RoutingTraceWriter(path, HEADER)
+    for step, worker, ids in parts:
+        writer.append_step(step, worker, ids.tobytes())
+    writer.close()
+    return path
+
+
+def test_rows_come_back_and_are_counted_by_step(tmp_path: Path) -> None:
+    trace = read_routing_trace(written(tmp_path / "a", (5, 0, FIRST), (5, 1, SECOND), (7, 0, SECOND)))
+    assert trace.header == HEADER
+    assert trace.num_rows == 5
+    assert (trace.ids_LTK() == np.concatenate([FIRST, SECOND, SECOND], axis=1)).all()
+    assert trace.counts_of_steps().tolist() == [[[4, 2, 1, 1], [1, 1, 2, 4]], [[1, 1, 0, 0], [1, 0, 0, 1]]]
+    shares = [(5 / 10 + 5 / 10) / 2, (3 / 10 + 2 / 10) / 2, (1 / 10 + 2 / 10) / 2, (1 / 10 + 1 / 10) / 2]
+    assert trace.popularity() == pytest.approx(shares)
+
+
+def test_without_rows(tmp_path: Path) -> None:
+    trace = read_routing_trace(written(tmp_path / "a", (1, 0, FIRST[:, :0])))
+    assert trace.num_rows == 0
+    assert trace.ids_LTK().shape == (2, 0, 2)
+    assert trace.counts_of_steps().sum() == 0
+
+
+def test_a_file_that_was_cut_off_reads_up_to_its_last_whole_frame(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", (1, 0, FIRST), (2, 0, SECOND))
+    content = path.read_bytes()
+    for missing in range(1, 20):
+        path.write_bytes(content[:-missing])
+        assert read_routing_trace(path).num_rows == 3
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with pytest.raises(UserError, match="cannot be read"):
+        read_routing_trace(path)
+    for content in (b"", b"{}", b"\x05\x00\x00\x00hello"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a routing trace: write one with antiphon serve --record-routing"):
+            read_routing_trace(path)
+    with pytest.raises(UserError, match="step 1 names an expert beyond 3"):
+        read_routing_trace(written(path, (1, 0, FIRST + np.uint16(1))))
+    with pytest.raises(UserError, match="cannot be written"):
+        RoutingTraceWriter(tmp_path / "none" / "a", HEADER)
