@@ -219,7 +219,7 @@ class Engine:
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         """See `AsyncEngine.last_steps`. Clocks of other machines do not agree with this one's."""
         local = [worker.name for worker in list(self._fleet.workers.values()) if not worker.is_remote]
-        names = {name for name in local if name.index < _MAX_SHOWN}
+        names = {name for name in local if name.index < _MAX_SHOWN and not name.rank}
         return {str(name): spans for name, spans in self._collect_spans(num_steps, names, timeout_s).items()}
 
     def _collect_spans(

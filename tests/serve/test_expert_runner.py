@@ -19,7 +19,7 @@ class _Half:
     """Computes nothing; holds experts 1 and 3 of four."""
 
     spec = SimpleNamespace(router=SimpleNamespace(num_experts=4, top_k=2))
-    backend = SimpleNamespace(device=torch.device("cpu"))
+    backend = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
     expert_ids = {0: HELD, 5: HELD}  # noqa: RUF012
 
     def to_local(self, layer: int, ids_RK: Tensor) -> Tensor:

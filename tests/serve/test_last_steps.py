@@ -49,3 +49,17 @@ def test_a_replica_has_no_exchange_and_its_steps_are_its_own() -> None:
 def test_nothing_before_the_first_step() -> None:
     assert last_steps({}, now_ns=5) is None
     assert last_steps({"attention[0]": recorded(), "experts[0]": recorded((RECEIVE, 0, 3, 0))}, now_ns=5) is None
+
+
+def test_instances_count_their_steps_each_for_itself() -> None:
+    spans = {
+        "1/attention[0]": ATTENTION_WORK,
+        "1/experts[0]": joined((EXPERTS, 2, 10000, 11000, 6)),
+        "experts[0]": joined((EXPERTS, 800, 9000, 9500, 6)),
+        "1/replica[0]": joined((DISPATCH, 4, 8000, 9000, 2)),
+    }
+    found = last_steps(spans, now_ns=20000)
+    assert found is not None
+    assert [step.number for step in found.steps] == [2]
+    assert [worker.name for worker in found.workers] == [*list(spans)[:1], "1/experts[0]", "1/replica[0]", "experts[0]"]
+    assert found.workers[2].kinds == ["experts"]

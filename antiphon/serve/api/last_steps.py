@@ -1,7 +1,8 @@
 """The last steps as bars: the workers' spans in the window of the steps of the one that stepped last.
 
 Expert workers answer in the middle of a step, attention workers at its end. A step of which an expert worker has not
-told all is left out. Replicas step each for itself, so the steps of one set the window; others' spans are cut to it.
+told all is left out. Replicas and instances step each for itself, so the steps of one set the window; others' spans are
+cut to it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +24,13 @@ _IN_ONE_WORKER: dict[int, SpanKind | None] = {DISPATCH: "experts", COMBINE: None
 
 def last_steps(spans: Mapping[str, Spans], now_ns: int) -> LastSteps | None:
     """None when no worker has finished a step. `now_ns` on the clock of the spans."""
-    steppers = [recorded for recorded in spans.values() if STEP in recorded.name_index]
+    steppers = [name for name, recorded in spans.items() if STEP in recorded.name_index]
     if not steppers:
         return None
-    bounds = _bounds(max(steppers, key=lambda recorded: max(end_ns for _, _, end_ns in _bounds(recorded))))
-    shown = [each for each in bounds if _is_complete(each[0], spans)][-_MAX_STEPS:] or bounds[-1:]
+    newest = max(steppers, key=lambda name: max(end_ns for _, _, end_ns in _bounds(spans[name])))
+    bounds = _bounds(spans[newest])
+    together = {name: recorded for name, recorded in spans.items() if _instance(name) == _instance(newest)}
+    shown = [each for each in bounds if _is_complete(each[0], together)][-_MAX_STEPS:] or bounds[-1:]
     start_ns, end_ns = shown[0][1], shown[-1][2]
     workers = [_drawn(name, recorded, start_ns, end_ns) for name, recorded in sorted(spans.items())]
     return LastSteps(
@@ -40,6 +43,11 @@ def last_steps(spans: Mapping[str, Spans], now_ns: int) -> LastSteps | None:
         workers=[worker for worker in workers if worker.kinds],
         left_out=[],
     )
+
+
+def _instance(name: str) -> str:
+    """``1/experts[0]`` -> ``"1"``; the first instance is not named. Steps are counted within one."""
+    return name.rpartition("/")[0]
 
 
 def _bounds(recorded: Spans) -> list[tuple[int, int, int]]:
@@ -70,7 +78,7 @@ def _places(step: int, kind: int, spans: Iterable[Spans]) -> set[tuple[int, int]
 def _drawn(name: str, recorded: Spans, start_ns: int, end_ns: int) -> WorkerSpans:
     """The spans inside the window, those at its edges cut."""
     assert not recorded.names or recorded.names == NAMES, "workers and engine are of one version"
-    kinds = _KINDS | _IN_ONE_WORKER if name.startswith("replica") else _KINDS
+    kinds = _KINDS | _IN_ONE_WORKER if name.rpartition("/")[2].startswith("replica") else _KINDS
     drawn = WorkerSpans(name=name, kinds=[], layers=[], micro_batches=[], rows=[], starts_us=[], lengths_us=[])
     for index, kind_index in enumerate(recorded.name_index):
         kind = kinds.get(kind_index)
