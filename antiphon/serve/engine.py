@@ -179,7 +179,7 @@ class Engine:
 
     def place(self, placement: ExpertPlacement) -> int:
         """See `AsyncEngine.place`."""
-        placing = [group.placing for group in self.workforce.groups if group.placing is not None]
+        placing = self.workforce.placing
         if not placing:
             raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
         placing[0].check(placement)
@@ -267,9 +267,8 @@ class Engine:
             self._desk.accept(tracked.request)
         for request_id in aborts:
             self._desk.end(request_id, "abort", None)
-        for group in self.workforce.groups if placements else ():
-            if group.placing is not None:
-                group.placing.aim_at_owners(placements[-1])
+        for placing in self.workforce.placing if placements else ():
+            placing.aim_at_owners(placements[-1])
         self._spans.begin()
 
     def _handle(self, event: Event) -> None:
