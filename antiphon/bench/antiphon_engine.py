@@ -112,7 +112,7 @@ class AntiphonEngine:
 
     def start(self) -> Mapping[str, str]:
         self._engine = start_engine(self._config())
-        return {"layout": self.layout, "kernels": ", ".join(sorted(self._engine.kernels()))}
+        return {"layout": self.layout, "kernels": ", ".join(sorted(self._engine.workforce.kernels))}
 
     def run(self, workload: Workload) -> RunResult:
         prefill_s, _, _, _ = self._pass(workload.prompts, 1)

@@ -35,7 +35,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
         "attention_tp": config.attention_tp,
         "expert_tp": config.expert_tp,
         "num_micro_batches": info.num_micro_batches,
-        "kernels": sorted(engine.kernels()),
+        "kernels": sorted(engine.workforce.kernels),
         "max_model_len": info.max_model_len,
         "kv_cache_tokens": num_tokens,
         "kv_cache_bytes": num_tokens * bytes_per_token,

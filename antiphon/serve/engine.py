@@ -63,7 +63,7 @@ class Engine:
         self._fleet = fleet
         self._scheduler_config = scheduler_config
         self._desk = RequestDesk(self.workforce, statistics, tracked)
-        self._spans = SpanCollections()
+        self._spans = SpanCollections(fleet)
         self._lock = threading.Lock()
         self._new: dict[str, TrackedRequest] = {}
         self._aborts: list[str] = []
@@ -179,7 +179,7 @@ class Engine:
 
     def place(self, placement: ExpertPlacement) -> int:
         """See `AsyncEngine.place`."""
-        placing = [group.placing for group in self.workforce.groups if group.placing is not None]
+        placing = self.workforce.placing
         if not placing:
             raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
         placing[0].check(placement)
@@ -208,28 +208,17 @@ class Engine:
         """Process id of one worker's present incarnation."""
         return self._fleet.workers[name].pid
 
-    def kernels(self) -> set[str]:
-        """The kernel back-ends the workers chose."""
-        return self.workforce.kernels
-
     def take_spans(self, timeout_s: float = 10.0) -> dict[WorkerName, Spans]:
         """Collect the recorded spans of all live workers (and make them forget). For `--timeline`."""
-        return self._collect_spans(0, None, timeout_s)
+        return self._spans.collect(0, None, timeout_s) if self._thread.is_alive() else {}
 
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         """See `AsyncEngine.last_steps`. Clocks of other machines do not agree with this one's."""
-        local = [worker.name for worker in list(self._fleet.workers.values()) if not worker.is_remote]
-        names = {name for name in local if name.index < _MAX_SHOWN and not name.rank}
-        return {str(name): spans for name, spans in self._collect_spans(num_steps, names, timeout_s).items()}
-
-    def _collect_spans(
-        self, last_steps: int, names: set[WorkerName] | None, timeout_s: float
-    ) -> dict[WorkerName, Spans]:
         if not self._thread.is_alive():
             return {}
-        collection = self._spans.ask(last_steps, names)
-        self._fleet.wake()
-        return collection.wait(timeout_s)
+        local = [worker.name for worker in list(self._fleet.workers.values()) if not worker.is_remote]
+        names = {name for name in local if name.index < _MAX_SHOWN and not name.rank}
+        return {str(name): spans for name, spans in self._spans.collect(num_steps, names, timeout_s).items()}
 
     def stop(self) -> None:
         """End all requests, the thread and the workers. Safe to call again."""
@@ -278,10 +267,9 @@ class Engine:
             self._desk.accept(tracked.request)
         for request_id in aborts:
             self._desk.end(request_id, "abort", None)
-        for group in self.workforce.groups if placements else ():
-            if group.placing is not None:
-                group.placing.aim_at_owners(placements[-1])
-        self._spans.begin(self._fleet)
+        for placing in self.workforce.placing if placements else ():
+            placing.aim_at_owners(placements[-1])
+        self._spans.begin()
 
     def _handle(self, event: Event) -> None:
         if event.message is None:

@@ -62,24 +62,28 @@ class SpanCollection:
 
 
 class SpanCollections:
-    """All requests under way. `ask` in any thread, the rest in the engine's."""
+    """All requests under way. `collect` in any thread, the rest in the engine's."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._asked: queue.SimpleQueue[SpanCollection] = queue.SimpleQueue()
         self._begun: list[SpanCollection] = []
 
-    def ask(self, last_steps: int = 0, names: Collection[WorkerName] | None = None) -> SpanCollection:
-        """A new request; the engine's thread must be woken to see it."""
+    def collect(
+        self, last_steps: int, names: Collection[WorkerName] | None, timeout_s: float
+    ) -> dict[WorkerName, Spans]:
+        """Ask, wake the engine's thread, and wait for the answers; see `SpanCollection`."""
         collection = SpanCollection(last_steps, names)
         self._asked.put(collection)
-        return collection
+        self._fleet.wake()
+        return collection.wait(timeout_s)
 
-    def begin(self, fleet: Fleet) -> None:
+    def begin(self) -> None:
         """Carry out what was asked since the last call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 collection = self._asked.get_nowait()
-                collection.begin(fleet)
+                collection.begin(self._fleet)
                 self._begun.append(collection)
         self._begun = [collection for collection in self._begun if not collection.done]
 

@@ -15,6 +15,7 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import EngineStats
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
+from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
@@ -88,6 +89,11 @@ class Workforce:
     def stuck(self) -> bool:
         """No group can step, and one waits to start a worker that died again and again."""
         return not self.ready and any(restarts.due_s is not None for restarts in self._restarts.values())
+
+    @property
+    def placing(self) -> list[PlacementControl]:
+        """Where experts are, of each group that has them apart from attention."""
+        return [group.placing for group in self.groups if group.placing is not None]
 
     @property
     def kernels(self) -> set[str]:

@@ -14,6 +14,8 @@ namespace antiphon::kernels {
 
 namespace {
 
+thread_local bool works_alone = false;
+
 constexpr uint32_t open_bit = 1u << 31;
 constexpr int spins_before_yield = 512;
 
@@ -41,6 +43,8 @@ void avoid_core(int) {}
 #endif
 
 }  // namespace
+
+void ThreadPool::work_alone() { works_alone = true; }
 
 ThreadPool& ThreadPool::instance() {
     // Never destroyed: workers may still look at it while the process exits.
@@ -112,7 +116,7 @@ void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch, in
 
 void ThreadPool::run(int64_t num_items, Order order, Entry entry, void* region) {
     if (num_items <= 0) return;
-    if (wanted_ == 1 || num_items == 1 || !owner_.try_lock()) return entry(region, -1, num_items);
+    if (wanted_ == 1 || num_items == 1 || works_alone || !owner_.try_lock()) return entry(region, -1, num_items);
     if (spawned_ < wanted_) spawn();
     entry_ = entry;
     region_ = region;

@@ -15,6 +15,10 @@ class ThreadPool {
 
     static ThreadPool& instance();
 
+    // Regions of the calling thread run on it alone from now on: what it does in the background must not take the
+    // threads from others.
+    static void work_alone();
+
     int num_threads() const { return wanted_; }
     void set_num_threads(int num_threads);
     // How long idle workers spin before they sleep.

@@ -110,7 +110,7 @@ def test_every_layout_gives_the_cpus_tokens(layout: str, tiny: TinyModel, expect
     prompts, tokens = expected
     settings = config(tiny, layout, num_blocks=256, device=DEVICE, kernels="auto")
     with running(settings) as engine:
-        assert engine.kernels() == {"reference"}
+        assert engine.workforce.kernels == {"reference"}
         assert complete(engine, prompts) == tokens
 
 

@@ -272,7 +272,7 @@ def test_counters_can_be_read_at_any_time(both: list[Engine], prompts: Prompts) 
         assert after.generation_tokens - before.generation_tokens == 64 * len(prompts)
         assert after.prompt_tokens - before.prompt_tokens == sum(map(len, prompts))
         assert after.num_worker_restarts == 0
-        assert engine.kernels() == {"cpu"}
+        assert engine.workforce.kernels == {"cpu"}
 
 
 def test_expert_workers_report_their_balance(disaggregated: Engine, prompts: Prompts) -> None:

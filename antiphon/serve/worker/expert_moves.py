@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from antiphon import _native
 from antiphon.base.errors import UserError
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.specs.placement import ExpertPlacement
@@ -58,6 +59,7 @@ class ExpertMoves:
         self._thread.start()
 
     def _run(self, stop: threading.Event) -> None:
+        _native.work_alone()  # packing weights must not take the kernels' threads from the running batch
         try:
             for layer, expert, slot in self._wanted:
                 started = time.monotonic()
