@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from antiphon.base.errors import UserError
+from antiphon.comm.tiles import check_tile_rows
 from antiphon.specs.strict_table import CountFromZero
 
 
@@ -37,11 +38,22 @@ class MemoryConfig:
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
     """`schedule`: a file with the order of a layer's operators, as `train.layer_schedule` reads it (empty: its default
-    one). `search`: find an order from times measured before the first step."""
+    one). `search`: find an order from times measured before the first step.
+
+    `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
+    `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`)."""
 
     schedule: str = ""
     search: bool = False
+    inside: bool = False
+    tile_rows: int = 256
 
     def __post_init__(self) -> None:
+        check_tile_rows(self.tile_rows)
+        if self.inside and self.search:
+            raise UserError(
+                "inside and search are true: a search measures exchanges and products apart, and tiles mix them: give "
+                "one of them"
+            )
         if self.schedule and self.search:
             raise UserError(f"schedule is {self.schedule} and search is true: give one of them")

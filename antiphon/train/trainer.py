@@ -140,6 +140,7 @@ class Trainer:
             if metrics is not None:
                 metrics.close()
             watch.close()
+            self.model.close()
         self.saver.finish()
         barrier(self.mesh.world)
         if self.timeline is not None and self.is_first:
@@ -237,7 +238,7 @@ class Trainer:
         return (step + 1) % self.config.output.log_every == 0 or step + 1 == self.config.steps
 
     def _record(self, metrics: Metrics, result: StepResult, watch: Watch) -> None:
-        tokens = self.config.tokens_per_step
+        rate = self.config.tokens_per_step / result.duration_s
         metrics.write(
             result.step,
             {
@@ -245,10 +246,8 @@ class Trainer:
                 "gradient_norm": result.norm,
                 "learning_rate": result.rate,
                 "balance_loss": result.balance,
-                "tokens_per_s": tokens / result.duration_s,
-                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length)
-                * tokens
-                / result.duration_s,
+                "tokens_per_s": rate,
+                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length) * rate,
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,
                 "expert_rows": result.counts_LE.tolist(),

@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on memory of the library's; valid as long as the library says."""
     num_bytes = dtype.itemsize
     for size in shape:
@@ -275,9 +275,9 @@ class NativeExpertExchange(_End):
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[key] = views = (
-                _view(rows, (num_rows, shape.hidden_size), shape.dtype),
-                _view(ids, table, torch.int32),
-                _view(weights, table, torch.float32),
+                tensor_at(rows, (num_rows, shape.hidden_size), shape.dtype),
+                tensor_at(ids, table, torch.int32),
+                tensor_at(weights, table, torch.float32),
             )
         return views
 
