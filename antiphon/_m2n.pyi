@@ -191,7 +191,6 @@ def dispatch_bytes(hidden: int, top_k: int, rows: int, dtype: str) -> int:
 class AttentionSide:
     """An attention worker's dispatch and combine. Tensors are given by address; `dtype` as PyTorch names it.
 
-    `owner_of[turn][expert]`: which worker serves the expert for rows whose index is `turn` modulo the number of turns.
     `ids` int32 and `weights` float32 are [count, top_k], contiguous; rows may be strided.
     """
 
@@ -201,11 +200,21 @@ class AttentionSide:
         top_k: int,
         max_rows: int,
         dtype: str,
-        owner_of: list[list[int]],
         replies: Inbox,
         num_micro_batches: int,
     ) -> None: ...
-    def set_expert(self, worker: int, outbox: Outbox) -> None: ...
+    def set_expert(self, worker: int, outbox: Outbox | None) -> None:
+        """How to reach an expert worker; None: it is gone, and the placement must not name it."""
+    def place(
+        self,
+        version: int,
+        layer: int,
+        owners: Sequence[Sequence[int]],
+        speeds: Sequence[float],
+        knee: int,
+        num_workers: int,
+    ) -> None:
+        """Where the experts of a layer are from the next dispatch on; see `ExpertSplit` for the rest."""
     def dispatch(
         self,
         epoch: int,
@@ -232,12 +241,23 @@ class AttentionSide:
     @property
     def bytes_sent(self) -> int: ...
 
+class ExpertSplit:
+    """How many rows each copy of an expert gets: `antiphon.placement.split` in native code, with the same results.
+
+    `owners[e]`: workers that hold expert e; `speeds`: of the workers, only ratios count (empty: equal)."""
+
+    def __init__(
+        self, num_workers: int, owners: Sequence[Sequence[int]], speeds: Sequence[float] = (), knee: int = 1
+    ) -> None: ...
+    def split(self, counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Rows of expert 0's owners in their order, then of expert 1's, and so on; from the rows of each expert."""
+
 class ReceivedBatch:
     """Rows of one (layer, micro-batch)."""
 
-    def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int]:
-        """Step, layer, micro-batch, sources, rows per source, number of rows; addresses of rows, ids and weights,
-        valid until `reply`. One call, because what calls it has cold caches."""
+    def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int, int, int]:
+        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, number of rows; addresses of
+        rows, ids and weights, valid until `reply`. One call, because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""
@@ -251,3 +271,40 @@ class ExpertSide:
         """Attention workers that a begun batch has been waiting for so long."""
     @property
     def bytes_sent(self) -> int: ...
+
+class RankGroup:
+    """Collectives of a group of ranks. Tensors are given by address; `dtype` as PyTorch names it; lists have one entry
+    for each rank. A collective that fails leaves the group unusable until `begin`.
+
+    `inbox`: source i is rank i; `RANK_GROUP_SLOTS` slots at least, of the same size on all ranks.
+    """
+
+    def __init__(self, rank: int, inbox: Inbox) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    def set_peer(self, rank: int, outbox: Outbox) -> None: ...
+    def begin(self, epoch: int, timeout_s: float) -> None:
+        """Forget what is in flight; wait until all ranks have begun `epoch`."""
+    def abort(self, epoch: int) -> None:
+        """Any thread: calls of earlier epochs end with `Interrupted`, once `Endpoint.interrupt` has woken them."""
+    def barrier(self, timeout_s: float) -> None: ...
+    def all_reduce(self, data: int, count: int, dtype: str, timeout_s: float) -> None: ...
+    def reduce_scatter(self, source: int, out: int, counts: Sequence[int], dtype: str, timeout_s: float) -> None: ...
+    def all_gather(self, source: int, out: int, bytes: Sequence[int], timeout_s: float) -> None: ...
+    def all_to_all(
+        self, source: int, out: int, bytes_to: Sequence[int], bytes_from: Sequence[int], timeout_s: float
+    ) -> None: ...
+    def open_exchange(self) -> int:
+        """The number of an exchange of messages of one pair at a time, for `post`, `take` and `release`."""
+    def post(self, exchange: int, peer: int, pieces: Sequence[tuple[int, int]], timeout_s: float) -> None:
+        """Send one message, of (address, bytes) one after another. It fits a slot."""
+    def take(self, exchange: int, peer: int, timeout_s: float) -> tuple[int, int]:
+        """(address, bytes) of the peer's message, valid until `release`."""
+    def release(self, exchange: int, peer: int) -> None: ...
+    def broadcast(self, payload: Buffer | None, root: int, timeout_s: float) -> bytes: ...
+
+RANK_GROUP_SLOTS: int

@@ -21,8 +21,7 @@ from antiphon.bench.antiphon_engine import AntiphonEngine
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.timeline import write_trace
-from antiphon.serve.worker.messages import Spans
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, STEP
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 
 

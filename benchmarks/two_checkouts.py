@@ -30,8 +30,7 @@ from antiphon.bench.antiphon_engine import AntiphonEngine
 from antiphon.bench.peers.api import Workload
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
-from antiphon.serve.worker.messages import Spans
-from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, STEP
+from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, STEP, Spans
 
 _PROMPT_TOKENS = 128
 Key = tuple[int, int, int]  # step, layer, micro-batch

@@ -10,20 +10,10 @@ from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.launch import describe
-from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.model import ModelSpec
 
 EXAMPLE_BODY = '{"prompt": "class Stack:", "max_tokens": 32}'
-
-
-def worker_names(info: EngineInfo) -> list[WorkerName]:
-    """Every worker of a running engine."""
-    if info.layout == "colocated":
-        return [WorkerName("replica", index) for index in range(info.num_attention)]
-    attention = [WorkerName("attention", index) for index in range(info.num_attention)]
-    return attention + [WorkerName("experts", index) for index in range(info.num_experts_workers)]
 
 
 def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str, url: str) -> dict[str, Any]:
@@ -41,6 +31,9 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
         "layout": info.layout,
         "num_attention": info.num_attention,
         "num_experts_workers": info.num_experts_workers,
+        "num_instances": config.num_instances,
+        "attention_tp": config.attention_tp,
+        "expert_tp": config.expert_tp,
         "num_micro_batches": info.num_micro_batches,
         "kernels": sorted(engine.kernels()),
         "max_model_len": info.max_model_len,
@@ -48,7 +41,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
         "kv_cache_bytes": num_tokens * bytes_per_token,
         "url": url,
         "pid": os.getpid(),
-        "workers": [{"name": str(worker), "pid": engine.worker_pid(worker)} for worker in worker_names(info)],
+        "workers": [{"name": str(worker), "pid": engine.worker_pid(worker)} for worker in engine.workforce.names],
     }
 
 
@@ -64,7 +57,7 @@ def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
         f"  kernels   {kernels}",
         f"  KV cache  {facts['kv_cache_tokens']:,} tokens, {format_bytes(facts['kv_cache_bytes'])}; "
         f"a request may have {facts['max_model_len']:,}",
-        f"  URL       {facts['url']}",
+        f"  URL       {facts['url']}; watch it at {facts['url']}/dashboard",
         "",
         f"  curl {facts['url']}/v1/completions -H 'Content-Type: application/json'{key} \\",
         f"    -d '{EXAMPLE_BODY}'",
@@ -76,11 +69,18 @@ def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
 
 def layout_line(facts: dict[str, Any]) -> str:
     """``disaggregated: 1 attention + 2 expert workers, 2 micro-batches in turn``."""
+    attention_ranks, expert_ranks = (
+        f" of {ranks} ranks" if ranks > 1 else "" for ranks in (facts["attention_tp"], facts["expert_tp"])
+    )
     if facts["layout"] == "colocated":
-        return f"colocated: {plural(facts['num_attention'], 'replica')} with attention and experts in one process"
-    experts = plural(facts["num_experts_workers"], "expert worker")
+        replicas = plural(facts["num_attention"], "replica") + attention_ranks
+        return f"colocated: {replicas} with attention and experts {'on each' if attention_ranks else 'in one process'}"
+    experts = plural(facts["num_experts_workers"], "expert worker") + expert_ranks
     batches = plural(facts["num_micro_batches"], "micro-batch", "micro-batches")
-    return f"disaggregated: {facts['num_attention']} attention + {experts}, {batches} in turn"
+    instances = f"{facts['num_instances']} times " if facts["num_instances"] > 1 else ""
+    return (
+        f"disaggregated: {instances}{facts['num_attention']} attention{attention_ranks} + {experts}, {batches} in turn"
+    )
 
 
 def workers_line(workers: Sequence[dict[str, Any]]) -> str:

@@ -19,7 +19,10 @@ from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.profile.profile import cpu_name
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
+from antiphon.cli.bench_balance import balance
+from antiphon.cli.bench_collectives import collectives
 from antiphon.cli.bench_dispatch import dispatch
+from antiphon.cli.bench_hybrid import hybrid
 from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.bench_train import train
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
@@ -34,6 +37,9 @@ app = new_app("Measure Antiphon beside other engines.", invoke_without_command=T
 app.command(context_settings=CONTEXT_SETTINGS)(m2n)
 app.command(context_settings=CONTEXT_SETTINGS)(train)
 app.command(context_settings=CONTEXT_SETTINGS)(dispatch)
+app.command(context_settings=CONTEXT_SETTINGS)(collectives)
+app.command(context_settings=CONTEXT_SETTINGS)(balance)
+app.command(context_settings=CONTEXT_SETTINGS)(hybrid)
 MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
 _COLUMNS = (
     "engine",

@@ -27,7 +27,7 @@ class LadderOptions:
     """Which ladder, and on which box. What is None was left out."""
 
     ladder: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Variants of a step instead: msm, compression.")
+        str | None, typer.Option(metavar="NAME", help="Variants of a step instead: msm, compression, lina.")
     ] = None
     nodes: Annotated[int | None, typer.Option(metavar="N", show_default="2", help="Of a ladder: nodes.")] = None
     ranks_per_node: Annotated[

@@ -15,11 +15,15 @@ from antiphon.cli.output import DEBUG, run_command
 COMMANDS = {
     "doctor": CommandPlace("antiphon.cli.doctor", "doctor", "What this machine offers, what is missing, how to get it"),
     "serve": CommandPlace("antiphon.cli.serve", "serve", "Serve a model over HTTP, with OpenAI's API"),
+    "top": CommandPlace("antiphon.cli.top", "top", "What a running server does, in a terminal"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
     "profile": CommandPlace("antiphon.cli.profile", "profile", "Measure this machine, for plan and predictions"),
     "plan": CommandPlace(
         "antiphon.cli.plan", "plan", "Which layout, how many of what, at what cost, before renting it"
+    ),
+    "placement": CommandPlace(
+        "antiphon.cli.placement", "placement", "Which experts to copy and where, from recorded routing"
     ),
     "simulate": CommandPlace("antiphon.cli.simulate", "simulate", "A plan against requests, failures and all"),
     "reproduce": CommandPlace(

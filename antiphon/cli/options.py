@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, ServeConfig
+from antiphon.serve.balancer import Policy
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
+from antiphon.specs.placement import read_placement
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -26,7 +28,7 @@ class CapacityOptions:
 
     max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = 256
     max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = 2048
-    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.")] = 1024
+    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.", hidden=True)] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,15 @@ class WorkerOptions:
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers, or replicas.")] = 1
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
+    ] = None
+    instances: Annotated[
+        int | None,
+        # Out of the help, which fills its screen; plans and docs/ranks.md name it.
+        typer.Option(metavar="N", show_default="1", help="Such groups, if disaggregated.", hidden=True),
+    ] = None
+    tp: Annotated[int, typer.Option(metavar="N", help="Ranks an attention worker has.")] = 1
+    expert_tp: Annotated[
+        int | None, typer.Option(metavar="N", show_default="1", help="Ranks an expert worker has.")
     ] = None
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
@@ -53,7 +64,23 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
+    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts: off, static, window.")] = "off"
+    expert_slots: Annotated[
+        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
+    ] = None
+    # Out of the help, which fills its screen.
+    record_routing: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
+    ] = None
+    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
+    # Out of the help, which fills its screen; docs/ranks.md has them.
+    attention_device: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
+    expert_device: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
+    attention_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
+    expert_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
+    attention_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
+    expert_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
@@ -63,6 +90,9 @@ class WorkerOptions:
             layout=layout,
             num_attention=self.attention,
             num_experts=1 if self.experts is None else self.experts,
+            num_instances=1 if self.instances is None else self.instances,
+            attention_tp=self.tp,
+            expert_tp=1 if self.expert_tp is None else self.expert_tp,
             num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
             device=self.device,
@@ -76,6 +106,14 @@ class WorkerOptions:
             num_threads=self.threads,
             timeout_s=self.timeout,
             trace=trace,
+            balance=cast(Policy, self.balance),
+            expert_slots=self.expert_slots,
+            placement=None if self.placement is None else read_placement(self.placement),
+            record_routing=self.record_routing,
+            of_attention=OneRole(
+                device=self.attention_device, dtype=self.attention_dtype, num_threads=self.attention_threads
+            ),
+            of_experts=OneRole(device=self.expert_device, dtype=self.expert_dtype, num_threads=self.expert_threads),
         )
 
     def _num_micro_batches(self, layout: Layout) -> int:
@@ -90,13 +128,34 @@ class WorkerOptions:
             return "disaggregated"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
-        if self.layout == "auto" and (self.experts is not None or several or self.transport != "auto"):
+        apart = (
+            any(value is not None for value in (self.experts, self.expert_tp, self.instances, self.placement))
+            or self._roles_differ
+        )
+        if self.layout == "auto" and (apart or several or self.transport != "auto"):
             return "disaggregated"
         if self.experts is not None:
             self._refuse_in_colocated(f"--experts {self.experts}")
+        if self.instances is not None:
+            raise UserError(
+                f"--instances {self.instances} does not apply to --layout colocated: there an instance is a replica, "
+                f"use --attention"
+            )
+        if self.expert_tp is not None:
+            raise UserError(
+                f"--expert-tp {self.expert_tp} does not apply to --layout colocated: a replica's experts are split as "
+                f"its attention is, by --tp"
+            )
         if self.transport != "auto":
             self._refuse_in_colocated(f"--transport {self.transport}")
+        if self.placement is not None:
+            self._refuse_in_colocated(f"--placement {self.placement}")
         return "colocated"
+
+    @property
+    def _roles_differ(self) -> bool:
+        names = self.attention_device, self.expert_device, self.attention_dtype, self.expert_dtype
+        return any(names) or self.attention_threads is not None or self.expert_threads is not None
 
     @staticmethod
     def _refuse_in_colocated(option: str) -> None:

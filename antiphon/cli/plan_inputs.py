@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.cli.this_machine import check_is_here
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.pins import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
@@ -60,6 +61,12 @@ class SearchOptions:
         typer.Option(metavar="NAME=N", show_default=False, help="Fix attention.tp, .dp, experts.tp, .ep, pp, ..."),
     ] = None
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
+    runnable_here: Annotated[bool, typer.Option("--runnable-here", help="Only what serve can run on this machine.")] = (
+        False
+    )
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="… or on these; a cluster's file.")
+    ] = None
 
     def trains(self) -> bool:
         """Whether the plan is one to train; `UserError` if the phase is none."""
@@ -73,9 +80,18 @@ class SearchOptions:
         return PHASES[self.phase]
 
     def cluster_spec(self) -> ClusterSpec:
+        if self.nodes is not None:
+            if not self.runnable_here or self.cluster:
+                raise UserError("--nodes takes the place of --cluster beside --runnable-here: give these two")
+            return load_cluster(str(self.nodes))
         if not self.cluster:
+            if self.runnable_here:
+                raise UserError("--cluster is missing: antiphon profile writes this machine's; or give --nodes FILE")
             raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
-        return load_cluster(self.cluster)
+        cluster = load_cluster(self.cluster)
+        if self.runnable_here:
+            check_is_here(cluster)
+        return cluster
 
     def layouts(self) -> tuple[Layout, ...]:
         """In the order of `LAYOUTS`; all of them for auto."""
@@ -109,6 +125,8 @@ class SearchOptions:
             expert_tp=pins.only("expert_tp"),
             expert_workers=pins.only("expert_ep"),
             pp=pins.only("pp"),
+            overlapped=not self.runnable_here,  # the engine computes a micro-batch whole
+            servable=self.runnable_here,
             pins=pins,
         )
 

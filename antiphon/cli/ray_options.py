@@ -43,7 +43,7 @@ class RayOptions:
 
     ray: Annotated[bool, typer.Option("--ray", help="Place all workers on a Ray cluster.")] = False
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.")
+        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.", hidden=True)
     ] = None
 
     @contextmanager

@@ -18,8 +18,9 @@ from antiphon.cli.ray_options import RayOptions
 from antiphon.cli.serve_plan import check_plan_fits, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
+from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import reserve, run_server
-from antiphon.serve.api.settings import ServerSettings, read_api_keys
+from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import read_join_secret
 from antiphon.serve.served_plan import ServedPlan
@@ -51,10 +52,10 @@ class HttpOptions:
         float, typer.Option(metavar="S", help="Patience with clients that do not read.", hidden=True)
     ] = 60.0
     max_body_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.")
+        str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.", hidden=True)
     ] = None
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.")
+        int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.", hidden=True)
     ] = None
     drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.")] = 30.0
 

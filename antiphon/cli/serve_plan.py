@@ -17,7 +17,16 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, obey
 from antiphon.specs.plan import read_plan
 
-_PLANNED = ("layout", "attention", "experts", "micro_batches", "max_running")  # options a plan decides
+_PLANNED = (
+    "layout",
+    "instances",
+    "attention",
+    "experts",
+    "tp",
+    "expert_tp",
+    "micro_batches",
+    "max_running",
+)  # options a plan decides
 
 
 def planned_config(
@@ -33,15 +42,19 @@ def planned_config(
     planned = replace(
         workers,
         layout=served.layout,
+        instances=served.num_instances if served.layout == "disaggregated" else None,
         attention=served.num_attention,
         experts=served.num_experts if served.layout == "disaggregated" else None,
+        tp=served.attention_tp,
+        expert_tp=served.expert_tp if served.layout == "disaggregated" else None,
         micro_batches=served.num_micro_batches,
     )
     room = capacity.max_batch_tokens
     if not given_options(context, ["max_batch_tokens"]):
         room = max(room, served.max_running)
     planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=room)
-    return replace(planned.config(model, planned_capacity, trace=trace), placement=served.placement), served
+    config = planned.config(model, planned_capacity, trace=trace)
+    return replace(config, placement=config.placement or served.placement), served
 
 
 def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:

@@ -14,6 +14,7 @@ Letters: T rows here, R rows received, H width (any shape of rows).
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.mesh import Group
+from antiphon.comm.wire import Ticket
 
 # PyTorch 2.13 has them under new names and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collective(Protocol):
@@ -94,7 +96,7 @@ class AllGather:
         x = _padded(x, largest)
         buffer = x.new_empty((largest * self.group.size, *x.shape[1:]))
         self.group.ledger.sent(self.name, (self.group.size - 1) * x.shape[0] * _row_bytes(x))
-        return buffer, _all_gather(buffer, x, group=self.group.process_group, async_op=True)
+        return buffer, all_gather_single(buffer, x, group=self.group.process_group, async_op=True)
 
     def finish(self, buffer: Tensor) -> Tensor:
         largest = max(self.sizes)
@@ -124,7 +126,7 @@ class ReduceScatter:
             x = torch.cat([_padded(part, largest) for part in torch.split(x, list(self.sizes))])
         buffer = x.new_empty((largest, *x.shape[1:]))
         self.group.ledger.sent(self.name, (self.group.size - 1) * largest * _row_bytes(x))
-        return buffer, _reduce_scatter(buffer, x, group=self.group.process_group, async_op=True)
+        return buffer, reduce_scatter_single(buffer, x, group=self.group.process_group, async_op=True)
 
     def finish(self, buffer: Tensor) -> Tensor:
         return buffer[: self.sizes[self.group.index]]
@@ -197,8 +199,7 @@ def gather_sizes(group: Group, rows: int, device: torch.device) -> tuple[int, ..
 
 def barrier(group: Group) -> None:
     """Wait until all ranks of `group` are here."""
-    if group.size > 1:
-        dist.barrier(group=group.process_group)
+    run(AllReduce(group, "barrier"), torch.zeros(1))
 
 
 class Flight:
@@ -210,18 +211,42 @@ class Flight:
         self._buffer: Tensor | None = None
         self._work: Any = None
 
-    def launch(self, x: Tensor, *, backward: bool) -> None:
-        self._current = self._forward.reverse() if backward else self._forward
-        self._buffer, self._work = self._current.launch(x.contiguous())
+    def launch(self, x: Tensor, *, backward: bool, part: tuple[int, int] = (0, 1)) -> None:
+        """`part`: its number among how many that are launched one after the other."""
+        current = self._current = self._forward.reverse() if backward else self._forward
+        x, wire = x.detach().contiguous(), current.group.wire
+        if wire is None:
+            self._buffer, self._work = current.launch(x)
+        else:
+            name = f"{current.name}, backward" if backward else current.name
+            size_bytes, (number, count) = x.numel() * x.element_size(), part
+            self._work = wire.all_to_all(name, size_bytes, lambda: current.launch(x), number=number, num_pieces=count)
 
     def land(self) -> Tensor:
-        assert self._buffer is not None, "this collective was waited for before"
-        begin = time.perf_counter()
-        self._work.wait()
-        self._current.group.ledger.waited(self._current.name, time.perf_counter() - begin)
-        result = self._current.finish(self._buffer)
+        assert self._work is not None, "this collective was waited for before"
+        begin, group = time.perf_counter(), self._current.group
+        if group.roll is None:
+            self._work.wait()
+        else:
+            group.roll.wait(self._current.name, self._wait)
+        group.ledger.waited(self._current.name, time.perf_counter() - begin)
+        buffer = self._work.result if self._buffer is None else self._buffer
+        assert buffer is not None, "what the wire waited for has filled a buffer"
+        result = self._current.finish(buffer)
         self._buffer = self._work = None
         return result
+
+    def _wait(self, seconds: float | None) -> bool:
+        """At most so long, None: to the end; whether it is over."""
+        if isinstance(self._work, Ticket):
+            return self._work.wait(seconds)
+        try:
+            self._work.wait(*(() if seconds is None else (timedelta(seconds=seconds),)))
+        except RuntimeError:
+            if seconds is None or self._work.is_completed():
+                raise
+            return False
+        return True
 
 
 class _Start(torch.autograd.Function):

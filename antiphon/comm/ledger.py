@@ -1,5 +1,6 @@
 """What a rank sends, how long it waits and what narrow numbers lose: counted where it happens."""
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -18,19 +19,26 @@ class Ledger:
     waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lost_numbers: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()  # a wire's threads count too
+
     def sent(self, name: str, num_bytes: int) -> None:
-        self.sent_bytes[name] += num_bytes
+        with self._lock:
+            self.sent_bytes[name] += num_bytes
 
     def waited(self, name: str, seconds: float) -> None:
-        self.waited_s[name] += seconds
+        with self._lock:
+            self.waited_s[name] += seconds
 
     def lost(self, name: str, count: int) -> None:
-        self.lost_numbers[name] += count
+        with self._lock:
+            self.lost_numbers[name] += count
 
     def take(self) -> "Ledger":
         """What was counted so far; counting begins anew."""
-        taken = Ledger(dict(self.sent_bytes), dict(self.waited_s), dict(self.lost_numbers))
-        self.sent_bytes.clear()
-        self.waited_s.clear()
-        self.lost_numbers.clear()
+        with self._lock:
+            taken = Ledger(dict(self.sent_bytes), dict(self.waited_s), dict(self.lost_numbers))
+            self.sent_bytes.clear()
+            self.waited_s.clear()
+            self.lost_numbers.clear()
         return taken

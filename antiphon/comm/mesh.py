@@ -12,13 +12,15 @@ Plain numbers here; `Ranks` says who belongs together, `connect` makes process g
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from antiphon.base.errors import UserError
 from antiphon.comm.ledger import Ledger
+from antiphon.comm.roll_call import RollCall
+from antiphon.comm.wire import Wire
 
 ATTENTION = ("pipeline", "data", "sequence", "tensor")
 EXPERTS = ("pipeline", "expert_data", "expert", "expert_tensor")
@@ -94,12 +96,15 @@ class Sizes:
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk to each other, and this rank's place among them. `process_group` None: it is alone, and every
-    collective is the identity."""
+    collective is the identity. `wire`: what launches its collectives; None: they are launched at once. `roll`: names
+    the ranks that hang."""
 
     ranks: tuple[int, ...]
     index: int
     ledger: Ledger
     process_group: dist.ProcessGroup | None = None
+    wire: Wire | None = None
+    roll: RollCall | None = None
 
     @property
     def size(self) -> int:
@@ -108,12 +113,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of this rank by their axes."""
+    """The groups of this rank by their axes. `wire`: takes the sums of gradients beside backward; None: they are made
+    behind it."""
 
     sizes: Sizes
     rank: int
     ledger: Ledger
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    wire: Wire | None = None
+    timeout_s: float = 600.0
 
     def group(self, *axes: str) -> Group:
         return self.groups[axes]
@@ -137,6 +145,11 @@ class Mesh:
         reading = EXPERTS if axes & set(EXPERTS) else ATTENTION
         return self.groups[tuple(axis for axis in reading[1:] if axis not in axes)]
 
+    def close(self) -> None:
+        """End what runs beside the caller. Process groups stay: PyTorch names a new one after how many there are."""
+        if self.wire is not None:
+            self.wire.close()
+
 
 def beside(group: Group, timeout_s: float = 600.0) -> Group:
     """The same ranks with a process group and a ledger of their own, for collectives that run beside `group`'s. Blocks
@@ -155,20 +168,50 @@ def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def connect(sizes: Sizes, rank: int, timeout_s: float = 600.0) -> Mesh:
+def regrouped(mesh: Mesh, sizes: Sizes) -> Mesh:
+    """The mesh of the same ranks under other sizes; groups that stay as they were are the same. As `connect`."""
+    return replace(mesh, sizes=sizes, groups=_groups(sizes, mesh.rank, mesh.timeout_s, mesh.world, mesh))
+
+
+def connect(
+    sizes: Sizes,
+    rank: int,
+    timeout_s: float = 600.0,
+    wire: Wire | None = None,
+    roll: RollCall | None = None,
+    *,
+    first: bool = False,
+) -> Mesh:
     """The mesh of `rank`. Blocks until the other ranks of its groups have called it too; their collectives end with an
-    error after `timeout_s`."""
-    ledger, timeout = Ledger(), timedelta(seconds=timeout_s)
+    error after `timeout_s`. `first`: the groups' collectives go over `wire` too, before sums."""
+    ledger = Ledger()
+    plain = Group((rank,), 0, ledger, None, wire if first else None, roll)
+    groups = _groups(sizes, rank, timeout_s, plain, None)
+    return Mesh(sizes, rank, ledger, groups, wire, timeout_s)
+
+
+def _groups(
+    sizes: Sizes, rank: int, timeout_s: float, like: Group, before: Mesh | None
+) -> dict[tuple[str, ...], Group]:
+    """By axes, with what belongs to `like`; those that `before` has with all their ranks are taken from there."""
+    groups = {}
+    for axes, members in _lists(sizes).items():
+        if before is not None and _lists(before.sizes).get(axes) == members:
+            groups[axes] = before.groups[axes]
+            continue
+        own = next(ranks for ranks in members if rank in ranks)
+        # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
+        alone, timeout = max(len(ranks) for ranks in members) == 1, timedelta(seconds=timeout_s)
+        made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        groups[axes] = replace(like, ranks=tuple(own), index=own.index(rank), process_group=made)
+    return groups
+
+
+def _lists(sizes: Sizes) -> dict[tuple[str, ...], list[list[int]]]:
+    """The ranks of all groups, by their axes."""
     lists = {axes: sizes.groups(axes) for axes in _GROUPS}
     if sizes.pipeline > 1:
         lists[_ENDS] = [
             [each for each in range(sizes.world_size) if sizes.is_end(each) is end] for end in (True, False)
         ]
-    groups = {}
-    for axes, members in lists.items():
-        own = next(ranks for ranks in members if rank in ranks)
-        # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
-        alone = max(len(ranks) for ranks in members) == 1
-        made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-        groups[axes] = Group(tuple(own), own.index(rank), ledger, made)
-    return Mesh(sizes, rank, ledger, groups)
+    return lists

@@ -1,8 +1,10 @@
 """Order of communication in training: all-to-all first, all-reduce in small pieces (Lina, sections 4.2 and 6.1).
 
 1. A gradient that is ready is cut into equal all-reduce micro-ops; all-to-all is submitted as one or several.
-2. One micro-op is in flight at a time, never interrupted: collective libraries cannot preempt a call.
+2. Of each class one micro-op is in flight at a time, never interrupted: collective libraries cannot preempt a call.
 3. All-to-all goes first. An all-reduce micro-op is launched only while no all-to-all waits, runs, or has parts to come.
+   An all-to-all does not wait for an all-reduce in flight: its peers may hold that all-reduce back until this very
+   all-to-all is over, and then each rank would wait for the other. They share the wire for at most one chunk.
 4. When the combine of the backward pass begins, all-to-all is imminent: nothing more is launched until it is submitted.
 5. Inside a class the order is that of submission, the same on every rank, and each class must use a process group of
    its own. How the two classes interleave may differ between ranks; the order inside a group may not.
@@ -83,11 +85,12 @@ class MicroOpScheduler:
         self._all_reduce: deque[MicroOp] = deque()
         self._to_come: dict[str, int] = {}  # all-to-all tensors begun -> number of the next part
         self._combining = False
-        self._in_flight: MicroOp | None = None
+        self._in_flight: dict[Traffic, MicroOp] = {}
 
     @property
-    def in_flight(self) -> MicroOp | None:
-        return self._in_flight
+    def in_flight(self) -> tuple[MicroOp, ...]:
+        """At most one of each class, in order of launch."""
+        return tuple(self._in_flight.values())
 
     @property
     def num_waiting(self) -> int:
@@ -125,20 +128,24 @@ class MicroOpScheduler:
         self._combining = self._stop_at_combine
 
     def next(self) -> MicroOp | None:
-        """The micro-op to launch now, or None to wait for the next call of any other method."""
-        if self._in_flight is not None:
-            return None
+        """The micro-op to launch now, or None to wait for the next call of any other method. Call it until it says
+        None."""
         if self._all_to_all:
-            self._in_flight = self._all_to_all.popleft()
-        elif self._all_reduce and not self._combining and not self._to_come:
-            self._in_flight = self._all_reduce.popleft()
-        return self._in_flight
+            return None if "all_to_all" in self._in_flight else self._launch(self._all_to_all)
+        if self._all_reduce and not self._in_flight and not self._combining and not self._to_come:
+            return self._launch(self._all_reduce)
+        return None
 
     def finished(self, done: MicroOp) -> None:
-        """The micro-op in flight has completed."""
-        if done != self._in_flight:
-            raise UserError(f"{done} is not in flight ({self._in_flight} is): report each micro-op once, when it ends")
-        self._in_flight = None
+        """A micro-op in flight has completed."""
+        if done != self._in_flight.get(done.traffic):
+            raise UserError(f"{done} is not in flight ({self.in_flight} are): report each micro-op once, when it ends")
+        del self._in_flight[done.traffic]
+
+    def _launch(self, queue: "deque[MicroOp]") -> MicroOp:
+        chosen = queue.popleft()
+        self._in_flight[chosen.traffic] = chosen
+        return chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,25 +157,41 @@ class PackingStep:
     all_to_all_s: float
 
 
+class ExpertPacking:
+    """The search, one measurement at a time: run with `experts_per_device`, then say what was measured.
+
+    Only numbers that divide `num_experts` are tried: a device group must hold each expert equally often.
+    """
+
+    def __init__(self, num_experts: int, max_experts_per_device: int | None = None) -> None:
+        self._num_experts = num_experts
+        self._limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
+        if self._limit < 1:
+            raise UserError(
+                f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
+            )
+        self.experts_per_device = 1
+        self.steps: list[PackingStep] = []
+        self.has_ended = False
+
+    def observe(self, ffn_s: float, all_to_all_s: float) -> None:
+        """Seconds of an FFN micro-op and of an all-to-all micro-op under this packing."""
+        packed = self.experts_per_device
+        self.steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
+        if ffn_s >= all_to_all_s or 2 * packed > self._limit or self._num_experts % (2 * packed):
+            self.has_ended = True
+        else:
+            self.experts_per_device = 2 * packed
+
+
 def choose_experts_per_device(
     measure: Callable[[int], tuple[float, float]], num_experts: int, max_experts_per_device: int | None = None
 ) -> list[PackingStep]:
     """Try 1, 2, 4, ... experts per device; the last step is the choice.
 
-    `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op). Only numbers that
-    divide `num_experts` are tried: a device group must hold each expert equally often.
+    `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op).
     """
-    limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
-    if limit < 1:
-        raise UserError(
-            f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
-        )
-    steps: list[PackingStep] = []
-    packed = 1
-    while packed <= limit and num_experts % packed == 0:
-        ffn_s, all_to_all_s = measure(packed)
-        steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
-        if ffn_s >= all_to_all_s:
-            break
-        packed *= 2
-    return steps
+    packing = ExpertPacking(num_experts, max_experts_per_device)
+    while not packing.has_ended:
+        packing.observe(*measure(packing.experts_per_device))
+    return packing.steps

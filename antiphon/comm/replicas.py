@@ -28,7 +28,6 @@ from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.comm.narrow_sum import NarrowSum
 
-_TIMEOUT = timedelta(seconds=600)
 _REPLICAS: tuple[tuple[str, ...], ...] = (
     ("data", "sequence"),
     ("data", "sequence", "tensor"),
@@ -121,11 +120,10 @@ def _levels(levels: Sequence[Level], sizes: Sequence[int]) -> list[tuple[Level, 
 
 class ReplicaGroups:
     """All replica groups of one rank's mesh. Made by all ranks together, because it may make process groups: for levels
-    where `node_size` ranks are neighbours on a node (0: no levels), and, if `apart`, others for gradients than for
-    parameters, with the ledger `aside`."""
+    where `node_size` ranks are neighbours on a node (0: no levels), and, if the mesh has a wire for sums, others for
+    gradients than for parameters."""
 
-    def __init__(self, mesh: Mesh, *, node_size: int = 0, narrow: bool = False, apart: bool = False) -> None:
-        self.aside = Ledger() if apart else mesh.ledger
+    def __init__(self, mesh: Mesh, *, node_size: int = 0, narrow: bool = False) -> None:
         self._found: dict[tuple[int, ...], Replicas] = {}
         lists = [mesh.sizes.groups(axes) for axes in _REPLICAS]
         if mesh.sizes.pipeline > 1:
@@ -134,15 +132,13 @@ class ReplicaGroups:
         for members, _ in itertools.groupby(sorted(lists)):
             own = next((ranks for ranks in members if mesh.rank in ranks), None)
             if own is not None:
-                self._found[tuple(own)] = self._of(mesh, members, own, node_size, narrow, apart)
+                self._found[tuple(own)] = self._of(mesh, members, own, node_size, narrow)
 
     def of(self, group: Group) -> Replicas:
         """For the ranks of `group`, which is one of the mesh."""
         return self._found[group.ranks]
 
-    def _of(
-        self, mesh: Mesh, members: list[list[int]], own: list[int], node_size: int, narrow: bool, apart: bool
-    ) -> Replicas:
+    def _of(self, mesh: Mesh, members: list[list[int]], own: list[int], node_size: int, narrow: bool) -> Replicas:
         group = next(group for group in mesh.groups.values() if group.ranks == tuple(own))
         if max(map(len, members)) == 1:
             return Replicas.flat(group)
@@ -151,12 +147,13 @@ class ReplicaGroups:
             place = inside.index(mesh.rank)
             across = [rank for index, rank in enumerate(own) if index % len(inside) == place]
             ways = (inside, "_inside"), (across, "_across")
-            gathers = tuple(Level(_group(ranks, mesh.rank, mesh.ledger), suffix) for ranks, suffix in ways)
+            gathers = tuple(Level(_group(ranks, mesh, mesh.ledger), suffix) for ranks, suffix in ways)
         else:
             gathers = (Level(group),)
         sums = gathers
-        if apart:
-            sums = tuple(replace(each, group=_group(each.group.ranks, mesh.rank, self.aside)) for each in gathers)
+        if mesh.wire is not None:
+            ledger = mesh.wire.ledger
+            sums = tuple(replace(each, group=_group(each.group.ranks, mesh, ledger)) for each in gathers)
         return Replicas(group, sums, gathers, narrow)
 
 
@@ -172,7 +169,8 @@ def _has_levels(members: list[list[int]], node_size: int) -> bool:
     return not shares and len(share) > 1 and len(set(share)) == 1 and share[0] > 1
 
 
-def _group(ranks: Sequence[int], rank: int, ledger: Ledger) -> Group:
+def _group(ranks: Sequence[int], mesh: Mesh, ledger: Ledger) -> Group:
     """Waits for the other ranks; all ranks make equally many."""
-    made = dist.new_group(list(ranks), timeout=_TIMEOUT, use_local_synchronization=True)
-    return Group(tuple(ranks), list(ranks).index(rank), ledger, made)
+    made = dist.new_group(list(ranks), timeout=timedelta(seconds=mesh.timeout_s), use_local_synchronization=True)
+    roll = mesh.world.roll if ledger is mesh.ledger else None  # sums on a wire are waited for as a whole
+    return Group(tuple(ranks), list(ranks).index(mesh.rank), ledger, made, roll=roll)

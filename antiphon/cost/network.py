@@ -72,8 +72,8 @@ class Network:
     """The network as the devices of one group of nodes see it. `domain`: devices that the scale-up link joins (by
     candidate, where they differ).
 
-    `collective_s`: fixed time of one collective beyond latency; `exchange_s`: of one way of rows to their experts;
-    `overlap`: fraction of hideable communication that really is hidden; `flat_rings`: see above.
+    `collective_s`: fixed time of one collective beyond latency; `exchange_s`: of an all-to-all, and of one way of rows
+    to their experts; `overlap`: fraction of hideable communication that really is hidden; `flat_rings`: see above.
     """
 
     scale_up: Link
@@ -128,7 +128,8 @@ class Network:
                 num_passes * self._flat_ring_pass(size_bytes, degree),
             )
         happens = (np.asarray(degree) > 1) & (np.asarray(size_bytes) > 0)
-        return select(happens, sent + Parts(fixed_s=self.collective_s), Parts())
+        fixed_s = self.exchange_s if name == "all_to_all" else self.collective_s
+        return select(happens, sent + Parts(fixed_s=fixed_s), Parts())
 
     def point_to_point(self, size_bytes: Number, across: bool) -> Parts:
         """One message to one other device, as between pipeline stages."""

@@ -10,7 +10,11 @@ worker can leave a micro-batch between any two calls and take up another:
         delta = half.local_feed_forward(layer, y)        # None where there is neither shared expert nor dense layer
         if half.routes(layer):
             ids, weights = half.gate(layer, y)           # the experts' output is added to delta
+        delta = half.sum_over_ranks(delta)
     logits = half.head(x[rows], delta[rows])
+
+Under tensor parallelism (`models/shares`) several ranks run this loop on the same rows. x, y and the gate's choice are
+the same bits on all of them; attention and feed-forward are parts, which `attend` and `sum_over_ranks` add up.
 
 Letters as in `antiphon.kernels.api`; W vocabulary.
 """
@@ -22,8 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
+from antiphon.models.rank_sums import add_over_ranks
+from antiphon.models.shares import share_of
 from antiphon.specs.model import ModelSpec
 
 
@@ -109,6 +116,7 @@ class AttentionLayer:
 class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
+    `spec` is the whole model, `layers` and tables are what this rank of `ranks` has of it.
     `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a bug of the
     caller's, which back-ends need not notice.
     """
@@ -123,9 +131,12 @@ class AttentionHalf:
         final_norm: Norm,
         head: PackedLinear,
         weight_bytes: int,
+        ranks: RankGroup,
     ) -> None:
         self.spec = spec
         self.backend = backend
+        self.ranks = ranks
+        self._share = share_of(spec, ranks.rank, ranks.size)
         self.layers = layers
         self.weight_bytes = weight_bytes
         self._embedding_WH = embedding_WH
@@ -133,8 +144,17 @@ class AttentionHalf:
         self._head = head
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        rows_TH = self._embedding_WH.index_select(0, token_ids_T)
+        rows_TH = self._embedded(token_ids_T)
         return rows_TH if self.spec.embedding_multiplier == 1.0 else rows_TH.mul_(self.spec.embedding_multiplier)
+
+    def _embedded(self, token_ids_T: Tensor) -> Tensor:
+        """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
+        if self._share.is_whole:
+            return self._embedding_WH.index_select(0, token_ids_T)
+        first, last = self._share.vocabulary
+        elsewhere_T = (token_ids_T < first) | (token_ids_T >= last)
+        rows_TH = self._embedding_WH.index_select(0, (token_ids_T - first).clamp_(0, last - first - 1))
+        return add_over_ranks(self.ranks, rows_TH.masked_fill_(elsewhere_T.unsqueeze(1), 0.0))
 
     def attend(
         self, layer: int, x_TH: Tensor, delta_TH: Tensor | None, cache: KVCache, batch: AttentionBatch
@@ -145,8 +165,15 @@ class AttentionHalf:
             y_TH = weights.input_norm(x_TH)
         else:
             x_TH, y_TH = weights.input_norm.after_adding(x_TH, delta_TH)
-        x_TH = weights.attention(layer, y_TH, x_TH, cache, batch)
-        return x_TH, weights.post_norm(x_TH)
+        if self._share.is_whole:
+            x_TH = weights.attention(layer, y_TH, x_TH, cache, batch)
+            return x_TH, weights.post_norm(x_TH)
+        part_TH = weights.attention(layer, y_TH, None, cache, batch)
+        return weights.post_norm.after_adding(x_TH, add_over_ranks(self.ranks, part_TH))
+
+    def sum_over_ranks(self, delta_TH: Tensor) -> Tensor:
+        """What a layer's feed-forward adds to the residual stream, from this rank's part, which it may overwrite."""
+        return add_over_ranks(self.ranks, delta_TH)
 
     def routes(self, layer: int) -> bool:
         """Whether this layer has routed experts."""
@@ -159,7 +186,7 @@ class AttentionHalf:
         return self.backend.gate(y_TH, weights.router, weights.score_bias_E, self.spec.router)
 
     def local_feed_forward(self, layer: int, y_TH: Tensor) -> Tensor | None:
-        """The dense layer's feed-forward or the shared expert; None where the layer has neither."""
+        """The dense layer's feed-forward or the shared expert, this rank's part; None where the layer has neither."""
         local = self.layers[layer].local
         return None if local is None else local(y_TH)
 
@@ -167,10 +194,19 @@ class AttentionHalf:
         """Float32 logits [T, W] of the rows given, which the caller selected; `delta_TH` is the last layer's."""
         y_TH = self._final_norm(x_TH) if delta_TH is None else self._final_norm.after_adding(x_TH, delta_TH)[1]
         logits_TW = self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
+        if not self._share.is_whole:
+            logits_TW = self._of_whole_vocabulary(logits_TW)
         return logits_TW if self.spec.logits_divisor == 1.0 else logits_TW.div_(self.spec.logits_divisor)
 
+    def _of_whole_vocabulary(self, logits_TW: Tensor) -> Tensor:
+        ranks = range(self.ranks.size)
+        shares = [share_of(self.spec, rank, self.ranks.size).vocabulary for rank in ranks]
+        columns_WT = logits_TW.cpu().t().contiguous()
+        whole_WT = self.ranks.all_gather(columns_WT, [last - first for first, last in shares])
+        return whole_WT.t().contiguous().to(logits_TW.device)
+
     def cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
-        attention = self.spec.attention
+        attention = self._share.local_spec(self.spec).attention
         latent = attention.latent
         return KVCacheSpec(
             num_layers=self.spec.num_layers,

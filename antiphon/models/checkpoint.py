@@ -5,6 +5,8 @@
    more than what it keeps and the tensor in hand.
 3. A float8 tensor with a scale beside it (`models/float8`) is multiplied out here and comes back as a new tensor. So is
    `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4 (`models/mxfp4`).
+4. A part of a tensor is some rows of its first axis, and of those a cut of one axis: (axis, start, stop). Where a scale
+   covers a block, the blocks that the cut touches are read.
 """
 
 from pathlib import Path
@@ -20,6 +22,7 @@ from antiphon.models.safetensors_file import SafetensorsFile
 from antiphon.models.shard_index import INDEX_NAME, file_of_each_tensor
 
 Rows = tuple[int, int] | None
+Cut = tuple[int, int, int] | None
 
 
 class Checkpoint:
@@ -50,11 +53,18 @@ class Checkpoint:
         """The name of the file that holds the tensor."""
         return self._file_of[name]
 
-    def stored_bytes(self, name: str, rows: Rows = None) -> int:
-        """Bytes that reading the tensor (or its rows) takes from the file, scales included."""
+    def stored_bytes(self, name: str, rows: Rows = None, cut: Cut = None) -> int:
+        """Bytes that reading the tensor (or a part of it) takes from the file, scales included."""
         num_bytes = self._shard(name).num_bytes(name, rows)
+        in_blocks = name.endswith(BLOCKS_SUFFIX) and cut is not None and cut[0] == len(self.shape(name)) - 2
+        if cut is not None:
+            axis, start, stop = _block_cut(cut) if in_blocks else cut
+            num_bytes = num_bytes * (stop - start) // self.shape(name)[axis]
         if scale := self._scale_name(name):
-            num_bytes += self._shard(scale).num_bytes(scale, self._scale_rows(name, scale, rows))
+            scale_bytes = self._shard(scale).num_bytes(scale, self._scale_rows(name, scale, rows))
+            if cut is not None and name.endswith(BLOCKS_SUFFIX):
+                scale_bytes = scale_bytes * (stop - start) // self.shape(scale)[axis]
+            num_bytes += scale_bytes
         return num_bytes
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
@@ -66,13 +76,21 @@ class Checkpoint:
                 f"weights and config.json are of different models, download both again"
             )
 
-    def read(self, name: str, *, dequantize_to: torch.dtype = torch.float32) -> Tensor:
-        """The whole tensor: a read-only view, or a new tensor where the stored one is scaled float8 or MXFP4."""
-        return self._read(name, None, dequantize_to)
+    def read(
+        self, name: str, *, rows: Rows = None, cut: Cut = None, dequantize_to: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The tensor or a part of it: a read-only view, or a new tensor where the stored one is scaled float8 or MXFP4.
 
-    def read_slice(self, name: str, start: int, stop: int, *, dequantize_to: torch.dtype = torch.float32) -> Tensor:
-        """Rows [start, stop) of the first axis: for a stacked tensor, some of its experts."""
-        return self._read(name, (start, stop), dequantize_to)
+        The axes of `cut` are those of the tensor as it comes back: MXFP4's are the matrix's."""
+        self.bytes_read += self.stored_bytes(name, rows, cut)
+        if self._shard(name).entries[name].dtype == "F8_E4M3":
+            return self._multiplied_out(name, rows, cut, dequantize_to)
+        view = self._shard(name).view(name, rows)
+        if view.dtype == torch.uint8:
+            scale = self._scale_name(name)
+            scales = None if scale is None else self._shard(scale).view(scale, rows)
+            return self._expand(name, view, scales, cut, dequantize_to)
+        return _narrowed(view, cut)
 
     def release(self, name: str, rows: Rows = None) -> None:
         """Give the pages of a tensor read before back to the system; views of it stay valid and re-read the file."""
@@ -80,18 +98,7 @@ class Checkpoint:
         if scale := self._scale_name(name):
             self._shard(scale).release(scale, self._scale_rows(name, scale, rows))
 
-    def _read(self, name: str, rows: Rows, dequantize_to: torch.dtype) -> Tensor:
-        self.bytes_read += self.stored_bytes(name, rows)
-        view = self._shard(name).view(name, rows)
-        if view.dtype not in (torch.float8_e4m3fn, torch.uint8):
-            return view
-        if view.dtype == torch.uint8:
-            scale = self._scale_name(name)
-            scales = None if scale is None else self._shard(scale).view(scale, rows)
-            return self._expand(name, view, scales, dequantize_to)
-        return self._multiplied_out(name, rows, view, dequantize_to)
-
-    def _expand(self, name: str, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _expand(self, name: str, blocks: Tensor, scales: Tensor | None, cut: Cut, dtype: torch.dtype) -> Tensor:
         if scales is None or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
             found = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
             raise CheckpointError(
@@ -99,16 +106,28 @@ class Checkpoint:
                 f"scales of dtype U8 and shape {list(blocks.shape[:-1])} lie beside it; found {found}: use gpt-oss as "
                 f"published, or weights in bfloat16"
             )
-        return mxfp4.expand(blocks, scales, dtype)
+        if cut is None or cut[0] < blocks.ndim - 2:
+            return mxfp4.expand(_narrowed(blocks, cut), _narrowed(scales, cut), dtype)
+        in_blocks = _block_cut(cut)
+        wide = mxfp4.expand(_narrowed(blocks, in_blocks), _narrowed(scales, in_blocks), dtype)
+        axis, start, stop = cut
+        return wide.narrow(axis, start - in_blocks[1] * mxfp4.BLOCK, stop - start)
 
-    def _multiplied_out(self, name: str, rows: Rows, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _multiplied_out(self, name: str, rows: Rows, cut: Cut, dtype: torch.dtype) -> Tensor:
         scale_name = self._scale_name(name)
         if scale_name is None:
             beside = " or ".join(name + suffix for suffix in SCALE_SUFFIXES)
             raise CheckpointError(
                 f"{self._file_of[name]}: tensor {name} is float8 without {beside}: download the checkpoint again"
             )
-        scale = self._shard(scale_name).view(scale_name, self._scale_rows(name, scale_name, rows))
+        if rows is not None and len(self.shape(name)) == 2:  # rows of a matrix may share a scale with others
+            weight = self._shard(name).view(name)
+            scale = self._shard(scale_name).view(scale_name)
+            cuts = [(0, *rows)]
+        else:
+            weight = self._shard(name).view(name, rows)
+            scale = self._shard(scale_name).view(scale_name, self._scale_rows(name, scale_name, rows))
+            cuts = []
         if weight.ndim < 2:
             raise CheckpointError(
                 f"{self._file_of[name]}: tensor {name} is float8 and has shape {list(weight.shape)}: only matrices "
@@ -121,7 +140,7 @@ class Checkpoint:
                 f"{supported[0]}, {supported[1]} or {supported[2]}: only scales of rows, of blocks of {SCALE_BLOCK} x "
                 f"{SCALE_BLOCK} and of tensors are supported"
             )
-        return multiply_out(weight, scale, dtype)
+        return multiply_out(weight, scale, dtype, [*cuts, *([cut] if cut is not None else [])])
 
     def _scale_name(self, name: str) -> str | None:
         names = [name + suffix for suffix in SCALE_SUFFIXES]
@@ -148,3 +167,13 @@ class Checkpoint:
                 f"{file_name}: tensor {name} is missing, though {INDEX_NAME} says it is there: download both again"
             )
         return shard
+
+
+def _narrowed(tensor: Tensor, cut: Cut) -> Tensor:
+    return tensor if cut is None else tensor.narrow(cut[0], cut[1], cut[2] - cut[1])
+
+
+def _block_cut(cut: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The cut of MXFP4's blocks that a cut of their numbers touches."""
+    axis, start, stop = cut
+    return axis, start // mxfp4.BLOCK, -(-stop // mxfp4.BLOCK)

@@ -1,6 +1,7 @@
 """The expert half of a model: some routed experts of every MoE layer. It knows no sequences and keeps no state.
 
-Letters as in `antiphon.kernels.api`.
+Each layer has slots for experts, some of which may be free: an expert can be loaded into one while others compute, and
+is used from `hold` on. Letters as in `antiphon.kernels.api`.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ from torch import Tensor
 from antiphon.kernels.api import KernelBackend, PackedExperts
 from antiphon.specs.model import ModelSpec
 
+FREE = -1
+
 
 class ExpertHalf:
-    """`expert_ids[layer]` are the global ids held for that layer; their positions are the local indices."""
+    """`expert_ids[layer]` are the global ids held for that layer, slot by slot; `FREE` where there is none."""
 
     def __init__(
         self,
@@ -26,25 +29,38 @@ class ExpertHalf:
         self.spec = spec
         self.backend = backend
         self.experts = experts
-        self.expert_ids = expert_ids
+        self.expert_ids = dict(expert_ids)
         self.num_bytes = sum(packed.num_bytes for packed in experts.values())
         self.local_index = {layer: self._table(ids) for layer, ids in expert_ids.items()}
-        every = tuple(range(spec.router.num_experts))
-        self._whole_layers = frozenset(layer for layer, ids in expert_ids.items() if ids == every)
+        self._every = tuple(range(spec.router.num_experts))
 
     def forward(self, layer: int, x_TH: Tensor, local_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over the experts held here, per row; local id -1 means "held elsewhere" and adds nothing."""
         return self.backend.grouped_ffn(x_TH, local_ids_TK, weights_TK, self.experts[layer])
 
     def to_local(self, layer: int, global_ids_TK: Tensor) -> Tensor:
-        """Global expert ids as local indices, -1 for experts held elsewhere and for ids that are -1 already."""
-        if layer in self._whole_layers:
+        """Global expert ids as slots, -1 for experts held elsewhere and for ids that are -1 already."""
+        if self.expert_ids[layer] == self._every:
             return global_ids_TK
         table = self.local_index[layer]
         entries = global_ids_TK.flatten().remainder(table.shape[0])  # -1 becomes the last entry
         return table.index_select(0, entries).view(global_ids_TK.shape)
 
+    def free_slot(self, layer: int) -> int | None:
+        """A slot of the layer that holds no expert."""
+        ids = self.expert_ids[layer]
+        return ids.index(FREE) if FREE in ids else None
+
+    def hold(self, layer: int, slot: int, expert: int) -> None:
+        """`slot` holds this expert from now on; `FREE`: nothing any more."""
+        ids = list(self.expert_ids[layer])
+        ids[slot] = expert
+        self.expert_ids[layer] = tuple(ids)
+        self.local_index[layer] = self._table(self.expert_ids[layer])
+
     def _table(self, ids: tuple[int, ...]) -> Tensor:
         table = torch.full((self.spec.router.num_experts + 1,), -1, dtype=torch.int32)
-        table[list(ids)] = torch.arange(len(ids), dtype=torch.int32)
+        for slot, expert in enumerate(ids):
+            if expert != FREE:
+                table[expert] = slot
         return table.to(self.backend.device)

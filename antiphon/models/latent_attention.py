@@ -1,5 +1,7 @@
 """Multi-head latent attention of one layer (DeepSeek-V2, arXiv 2405.04434, section 2.1), residual included.
 
+Under tensor parallelism these are the heads of one rank, and every rank makes and caches all latent rows.
+
 The cache holds per token one row [latent | rotated key shared by all heads]. Two ways lead to the same numbers:
 - absorbed (decode, and chunks with cached context): queries go through the key up-projection, so that attention runs
   on the cached rows themselves, as one KV head of width latent + rope;
@@ -51,7 +53,7 @@ class LatentAttention:
         self.rotary = rotary
         self.no_rotary = unrotated(rotary)
 
-    def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
+    def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor | None, cache: KVCache, batch: AttentionBatch) -> Tensor:
         q_nope_TNC, q_rope_TNR, latent_TL, k_rope_TR = self._project(y_TH, batch)
         self._store(torch.cat((latent_TL, k_rope_TR), dim=1), layer, cache, batch)
         pairs = list(zip(batch.query_lens, batch.context_lens, strict=True))

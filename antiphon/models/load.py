@@ -2,6 +2,7 @@
 
 1. Sizes: those of `config.json` are the weights' own (`tensors.check_sizes`), before they decide how long a loop runs.
 2. Plan: every tensor's name and shape, from the family's names and `config.json`; checked before anything is copied.
+   Of a rank's plan only its part is left (`models/plan_shares`).
 3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`).
 """
 
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear, RotaryTable
-from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights
+from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights, WholeNorms
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import tensor_names
-from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.models.latent_attention import LatentAttention, LatentWeights
+from antiphon.models.plan_shares import expert_of, plan_of
 from antiphon.models.rotary import rotary_table
+from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (
     ExpertRefs,
     LoadPlan,
@@ -32,6 +36,7 @@ from antiphon.models.tensors import (
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 
+ALONE = Alone()
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 
 
@@ -52,15 +57,20 @@ def load_attention_half(
     progress: ReportProgress | None = None,
     *,
     max_positions: int | None = None,
+    ranks: RankGroup = ALONE,
 ) -> AttentionHalf:
     """Read all but the routed experts. `max_positions` bounds the rotary table (default: what the model was made for).
+    Of several `ranks` each reads what it works on; nothing is said between them here.
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
     names = tensor_names(spec)
     check_sizes(checkpoint, spec, names)
-    outer = outer_plan(spec, names)
-    plans = [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
+    share = share_of(spec, ranks.rank, ranks.size)
+    outer = plan_of(outer_plan(spec, names), spec, share)
+    plans = [
+        plan_of(attention_layer_plan(spec, names, layer, checkpoint), spec, share) for layer in range(spec.num_layers)
+    ]
     refs = [ref for plan in (outer, *plans) for part in plan.values() for ref in part]
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
 
@@ -68,7 +78,9 @@ def load_attention_half(
     head = _head(spec, outer, reader, embedding_WH)
     final_norm = _norm(spec, outer, "final_norm", reader)
     rotary = rotary_table(spec.attention.rope, max_positions or spec.max_position, backend.device)
-    layers = [_attention_layer(spec, plan, reader, rotary) for plan in plans]
+    local = share.local_spec(spec)
+    norms = None if share.is_whole or spec.attention.qk_norm != "full" else _whole_norms(spec, share, ranks)
+    layers = [_attention_layer(local, plan, reader, rotary, norms) for plan in plans]
     return AttentionHalf(
         spec,
         backend,
@@ -77,6 +89,7 @@ def load_attention_half(
         final_norm=final_norm,
         head=head,
         weight_bytes=reader.done_bytes,
+        ranks=ranks,
     )
 
 
@@ -86,40 +99,65 @@ def load_expert_half(
     backend: KernelBackend,
     expert_ids: ExpertIds | None = None,
     progress: ReportProgress | None = None,
+    *,
+    share: Share | None = None,
+    num_slots: int = 0,
 ) -> ExpertHalf:
     """Read the routed experts with these global ids: the same for every layer, or layer by layer; all by default.
+    `share`: of each only the columns of this rank. Each layer has room for `num_slots` experts at least, so that others
+    can be read later (`load_expert`).
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
     names = tensor_names(spec)
     check_sizes(checkpoint, spec, names)
     ids_of = _ids_of_each_layer(spec, range(spec.router.num_experts) if expert_ids is None else expert_ids)
+    share = share or share_of(spec)
+    width = spec.feed_forward.intermediate
     plans = {
-        layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in ids] for layer, ids in ids_of.items()
+        layer: [expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share) for expert in ids]
+        for layer, ids in ids_of.items()
     }
     refs = [ref for plan in plans.values() for expert in plan for ref in expert.refs]
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
-    experts = {layer: _experts(spec, plan, reader) for layer, plan in plans.items()}
-    return ExpertHalf(spec, backend, experts=experts, expert_ids=ids_of)
+    local = share.local_spec(spec)
+    experts = {layer: _experts(local, plan, reader, num_slots) for layer, plan in plans.items()}
+    slots = {layer: ids + (FREE,) * (num_slots - len(ids)) for layer, ids in ids_of.items()}
+    return ExpertHalf(local, backend, experts=experts, expert_ids=slots)
+
+
+def load_expert(
+    checkpoint: Checkpoint, spec: ModelSpec, share: Share, half: ExpertHalf, layer: int, expert: int, slot: int
+) -> int:
+    """Read one more expert, biases included, into a slot that nothing uses; `half.hold` makes it count. Bytes read.
+
+    `spec` and `share` as in `load_expert_half`. May run beside `half.forward`, in another thread. `CheckpointError` if
+    the checkpoint has changed meanwhile."""
+    refs = expert_of(
+        expert_refs(spec, tensor_names(spec), layer, expert, checkpoint), spec.feed_forward.intermediate, share
+    )
+    reader = WeightReader(checkpoint, half.backend, check(checkpoint, refs.refs), None)
+    reader.expert(half.experts[layer], slot, refs)
+    return reader.done_bytes
 
 
 def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
-    moe_layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+    moe_layers = list(spec.expert_layers)
     per_layer = expert_ids if isinstance(expert_ids, Mapping) else dict.fromkeys(moe_layers, expert_ids)
     if set(per_layer) != set(moe_layers):
         raise UserError(f"expert ids are given for layers {sorted(per_layer)}: give them for {moe_layers}")
     for layer, ids in per_layer.items():
-        if len(set(ids)) != len(ids) or not ids or not all(0 <= e < spec.router.num_experts for e in ids):
+        if len(set(ids)) != len(ids) or not all(0 <= e < spec.router.num_experts for e in ids):
             raise UserError(
                 f"layer {layer}: expert ids {list(ids)}: give distinct ids from 0 to {spec.router.num_experts - 1}"
             )
     return {layer: tuple(ids) for layer, ids in per_layer.items()}
 
 
-def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader) -> PackedExperts:
+def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader, num_slots: int) -> PackedExperts:
     widths = spec.feed_forward
     packed = reader.backend.new_experts(
-        len(plan),
+        max(len(plan), num_slots, 1),
         spec.hidden_size,
         widths.intermediate,
         widths.activation,
@@ -138,10 +176,22 @@ def _head(spec: ModelSpec, outer: LoadPlan, reader: WeightReader, embedding_WH: 
     return reader.backend.pack_linear(embedding_WH, reader.optional(outer, "head_bias"))
 
 
-def _attention_layer(spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: RotaryTable) -> AttentionLayer:
+def _whole_norms(spec: ModelSpec, share: Share, ranks: RankGroup) -> WholeNorms:
+    attention = spec.attention
+    return WholeNorms(
+        ranks=ranks,
+        q_width=attention.num_heads * attention.head_dim,
+        k_width=attention.num_kv_heads * attention.head_dim,
+        counted_kv_heads=share.counted_kv_heads(attention.num_heads // attention.num_kv_heads),
+    )
+
+
+def _attention_layer(
+    spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: RotaryTable, norms: WholeNorms | None
+) -> AttentionLayer:
     return AttentionLayer(
         input_norm=_norm(spec, plan, "input_norm", reader),
-        attention=_attention(spec, plan, reader, rotary),
+        attention=_attention(spec, plan, reader, rotary, norms),
         post_norm=_norm(spec, plan, "post_norm", reader),
         router=reader.linear(plan, "router") if "router" in plan else None,
         score_bias_E=_score_bias(plan, reader),
@@ -161,7 +211,9 @@ def _norm(spec: ModelSpec, plan: LoadPlan, purpose: str, reader: WeightReader) -
     return LayerNorm(weight, reader.optional(plan, purpose + "_bias"), spec.norm_eps)
 
 
-def _attention(spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: RotaryTable) -> Attention:
+def _attention(
+    spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: RotaryTable, norms: WholeNorms | None
+) -> Attention:
     attention, backend = spec.attention, reader.backend
     if attention.latent is None:
         grouped = GroupedQueryWeights(
@@ -171,7 +223,9 @@ def _attention(spec: ModelSpec, plan: LoadPlan, reader: WeightReader, rotary: Ro
             k_norm=reader.optional(plan, "k_norm"),
             sinks_N=reader.optional(plan, "sinks", torch.float32),
         )
-        return GroupedQueryAttention(attention, spec.norm_eps, backend, grouped, rotary, spec.residual_multiplier)
+        return GroupedQueryAttention(
+            attention, spec.norm_eps, backend, grouped, rotary, spec.residual_multiplier, norms
+        )
     assert spec.residual_multiplier == 1.0, "no model with latent attention has one"
     up = reader.tensor(plan["kv_up"])
     latent = LatentWeights(

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models import mxfp4
-from antiphon.models.checkpoint import Checkpoint, Rows
+from antiphon.models.checkpoint import Checkpoint, Cut, Rows
 from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, PerExpertLayout, StackedLayout, TensorNames
 from antiphon.models.stored_sizes import stored_counts
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
@@ -31,11 +31,22 @@ class StoredNames(Protocol):
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A stored tensor of a known shape, or rows [start, stop) of it."""
+    """A stored tensor of a known shape, or rows [start, stop) of it, of which `cut` may leave a part of an axis."""
 
     name: str
     shape: tuple[int, ...]
     rows: Rows = None
+    cut: Cut = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what is read."""
+        sizes = list(self.shape)
+        if self.rows is not None:
+            sizes[0] = self.rows[1] - self.rows[0]
+        if self.cut is not None:
+            sizes[self.cut[0]] = self.cut[2] - self.cut[1]
+        return tuple(sizes)
 
 
 LoadPlan = dict[str, tuple[TensorRef, ...]]
@@ -50,7 +61,7 @@ def check(checkpoint: Checkpoint, refs: Iterable[TensorRef]) -> int:
     total = 0
     for ref in refs:
         checkpoint.require(ref.name, ref.shape)
-        total += checkpoint.stored_bytes(ref.name, ref.rows)
+        total += checkpoint.stored_bytes(ref.name, ref.rows, ref.cut)
     return total
 
 
@@ -215,7 +226,8 @@ def _gate_up(names: GatedNames, prefix: str, hidden: int, width: int) -> tuple[T
 @dataclass(frozen=True)
 class ExpertRefs:
     """Where the matrices of one expert lie: `gate_up` is one tensor holding both, or two ("separate", "rows"). What
-    the other layouts mean is told by `StackedLayout`. `biases`: of gate and up, in turns, and of down; or none."""
+    the other layouts mean is told by `StackedLayout`. `biases`: of gate and up, in turns, and of down; or none, or only
+    the first where another rank adds the second."""
 
     layout: Literal["separate", "fused", "rows", "columns", "mxfp4"]
     gate_up: tuple[TensorRef, ...]

@@ -36,16 +36,13 @@ class WeightReader:
         """The tensor as stored (scaled float8 and MXFP4: multiplied out), valid inside the block only.
 
         `checked`: `CheckpointError` if it holds NaN or infinity, for one more pass over it."""
-        if ref.rows is None:
-            tensor = self.checkpoint.read(ref.name, dequantize_to=self.backend.dtype)
-        else:
-            tensor = self.checkpoint.read_slice(ref.name, *ref.rows, dequantize_to=self.backend.dtype)
+        tensor = self.checkpoint.read(ref.name, rows=ref.rows, cut=ref.cut, dequantize_to=self.backend.dtype)
         if checked:
             check_finite(tensor, ref.name, self.checkpoint.file_of(ref.name))
         yield tensor
         del tensor
         self.checkpoint.release(ref.name, ref.rows)
-        self.done_bytes += self.checkpoint.stored_bytes(ref.name, ref.rows)
+        self.done_bytes += self.checkpoint.stored_bytes(ref.name, ref.rows, ref.cut)
         if self.progress is not None:
             self.progress(self.done_bytes, self.total_bytes)
 
@@ -61,7 +58,7 @@ class WeightReader:
         refs = plan[purpose]
         bias = None
         if bias_refs := plan.get(purpose + "_bias"):
-            bias = torch.zeros(sum(ref.shape[0] for ref in refs), dtype=self.backend.dtype)
+            bias = torch.zeros(sum(ref.local_shape[0] for ref in refs), dtype=self.backend.dtype)
             given = self._stacked(bias_refs, torch.device("cpu"), self.backend.dtype)
             bias[bias.shape[0] - given.shape[0] :] = given
         if len(refs) == 1:
@@ -73,8 +70,9 @@ class WeightReader:
         """Copy one expert into place. Experts are nearly all of a checkpoint: their numbers are not looked at."""
         with self.stored(refs.gate_up[0], checked=False) as first, self.stored(refs.down, checked=False) as down:
             if refs.layout in ("separate", "rows"):
-                with self.stored(refs.gate_up[1], checked=False) as up_IH:
-                    experts.set_expert(index, first, up_IH, down.t() if refs.layout == "rows" else down)
+                with self.stored(refs.gate_up[1], checked=False) as up:
+                    down_HI = down.t() if refs.layout == "rows" else _matrix(down)
+                    experts.set_expert(index, _matrix(first), _matrix(up), down_HI)
             elif refs.layout == "fused":
                 gate_IH, up_IH = first.view(2, experts.intermediate, experts.hidden).unbind(0)
                 experts.set_expert(index, gate_IH, up_IH, down.view(experts.hidden, experts.intermediate))
@@ -82,18 +80,30 @@ class WeightReader:
                 gate_up, down_HI = (first[0].t(), down[0].t()) if refs.layout == "columns" else (first[0], down[0])
                 experts.set_expert(index, gate_up[0::2], gate_up[1::2], down_HI)
         if refs.biases:
-            with self.stored(refs.biases[0]) as gate_up, self.stored(refs.biases[1]) as down:
-                experts.set_bias(index, gate_up[0, 0::2], gate_up[0, 1::2], down[0])
+            with self.stored(refs.biases[0]) as gate_up:
+                experts.set_bias(index, gate_up[0, 0::2], gate_up[0, 1::2], self._down_bias(experts, refs))
+
+    def _down_bias(self, experts: PackedExperts, refs: ExpertRefs) -> Tensor:
+        """Zeros where another rank adds it."""
+        if len(refs.biases) == 1:
+            return torch.zeros(experts.hidden)
+        with self.stored(refs.biases[1]) as down:
+            return down[0].clone()
 
     def _stacked(self, refs: Sequence[TensorRef], device: torch.device, dtype: torch.dtype) -> Tensor:
-        num_rows = sum(ref.shape[0] for ref in refs)
-        out = torch.empty((num_rows, *refs[0].shape[1:]), dtype=dtype, device=device)
+        num_rows = sum(ref.local_shape[0] for ref in refs)
+        out = torch.empty((num_rows, *refs[0].local_shape[1:]), dtype=dtype, device=device)
         first = 0
         for ref in refs:
             with self.stored(ref) as part:
-                out[first : first + ref.shape[0]].copy_(part)
-            first += ref.shape[0]
+                out[first : first + part.shape[0]].copy_(part)
+                first += part.shape[0]
         return out
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """Without the axis of one expert that stacked tensors have."""
+    return tensor[0] if tensor.ndim == 3 else tensor
 
 
 def check_finite(tensor: Tensor, name: str, file: str) -> None:

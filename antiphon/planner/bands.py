@@ -20,7 +20,7 @@ from antiphon.planner.step_times import group_of, step_parts
 from antiphon.planner.table import CandidateTable
 from antiphon.specs.plan import LAYOUTS, Layout
 
-PRODUCTS_SPREAD, ATTENTION_SPREAD, EXCHANGE_SPREAD, WHOLE_SPREAD = 0.10, 0.09, 0.05, 0.15
+PRODUCTS_SPREAD, ATTENTION_SPREAD, EXCHANGE_SPREAD, WHOLE_SPREAD = 0.12, 0.09, 0.13, 0.15
 NORMAL_80_PERCENT = 1.28
 BY_SIMPLICITY: tuple[Layout, ...] = ("tp_pp", "dp_ep", "hybrid", "disaggregated")
 

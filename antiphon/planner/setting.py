@@ -110,7 +110,8 @@ class SearchLimits:
     `overlapped`: whether colocated layouts may hide an exchange behind arithmetic. `per_node`: whether rows may travel
     once per node and be forwarded there. `whole_prompts`: passes of prefill take prompts as they come, though no rate
     and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`: replicas of experts per worker that are
-    tried. `pins`: what is fixed for every layout."""
+    tried. `servable`: only layouts that `antiphon serve` runs (`planner/runnable`). `pins`: what is fixed for every
+    layout."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -125,6 +126,7 @@ class SearchLimits:
     per_node: bool = True
     whole_prompts: bool = False
     extra_slots: tuple[int, ...] = (0, 1)
+    servable: bool = False
     pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from antiphon.planner.candidates import (
 )
 from antiphon.planner.degrees import degrees_up_to, fewest_for_each_share, piece_of, stage_sizes
 from antiphon.planner.instance_packing import domains_of, instances_that_fit, num_workers_that_fit, widest_domain
+from antiphon.planner.runnable import can_be_served
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup
@@ -64,6 +65,8 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
         parts += _colocated(setting)
     every = joined(parts)
     wanted = np.isin(every.layout, [LAYOUTS.index(layout) for layout in layouts])
+    if setting.limits.servable:
+        wanted &= can_be_served(setting.model, every)
     every = every.take(wanted & setting.limits.pins.allow(every))
     instances = instances_that_fit(setting.cluster, every)
     limits = setting.limits.pins.batches(every, batch_limits(setting, every))

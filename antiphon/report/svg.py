@@ -10,7 +10,7 @@ from html import escape
 
 WIDTH = 960
 FONT = 13
-CHARACTER = 6.9
+CHARACTER = 7.5
 """Pixels of a character, on average and generously: no font is at hand to measure with."""
 
 

@@ -4,9 +4,9 @@ The timelines' inputs are the paper's printed times (`antiphon.sim.lina_figure_7
 follow under each schedule.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
+from antiphon.placement.popularity import devices_of_experts
 from antiphon.sim.lina_figure_7 import LAYER, figure_7, figure_8b
 from antiphon.sim.schedules import Schedule
 from antiphon.sim.training_step import BackwardTimeline
@@ -22,13 +22,6 @@ def _transformer_xl(num_experts: int, num_layers: int) -> float:
     biases = num_experts * (model.intermediate_size + model.hidden_size)
     gate = num_experts * model.hidden_size
     return float(model.parameters(num_experts, num_layers) + num_layers * (biases + gate))
-
-
-# Lina eq. 1: n_e = N sum_t P_j(t)(e) / N_t, with N devices, N_t tokens, and P of the path that token t took so far.
-def devices_of_experts(probabilities: Sequence[Sequence[float]], num_devices: int) -> list[float]:
-    """How many devices each expert should get; `probabilities` [token, expert] are of the path each token took."""
-    num_tokens = len(probabilities)
-    return [num_devices * sum(column) / num_tokens for column in zip(*probabilities, strict=True)]
 
 
 @cache
@@ -47,7 +40,7 @@ def _end_of(timeline: BackwardTimeline, part: str) -> float:
 OURS = {
     "parameters": _transformer_xl,
     "mean share": lambda: sum(SHARES) / len(SHARES),
-    "devices of expert": lambda expert: devices_of_experts(PATHS, 16)[expert],
+    "devices of expert": lambda expert: float(devices_of_experts(PATHS, 16)[expert]),
     "end": _end_ms,
     "end of Figure 8(b)": lambda part: _end_of(figure_8b(), part),
     "slowdown": lambda: _timelines()["baseline"].all_to_all_s()[0] / LAYER.all_to_all_s,

@@ -6,6 +6,7 @@ a core, because spinning with more processes than cores takes the core from the 
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,9 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
+from antiphon.serve.balancer import POLICIES, Policy
 from antiphon.serve.joining import refuse_wildcard
+from antiphon.serve.worker.messages import Role
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES
@@ -22,15 +25,27 @@ from antiphon.specs.plan import MAX_MICRO_BATCHES
 Layout = Literal["colocated", "disaggregated"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
+MAX_INSTANCES = 64
 MAX_THREADS = 256  # what the native kernels' pool has room for
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """One running server. `num_attention` counts attention workers, or replicas in the colocated layout.
+class OneRole:
+    """What the workers of one role have of their own, in place of the server's; empty or None: as the server."""
 
+    device: str = ""
+    dtype: str = ""
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """One running server. `num_attention` counts attention workers, or replicas in the colocated layout. Disaggregated,
+    there are `num_instances` of all attention and expert workers, which know nothing of each other.
+
+    An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
@@ -42,6 +57,9 @@ class ServeConfig:
     layout: Layout
     num_attention: int = 1
     num_experts: int = 1
+    num_instances: int = 1
+    attention_tp: int = 1
+    expert_tp: int = 1
     num_micro_batches: int = 1
     device: str = "cpu"
     dtype: str = "auto"
@@ -61,6 +79,11 @@ class ServeConfig:
     joined_experts: int = 0
     trace: bool = False
     placement: ExpertPlacement | None = None
+    balance: Policy = "off"
+    expert_slots: int | None = None
+    record_routing: Path | None = None
+    of_attention: OneRole = OneRole()
+    of_experts: OneRole = OneRole()
 
     def __post_init__(self) -> None:
         checks = (
@@ -72,6 +95,9 @@ class ServeConfig:
                 f"1 to {MAX_ATTENTION_WORKERS}",
             ),
             (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
+            (1 <= self.num_instances <= MAX_INSTANCES, "instances", self.num_instances, f"1 to {MAX_INSTANCES}"),
+            (self.attention_tp >= 1, "tp", self.attention_tp, "at least 1"),
+            (self.expert_tp >= 1, "expert-tp", self.expert_tp, "at least 1"),
             (
                 1 <= self.num_micro_batches <= MAX_MICRO_BATCHES,
                 "micro-batches",
@@ -101,6 +127,7 @@ class ServeConfig:
                 self.num_threads,
                 f"1 to {MAX_THREADS}",
             ),
+            (self.balance in POLICIES, "balance", self.balance, ", ".join(POLICIES)),
             (self.exchange in TRANSPORTS, "transport", self.exchange, ", ".join(TRANSPORTS)),
             (
                 0 < self.timeout_s <= MAX_TIMEOUT_S,
@@ -109,10 +136,27 @@ class ServeConfig:
                 f"above 0 s and at most {MAX_TIMEOUT_S:.0f}",
             ),
         )
-        for holds, name, value, limit in checks:
+        for holds, name, value, limit in (*checks, *self._role_checks()):
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
         self._check_joining()
+        if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
+            raise UserError(
+                "--balance and --expert-slots need --layout disaggregated: elsewhere every worker has all experts"
+            )
+
+    def _role_checks(self) -> list[tuple[bool, str, object, str]]:
+        roles = (("attention", self.of_attention), ("expert", self.of_experts))
+        for name, own in roles:
+            if own != OneRole() and self.layout != "disaggregated":
+                raise UserError(
+                    f"--{name}-device, -dtype and -threads need --layout disaggregated: a replica is one place"
+                )
+        return [
+            (own.num_threads is None or 1 <= own.num_threads <= MAX_THREADS, f"{name}-threads", own.num_threads, limit)
+            for name, own in roles
+            for limit in (f"1 to {MAX_THREADS}",)
+        ]
 
     def _check_joining(self) -> None:
         for name, joined, all_workers in (
@@ -122,6 +166,12 @@ class ServeConfig:
             if not 0 <= joined <= all_workers:
                 raise UserError(f"--join-workers has {joined} {name}: it must be 0 to --{name}, which is {all_workers}")
         num_joined = self.joined_attention + self.joined_experts
+        if self.num_instances > 1 and self.layout != "disaggregated":
+            raise UserError(
+                "--instances needs --layout disaggregated: colocated, an instance is a replica (--attention)"
+            )
+        if num_joined and self.num_instances > 1:
+            raise UserError("--join-workers needs --instances 1: start a server for each instance")
         if num_joined and self.layout != "disaggregated":
             raise UserError("--join-workers needs --layout disaggregated")
         if num_joined and not self.join_address:
@@ -135,21 +185,36 @@ class ServeConfig:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes on this machine."""
+        """Worker processes on this machine: the ranks of all workers."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
-        return self.num_attention + num_experts - self.joined_attention - self.joined_experts
+        num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
+        return self.num_instances * (num_local[0] * self.attention_tp + num_local[1] * self.expert_tp)
 
-    def threads_per_worker(self) -> int:
-        """Cores per worker process, at least one."""
-        return self.num_threads or max(1, len(os.sched_getaffinity(0)) // max(1, self.num_workers))
+    @property
+    def num_kv_caches(self) -> int:
+        """Attention workers and replicas of all instances."""
+        return self.num_instances * self.num_attention
 
-    def cores_of(self, worker: int) -> list[int]:
-        """The cores worker number `worker` is pinned to; empty: not pinned."""
+    def own(self, role: Role) -> OneRole:
+        """Device, dtype and threads of the workers of a role; no field is empty but `dtype` where it is the model's."""
+        given = self.of_experts if role == "experts" else self.of_attention
+        share = max(1, len(os.sched_getaffinity(0)) // max(1, self.num_workers))
+        return OneRole(
+            device=given.device or self.device,
+            dtype=given.dtype or self.dtype,
+            num_threads=given.num_threads or self.num_threads or share,
+        )
+
+    def cores_of(self, worker: int, roles: Sequence[Role]) -> list[int]:
+        """The cores that process number `worker` of this machine is pinned to, given the roles of all; empty: not
+        pinned. They are, if they share out all cores among them."""
         cores = sorted(os.sched_getaffinity(0))
-        threads = self.threads_per_worker()
-        if self.device != "cpu" or self.num_workers == 1 or threads * self.num_workers != len(cores):
+        threads = [self.own(role).num_threads or 1 for role in roles]
+        on_cpu = all(self.own(role).device == "cpu" for role in roles)
+        if not on_cpu or len(roles) == 1 or sum(threads) != len(cores):
             return []
-        return cores[worker * threads : (worker + 1) * threads]
+        first = sum(threads[:worker])
+        return cores[first : first + threads[worker]]
 
     @property
     def transport(self) -> str:
@@ -171,14 +236,21 @@ class ServeConfig:
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""
         num_experts = spec.router.num_experts
+        moe_layers = list(spec.expert_layers)
+        num_workers = self.num_experts if self.layout == "disaggregated" else 1
         if self.placement is None:
-            return contiguous_placement(num_experts, self.num_experts if self.layout == "disaggregated" else 1)
-        if self.placement.num_experts != num_experts or self.placement.num_workers != self.num_experts:
-            raise UserError(
-                f"the placement is for {self.placement.num_experts} experts on {self.placement.num_workers} workers, "
-                f"the model has {num_experts} and {self.num_experts} were asked for: make a placement that fits"
-            )
+            return contiguous_placement(num_experts, num_workers, moe_layers)
+        self.placement.check_fits(moe_layers, num_experts, num_workers, self.expert_slots or num_experts)
         return self.placement
+
+    def slots_of(self, placement: ExpertPlacement) -> int:
+        """Experts that an expert worker may hold in a layer: what was asked for, or what `placement` needs."""
+        needed = placement.most_held()
+        if self.expert_slots is not None and self.expert_slots < needed:
+            raise UserError(
+                f"--expert-slots is {self.expert_slots}: the fullest worker holds {needed} experts; give at least that"
+            )
+        return needed if self.expert_slots is None else self.expert_slots
 
     def context_length(self, spec: ModelSpec) -> int:
         """Tokens a sequence may have: what was asked for, at most what the model was trained for."""
@@ -195,13 +267,13 @@ def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: 
     Without a budget, 30% of the memory free now, but no more than every running request at full length needs."""
     blocks_per_sequence = blocks_of(context_length, config.block_size)
     budget = int(free_bytes * 0.3) if config.kv_bytes is None else config.kv_bytes
-    num_blocks = blocks_in_budget(budget // config.num_attention, block_bytes)
+    num_blocks = blocks_in_budget(budget // config.num_kv_caches, block_bytes)
     if config.kv_bytes is None:
         num_blocks = min(num_blocks, config.max_running * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
-        needed = blocks_per_sequence * block_bytes * config.num_attention
+        needed = blocks_per_sequence * block_bytes * config.num_kv_caches
         raise ResourceError(
             f"--kv-bytes {format_bytes(budget)} is too small: one sequence of {context_length} tokens on each of "
-            f"{config.num_attention} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
+            f"{config.num_kv_caches} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
         )
     return num_blocks

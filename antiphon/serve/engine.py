@@ -19,6 +19,7 @@ from concurrent.futures import Future
 
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
+from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
@@ -29,13 +30,15 @@ from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.streams import AsyncSink, Sink
 from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
-from antiphon.serve.worker.messages import Spans
+from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")
 _TICK_S = 0.2
+_MAX_SHOWN = 8  # workers of a role, in `last_steps`
 
 
 class Engine:
@@ -64,6 +67,7 @@ class Engine:
         self._lock = threading.Lock()
         self._new: dict[str, TrackedRequest] = {}
         self._aborts: list[str] = []
+        self._placements: list[ExpertPlacement] = []  # asked for, newest last
         self._arrivals = 0
         self._sinks: dict[asyncio.AbstractEventLoop, AsyncSink] = {}
         self._draining = False
@@ -173,6 +177,17 @@ class Engine:
             num_waiting=self._desk.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
         )
 
+    def place(self, placement: ExpertPlacement) -> int:
+        """See `AsyncEngine.place`."""
+        placing = [group.placing for group in self.workforce.groups if group.placing is not None]
+        if not placing:
+            raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
+        placing[0].check(placement)
+        with self._lock:
+            self._placements.append(placement)
+        self._fleet.wake()
+        return sum(num_moves(each.current, placement) for each in placing)
+
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         """See `AsyncEngine.call_when_given_up`."""
         self._given_up.add_done_callback(lambda _: callback())
@@ -199,9 +214,20 @@ class Engine:
 
     def take_spans(self, timeout_s: float = 10.0) -> dict[WorkerName, Spans]:
         """Collect the recorded spans of all live workers (and make them forget). For `--timeline`."""
+        return self._collect_spans(0, None, timeout_s)
+
+    def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
+        """See `AsyncEngine.last_steps`. Clocks of other machines do not agree with this one's."""
+        local = [worker.name for worker in list(self._fleet.workers.values()) if not worker.is_remote]
+        names = {name for name in local if name.index < _MAX_SHOWN}
+        return {str(name): spans for name, spans in self._collect_spans(num_steps, names, timeout_s).items()}
+
+    def _collect_spans(
+        self, last_steps: int, names: set[WorkerName] | None, timeout_s: float
+    ) -> dict[WorkerName, Spans]:
         if not self._thread.is_alive():
             return {}
-        collection = self._spans.ask()
+        collection = self._spans.ask(last_steps, names)
         self._fleet.wake()
         return collection.wait(timeout_s)
 
@@ -245,12 +271,16 @@ class Engine:
             arrived, self._new = list(self._new.values()), {}
             self._desk.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
+            placements, self._placements = self._placements, []
             for tracked in arrived:
                 self._desk.tracked.add(tracked)
         for tracked in arrived:
             self._desk.accept(tracked.request)
         for request_id in aborts:
             self._desk.end(request_id, "abort", None)
+        for group in self.workforce.groups if placements else ():
+            if group.placing is not None:
+                group.placing.aim_at_owners(placements[-1])
         self._spans.begin(self._fleet)
 
     def _handle(self, event: Event) -> None:

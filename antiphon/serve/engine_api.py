@@ -9,6 +9,9 @@ from typing import Literal, Protocol
 
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.serve.events import EngineEvent
+from antiphon.serve.worker.spans import Spans
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 # "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
@@ -84,12 +87,16 @@ class EngineStats:
     exposed_communication_s: float
     dispatch_bytes: int
     balancedness_per_layer: dict[int, float] = field(default_factory=dict)
+    rows_per_expert: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)  # by layer, worker, expert
+    expert_rows_per_s: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
     queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
     exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker
     healthy: bool = True
     status: str = "ok"
     missing: tuple[str, ...] = ()  # workers that cannot step now
+    workers: dict[str, str] = field(default_factory=dict)  # all, by name: "ready", or why not
+    events: tuple[EngineEvent, ...] = ()  # the newest, oldest first
 
 
 class AsyncEngine(Protocol):
@@ -108,6 +115,14 @@ class AsyncEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A reading of the counters. Never blocks on a step."""
+
+    def place(self, placement: ExpertPlacement) -> int:
+        """Move experts to `placement` while serving. Returns how many have to be loaded for it, at once; `UserError` if
+        it is not of this model, these workers and their slots."""
+
+    def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
+        """What the workers of this machine did in their last steps, by name. Of at most 8 attention and 8 expert
+        workers. Waits until they answer, so not on the event loop: as long as a step, at most `timeout_s`."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests (`ShuttingDown`), let the running ones finish, abort what is left at the timeout, or as

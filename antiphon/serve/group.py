@@ -14,6 +14,9 @@ Who hangs? A worker that waits in vain names its peers, and one of them may wait
 a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have less time
 for it.
 
+A worker may be a group of ranks (`worker/ranks`). Its leader has the worker's name and its steps; all ranks belong to
+the epoch, and the worker takes part once all of them have joined it. The loss of one is the loss of the worker.
+
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
 What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
 others wait, cannot be told.
@@ -21,21 +24,24 @@ others wait, cannot be told.
 
 import time
 from collections import Counter
+from collections.abc import Callable, Collection
 from enum import Enum
 
 from antiphon.base.logging import get_logger
+from antiphon.serve.balancer import Balancer
+from antiphon.serve.exchange_control import ExchangeControl, RanksOf
 from antiphon.serve.fleet import Fleet
+from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.running_step import RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import (
-    Abort,
     ExchangeReport,
     ExpertReport,
+    Prepared,
     Ready,
-    Reset,
     ResetDone,
     StepFailed,
     StepResult,
@@ -45,32 +51,6 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 _log = get_logger("engine")
 _MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
 _UNRESPONSIVE_S = 2.0  # what a worker has to answer in, once others waited for it in vain
-
-
-class ExchangeControl:
-    """Numbers the epochs of a group's exchange, and hands expert workers' tickets to attention workers."""
-
-    def __init__(self, fleet: Fleet, experts: list[WorkerName]) -> None:
-        self._fleet = fleet
-        self._experts = experts
-        self._tickets: dict[WorkerName, bytes] = {}
-        self._epoch = 0
-
-    def learn(self, worker: WorkerName, ticket: bytes) -> None:
-        """A worker is ready and can be reached so; a restarted one has a new ticket."""
-        self._tickets[worker] = ticket
-
-    def abort_step(self) -> int:
-        """Begin a new epoch and call all workers out of the running step. Returns the epoch to `reset` to."""
-        self._epoch += 1
-        for worker in self._fleet.workers.values():
-            if worker.ready:
-                self._fleet.send(worker, Abort(self._epoch))
-        return self._epoch
-
-    def reset(self, epoch: int) -> Reset:
-        """The order to begin `epoch`. All expert workers must be ready."""
-        return Reset(epoch, [self._tickets[name] for name in self._experts])
 
 
 class Phase(Enum):
@@ -88,17 +68,31 @@ class StepGroup:
         *,
         attention: list[WorkerName],
         experts: list[WorkerName],
+        ranks_of: RanksOf,
         schedulers: list[Scheduler],
         num_micro_batches: int,
         fleet: Fleet,
         statistics: EngineStatistics,
         tracked: TrackedRequests,
         timeout_s: float,
+        placing: PlacementControl | None = None,
+        balancer: Balancer | None = None,
+        record: Callable[[int, int, bytes], None] | None = None,
     ) -> None:
+        """`ranks_of`: the processes of every worker, its leader first. `placing`: where experts are, if they are apart
+        from attention; `balancer`: who decides where they should be. `record` takes step, worker and the experts that
+        its rows chose."""
         self.attention = attention
         self.experts = experts
+        self.ranks_of = ranks_of
+        self.members = tuple(name for ranks in ranks_of.values() for name in ranks)
         self.schedulers = dict(zip(attention, schedulers, strict=True))
-        self._control = ExchangeControl(fleet, experts) if experts else None
+        alone = len(self.members) == 1
+        self._control = None if alone else ExchangeControl(fleet, experts, ranks_of)
+        self.placing = placing
+        self._balancer = balancer
+        self._record = record
+        self._was_complete = False
         self._fleet = fleet
         self._statistics = statistics
         self._step = RunningStep(self.schedulers, num_micro_batches, tracked)
@@ -114,7 +108,9 @@ class StepGroup:
     @property
     def live_attention(self) -> list[WorkerName]:
         """The attention workers that can step now: none while an expert worker is missing or a recovery goes on."""
-        return [name for name in self.attention if name in self._joined] if self._phase is Phase.STEPPING else []
+        if self._phase is not Phase.STEPPING:
+            return []
+        return [name for name in self.attention if self._joined.issuperset(self.ranks_of[name])]
 
     @property
     def ready(self) -> bool:
@@ -124,7 +120,7 @@ class StepGroup:
     @property
     def complete(self) -> bool:
         """All workers can step."""
-        return len(self.live_attention) == len(self.attention)
+        return len(self.live_attention) == len(self.attention) and not self._absent
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -137,12 +133,26 @@ class StepGroup:
         """Plan and send the next step, or one that failed again, if none is running and there is work."""
         if not self.quiet:
             return
+        self._between_steps()
         messages = self._step.begin(self.live_attention)
         if messages:
             self._step_started = time.monotonic()
             self._waiting_since_s = self._fleet.clock.now_s
         for name, message in messages.items():
             self._fleet.send(self._fleet.workers[name], message)
+
+    def _between_steps(self) -> None:
+        """Take back expert workers that were missing; let experts move on."""
+        if self.placing is None or self._phase is not Phase.STEPPING:
+            return
+        missing = self._missing_experts()
+        if self.placing.absent - missing:
+            self._begin_recovery()
+            self._advance()
+        elif not missing:
+            if self._balancer is not None:
+                self._balancer.advance(self.placing)
+            self.placing.advance(self._loaded_attention(), self._ranks(self.experts))
 
     def withdraw(self) -> list[Request]:
         """Take all requests back, and the plans that failed with them. Only while no step runs."""
@@ -157,21 +167,31 @@ class StepGroup:
         if isinstance(message, StepResult):
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
-            self._statistics.record_experts(message)
+            self._statistics.record_experts(worker.name.instance * len(self.experts) + message.index, message)
+            if self._balancer is not None:
+                self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, Ready):
             worker.ready = True
             if self._control is not None:
-                self._control.learn(worker.name, message.ticket)
+                self._control.learn(worker.name, message)
             self._on_ready(worker)
         elif isinstance(message, ResetDone):
             self._on_reset_done(worker, message.epoch)
+        elif isinstance(message, Prepared) and self.placing is not None:
+            self.placing.on_prepared(worker, message)
         return None
 
     def _on_result(self, name: WorkerName, result: StepResult) -> None:
+        if name not in self._step.workers:
+            return  # one of its ranks died behind the step: the worker is lost, and its requests have moved
         self._step.commit(name, result)
         self._statistics.record_step(result)
+        if self._balancer is not None:
+            self._balancer.count(result.expert_rows)
+        if self._record is not None and result.routed:
+            self._record(self._step.number, name.index, result.routed)
         if self.quiet:
             self._statistics.record_group_step(time.monotonic() - self._step_started)
         self._advance()
@@ -181,11 +201,12 @@ class StepGroup:
         is_news = failed.reason != "aborted" and self._phase is Phase.STEPPING  # others may report the same failure
         if is_news:
             reported = failed.reason == "error"
-            owners = [worker.name] if reported else self._step.workers
+            owners = [worker.name.leader] if reported else self._step.workers
             failure = self._step.failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
         self._step.fail(worker.name)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
+            self._statistics.events.note("failed", failed.message, str(worker.name))
             self._unresponsive.update(failed.peers)
         if is_news and self._control is not None:
             self._begin_recovery()
@@ -199,15 +220,23 @@ class StepGroup:
         assert self._control is not None, "only workers of an exchange join an epoch"
         self._num_asked[worker.name] += 1
         if self._num_asked[worker.name] <= _MAX_ASKS:
-            self._fleet.send(worker, self._control.reset(self._epoch))
+            self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
 
     def _on_ready(self, worker: WorkerProcess) -> None:
+        leader = worker.name.leader
+        if self.placing is not None:
+            self.placing.on_ready(worker)
         if self._control is None:
             self._joined.add(worker.name)
             self._phase = Phase.STEPPING
-        elif worker.name in self.attention and self._phase in (Phase.STEPPING, Phase.JOINING):
-            self._fleet.send(worker, self._control.reset(self._epoch))
+        elif leader in self.attention and self._phase in (Phase.STEPPING, Phase.JOINING) and self._is_loaded(leader):
+            self._call_into_epoch(leader)
         self._advance()
+
+    def _call_into_epoch(self, leader: WorkerName) -> None:
+        assert self._control is not None, "only workers of an exchange join an epoch"
+        for name in self.ranks_of[leader]:
+            self._fleet.send(self._fleet.workers[name], self._control.reset(self._epoch, name, self._absent))
 
     def _on_reset_done(self, worker: WorkerProcess, epoch: int) -> None:
         if epoch == self._epoch and worker.ready:
@@ -218,13 +247,13 @@ class StepGroup:
 
     def on_death(self, worker: WorkerProcess, reason: str) -> tuple[StepFailure | None, list[Request]]:
         """A worker is gone. Returns the failure of the step it was in, and its requests, which need another worker."""
-        name = worker.name
+        name = worker.name.leader
         computes = name in self.schedulers
         failure: StepFailure | None = None
         if self._phase is Phase.STEPPING:
             owners = [name] if computes else self._step.workers
-            failure = self._step.failure(name, f"{name} died: {reason}", owners)
-        self._joined.discard(name)
+            failure = self._step.failure(name, f"{worker.name} died: {reason}", owners)
+        self._joined.difference_update(self.ranks_of[name])
         homeless = self._step.lose(name) if computes else []
         if self._control is None:
             self._phase = Phase.LOADING
@@ -249,13 +278,16 @@ class StepGroup:
         if self._phase is Phase.JOINING:
             owing |= {worker.name for worker in self._loaded()} - self._joined
         for name in owing:
-            unresponsive = str(name) in self._unresponsive and self._phase is not Phase.STEPPING
+            blamed = not self._unresponsive.isdisjoint(name.among_peers[name.rank > 0 :])
+            unresponsive = blamed and self._phase is not Phase.STEPPING
             if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):
                 _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
                 self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")
 
     def _begin_recovery(self) -> None:
         assert self._control is not None, "only workers of an exchange recover together"
+        if self._phase is Phase.STEPPING:
+            self._statistics.events.note("standstill", "the step is given up, the workers begin anew")
         self._epoch = self._control.abort_step()
         self._joined.clear()
         self._enter(Phase.LEAVING)
@@ -266,8 +298,14 @@ class StepGroup:
         self._waiting_since_s = self._fleet.clock.now_s
 
     def _loaded(self) -> list[WorkerProcess]:
-        names = (*self.attention, *self.experts)
-        return [worker for name in names if (worker := self._fleet.workers.get(name)) is not None and worker.ready]
+        """The processes of workers of which all ranks are up, and that this epoch does not leave out."""
+        left_out = {name for name in self.experts if name.index in self._absent}
+        leaders = [leader for leader in self.ranks_of if leader not in left_out and self._is_loaded(leader)]
+        return [self._fleet.workers[name] for leader in leaders for name in self.ranks_of[leader]]
+
+    def _is_loaded(self, leader: WorkerName) -> bool:
+        workers = self._fleet.workers
+        return all(name in workers and workers[name].ready for name in self.ranks_of[leader])
 
     def _advance(self) -> None:
         """Go as far through recovery as answers allow."""
@@ -277,13 +315,33 @@ class StepGroup:
             self._enter(Phase.LOADING)
         if self._phase is Phase.LOADING and self._experts_loaded():
             self._enter(Phase.JOINING)
+            if self.placing is not None:
+                self.placing.leave_out(self._missing_experts(), self._loaded_attention())
             for worker in self._loaded():
-                self._fleet.send(worker, self._control.reset(self._epoch))
+                self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
         everyone_joined = all(worker.name in self._joined for worker in self._loaded())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
             self._unresponsive.clear()
+            self._was_complete = True
             self._enter(Phase.STEPPING)
+            self._statistics.events.note("going on", "the workers that are there step together")
 
     def _experts_loaded(self) -> bool:
-        workers = self._fleet.workers
-        return all(name in workers and workers[name].ready for name in self.experts)
+        """All expert workers are up; or those that once were and are missing have only experts of which others have
+        copies."""
+        missing = self._missing_experts()
+        return not missing or (self._was_complete and self.placing is not None and self.placing.spares(missing))
+
+    @property
+    def _absent(self) -> Collection[int]:
+        """Expert workers without which this epoch began."""
+        return frozenset() if self.placing is None else self.placing.absent
+
+    def _missing_experts(self) -> frozenset[int]:
+        return frozenset(name.index for name in self.experts if not self._is_loaded(name))
+
+    def _loaded_attention(self) -> list[WorkerName]:
+        return [name for name in self.attention if self._is_loaded(name)]
+
+    def _ranks(self, leaders: list[WorkerName]) -> list[WorkerName]:
+        return [name for leader in leaders for name in self.ranks_of[leader]]

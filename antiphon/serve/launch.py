@@ -6,6 +6,7 @@ What the user got wrong (checkpoint, budget, sizes) is reported before a process
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,9 @@ from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_de
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out
+from antiphon.models.shares import check_ranks, share_of
 from antiphon.models.weights import ReportProgress
+from antiphon.serve.balancer import Balancer
 from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
@@ -26,8 +29,10 @@ from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.joining import exchange_secret
+from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.serve.routing_record import RoutingRecord
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
@@ -36,6 +41,8 @@ from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
+# Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
+_KNEE_ROWS = {"cpu": 8, "gpu": 128}
 
 
 class Launcher:
@@ -45,21 +52,26 @@ class Launcher:
         self.spec = load_model_spec(config.model)
         open_checkpoint(config.model, self.spec)  # wrong or damaged weights are found before any process starts
         self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
-        self._dtype = resolve_dtype(self.config.dtype)
-        check_backend(config.kernels, resolve_device(config.device, 0), self._dtype)
+        self._dtype = resolve_dtype(self.config.own("attention").dtype)
+        for own in (self.config.own("attention"), self.config.own("experts")):
+            check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
         self.context_length = config.context_length(self.spec)
-        self._placement = config.expert_placement(self.spec)
-        block_bytes = kv_cache_block_bytes(self.spec, config.block_size, self._dtype.itemsize)
-        free_bytes = free_memory_bytes(config.device)
+        knee = _KNEE_ROWS["cpu" if config.device == "cpu" else "gpu"]
+        self._placement = replace(config.expert_placement(self.spec), knee=knee)
+        self._slots = config.slots_of(self._placement)
+        self._placing: dict[int, PlacementControl] = {}  # by instance
+        self._check_ranks()
+        block_bytes = self._kv_block_bytes()
+        free_bytes = free_memory_bytes(config.own("attention").device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
-        self.kv_bytes = self.num_blocks * block_bytes * config.num_attention
+        self.kv_bytes = self.num_blocks * block_bytes * config.num_kv_caches
         if self.kv_bytes > free_bytes:
             raise ResourceError(
                 f"--kv-bytes {format_bytes(self.kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: "
                 f"lower it"
             )
-        _say_who_shares(config)
         self._joined = self._joined_names()
+        self._say_who_shares()
         self.door = (
             Door(config.join_address, config.join_secret, self._joined, num_local=config.num_workers)
             if self._joined
@@ -69,9 +81,26 @@ class Launcher:
         # Shared by the workers of this run; those that join derive it themselves, so it never travels.
         self._secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
 
+    def _check_ranks(self) -> None:
+        """`UserError` unless every rank of every worker has something to work on."""
+        tp, colocated = self.config.attention_tp, not self._disaggregated
+        check_ranks(self.spec, "--tp", tp, attention=True, experts=colocated)
+        check_ranks(self.spec, "--expert-tp", self.config.expert_tp, attention=False, experts=not colocated)
+
+    def _kv_block_bytes(self) -> int:
+        """Bytes of a KV block on all ranks of an attention worker together."""
+        num_ranks = self.config.attention_tp
+        parts = [share_of(self.spec, rank, num_ranks).local_spec(self.spec) for rank in range(num_ranks)]
+        return sum(kv_cache_block_bytes(part, self.config.block_size, self._dtype.itemsize) for part in parts)
+
     @property
     def _disaggregated(self) -> bool:
         return self.config.layout == "disaggregated"
+
+    @property
+    def _spare_slot(self) -> bool:
+        """Experts may move, so expert workers need room for one on its way in each layer."""
+        return self.config.balance != "off" or self.config.expert_slots is not None
 
     def engine(self) -> Engine:
         """Build the engine (nothing runs yet)."""
@@ -87,19 +116,26 @@ class Launcher:
             vocab_size=self.spec.vocab_size,
         )
         tracked = TrackedRequests()
-        groups = [
-            StepGroup(
+        groups = []
+        membership = self._membership()
+        record = self._routing_record(len(membership))
+        for number, (attention, experts) in enumerate(membership):
+            placing = self._place_experts(experts, statistics)
+            group = StepGroup(
                 attention=attention,
                 experts=experts,
+                ranks_of={name: self._ranks_of(name) for name in (*attention, *experts)},
                 schedulers=[Scheduler(limits) for _ in attention],
                 num_micro_batches=config.num_micro_batches,
                 fleet=self.fleet,
                 statistics=statistics,
                 tracked=tracked,
                 timeout_s=config.timeout_s,
+                placing=placing,
+                balancer=self._balancer() if placing is not None else None,
+                record=None if record is None else partial(record.add, number),
             )
-            for attention, experts in self._membership()
-        ]
+            groups.append(group)
         return Engine(
             info=self._info(),
             fleet=self.fleet,
@@ -110,13 +146,34 @@ class Launcher:
             relaunch=self.launch,
         )
 
+    def _routing_record(self, num_groups: int) -> RoutingRecord | None:
+        path = self.config.record_routing
+        return None if path is None else RoutingRecord(path, self._info().model_name, self.spec, num_groups)
+
+    def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
+        if not experts:
+            return None
+        placing = PlacementControl(self.spec, self._placement, self._slots, self.fleet, statistics)
+        self._placing[experts[0].instance] = placing
+        return placing
+
+    def _balancer(self) -> Balancer | None:
+        if self.config.balance == "off":
+            return None
+        return Balancer(self.config.balance, self._placement)
+
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""
         config = self.config
         if not self._disaggregated:
             return [([WorkerName("replica", index)], []) for index in range(config.num_attention)]
-        attention = [WorkerName("attention", index) for index in range(config.num_attention)]
-        return [(attention, [WorkerName("experts", index) for index in range(config.num_experts)])]
+        return [
+            (
+                [WorkerName("attention", index, instance=instance) for index in range(config.num_attention)],
+                [WorkerName("experts", index, instance=instance) for index in range(config.num_experts)],
+            )
+            for instance in range(config.num_instances)
+        ]
 
     def _joined_names(self) -> frozenset[WorkerName]:
         """The workers that come from other machines: the last ones of each role."""
@@ -125,15 +182,37 @@ class Launcher:
             "attention": range(config.num_attention - config.joined_attention, config.num_attention),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
-        return frozenset(WorkerName(role, index) for role, indices in places.items() for index in indices)
+        leaders = [WorkerName(role, index) for role, indices in places.items() for index in indices]
+        return frozenset(rank for leader in leaders for rank in self._ranks_of(leader))
 
-    def _local_index(self, name: WorkerName) -> int | None:
-        """Which of this machine's workers it is, over all roles; None: it comes from another machine."""
-        local = [each for each in self.worker_names() if each not in self._joined]
-        return local.index(name) if name in local else None
+    def _local_names(self) -> list[WorkerName]:
+        """The processes of this machine."""
+        return [each for each in self.worker_names() if each not in self._joined]
+
+    def _device_index(self, name: WorkerName) -> int:
+        """Which of this machine's processes on this kind of device it is, over all roles; of a machine from outside the
+        door counts."""
+        device = self.config.own(name.role).device
+        there = [each for each in self._local_names() if self.config.own(each.role).device == device]
+        return there.index(name) if name in there else 0
+
+    def _cores(self, name: WorkerName) -> list[int]:
+        local = self._local_names()
+        return self.config.cores_of(local.index(name), [each.role for each in local]) if name in local else []
+
+    def _say_who_shares(self) -> None:
+        """One line if GPUs have several workers each: they halve its memory and its speed."""
+        num_on_gpus = sum(self.config.own(name.role).device == "cuda" for name in self._local_names())
+        if num_on_gpus > torch.cuda.device_count():
+            _log.info("%d workers take turns over %d GPUs", num_on_gpus, torch.cuda.device_count())
 
     def worker_names(self) -> list[WorkerName]:
-        return [name for attention, experts in self._membership() for name in (*attention, *experts)]
+        """Every process of every worker."""
+        leaders = [name for attention, experts in self._membership() for name in (*attention, *experts)]
+        return [rank for leader in leaders for rank in self._ranks_of(leader)]
+
+    def _ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
+        return leader.ranks(self.config.expert_tp if leader.role == "experts" else self.config.attention_tp)
 
     def launch(self, name: WorkerName) -> None:
         """Start (or restart) one worker."""
@@ -141,9 +220,10 @@ class Launcher:
 
     def _configure(self, name: WorkerName) -> Configure:
         config = self.config
-        local_index = self._local_index(name)
+        own = config.own(name.role)
         exchange = None
-        if self._disaggregated:
+        num_ranks = len(self._ranks_of(name.leader))
+        if self._disaggregated or num_ranks > 1:
             exchange = ExchangeConfig(
                 transport=config.transport,
                 host=config.exchange_host,
@@ -151,25 +231,31 @@ class Launcher:
                 waiting=config.waiting,
                 local_processes=config.num_workers,
                 num_attention=config.num_attention,
-                num_experts=config.num_experts,
+                num_experts=config.num_experts if self._disaggregated else 0,
                 num_micro_batches=config.num_micro_batches,
                 max_rows=config.max_batch_tokens,
+                dtype=config.own("attention").dtype,
             )
         return Configure(
             role=name.role,
             index=name.index,
+            rank=name.rank,
+            num_ranks=num_ranks,
             model=str(config.model),
-            device=config.device,
-            device_index=local_index or 0,  # of a machine from outside: the door counts
-            dtype=config.dtype,
+            device=own.device,
+            device_index=self._device_index(name),
+            dtype=own.dtype,
             kernels=config.kernels,
-            num_threads=config.threads_per_worker(),
-            cores=[] if local_index is None else config.cores_of(local_index),
+            num_threads=own.num_threads or 1,
+            cores=self._cores(name),
             block_size=config.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
             max_running=config.max_running,
-            expert_owners=[list(owners) for owners in self._placement.owners],
+            placement=self._placing[name.instance].current if self._placing else self._placement,
+            expert_slots=self._slots + (1 if self._spare_slot else 0),
+            count_rows=config.balance != "off",
+            record_routing=config.record_routing is not None,
             exchange=exchange,
             timeout_s=config.timeout_s,
             trace=config.trace,
@@ -188,12 +274,6 @@ class Launcher:
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
         )
-
-
-def _say_who_shares(config: ServeConfig) -> None:
-    """One line if GPUs have several workers each: they halve its memory and its speed."""
-    if config.device == "cuda" and config.num_workers > torch.cuda.device_count():
-        _log.info("%d workers take turns over %d GPUs", config.num_workers, torch.cuda.device_count())
 
 
 def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> Engine:

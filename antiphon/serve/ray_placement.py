@@ -63,6 +63,8 @@ class RayPlacement:
             raise UserError("--ray places attention and expert workers: add --layout disaggregated")
         if config.joined_attention or config.joined_experts:
             raise UserError("--ray places all workers itself: leave --join-workers and --join-address out")
+        if max(config.attention_tp, config.expert_tp, config.num_instances) > 1:
+            raise UserError("--ray places workers of one rank, once: leave --tp, --expert-tp and --instances out")
         if ":" in config.device:
             raise UserError(f"--device {config.device}: with --ray, Ray chooses the GPUs; use cuda")
         self._asked = config

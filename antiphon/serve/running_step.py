@@ -52,6 +52,11 @@ class RunningStep:
         self._num_steps = 0
 
     @property
+    def number(self) -> int:
+        """Of the last step that began."""
+        return self._num_steps
+
+    @property
     def workers(self) -> list[WorkerName]:
         """Attention workers that have not answered yet; empty: no step runs."""
         return list(self._running)

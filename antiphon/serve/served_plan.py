@@ -4,7 +4,7 @@
     config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
 
 1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for)
-2. its parallel sizes are ones the engine has: workers of one device, one pipeline stage, experts whole on one worker
+2. its parallel sizes are ones the engine has: one pipeline stage, experts whole on one worker or on each of its ranks
 3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker
 
 What the engine does differently without being wrong (replicas take even turns whatever the fractions) is a note, which
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from antiphon.base.errors import UserError
 from antiphon.models.planned import check_planned_for
-from antiphon.serve.config import MAX_ATTENTION_WORKERS, Layout, ServeConfig
+from antiphon.models.shares import check_ranks
+from antiphon.serve.config import MAX_ATTENTION_WORKERS, MAX_INSTANCES, Layout, ServeConfig
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Parallel, PhasePlan, Plan, Predicted
@@ -37,8 +38,11 @@ class ServedPlan:
 
     file: Path
     layout: Layout
+    num_instances: int
     num_attention: int
     num_experts: int
+    attention_tp: int
+    expert_tp: int
     num_micro_batches: int
     max_running: int
     placement: ExpertPlacement | None
@@ -50,8 +54,11 @@ class ServedPlan:
         """`UserError` if an option given beside the plan says something else; `given`: option name -> its value."""
         own: dict[str, int | str] = {
             "layout": self.layout,
+            "instances": self.num_instances,
             "attention": self.num_attention,
             "experts": self.num_experts,
+            "tp": self.attention_tp,
+            "expert-tp": self.expert_tp,
             "micro-batches": self.num_micro_batches,
             "max-running": self.max_running,
         }
@@ -71,7 +78,7 @@ def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     check_planned_for(spec, plan.model_config, plan.model, file)
     if phase.layout == "disaggregated":
         return _disaggregated(phase, spec, file)
-    return _colocated(phase, file)
+    return _colocated(phase, spec, file)
 
 
 def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None:
@@ -80,19 +87,18 @@ def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None
     if config.num_workers > limit:
         what = "core(s)" if config.device == "cpu" else "GPU(s)"
         raise UserError(
-            f"{file} needs {config.num_workers} workers, this machine has {num_devices} {what} for at most {limit}: "
-            f"plan for this machine (antiphon profile), or let workers join (--join-workers)"
+            f"{file} needs {config.num_workers} workers, this machine has {num_devices} {what} for at most {limit}, so "
+            f"{config.num_workers - limit} are missing: plan for this machine (--runnable-here), or let workers join "
+            f"(--join-workers)"
         )
 
 
 def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
     sizes = phase.parallel
-    _refuse_above_one(file, sizes, ("attention_tp", "expert_tp", "pp"), "a worker of this engine is one device")
-    if phase.num_instances != 1:
-        raise UserError(
-            f"{file} has {phase.num_instances} disaggregated instances, a server runs one: "
-            f"start one server for each, with a plan of one instance"
-        )
+    _refuse_above_one(file, sizes, ("pp",), "this engine runs all layers on every worker")
+    _check_instances(phase, file)
+    check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=False)
+    check_ranks(spec, f"{file}: expert_tp", sizes.expert_tp, attention=False, experts=True)
     if not 1 <= sizes.attention_dp <= MAX_ATTENTION_WORKERS:
         raise UserError(f"{file} has {sizes.attention_dp} attention workers: it must be 1 to {MAX_ATTENTION_WORKERS}")
     num_experts = spec.router.num_experts
@@ -105,26 +111,40 @@ def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
     return ServedPlan(
         file=file,
         layout="disaggregated",
+        num_instances=phase.num_instances,
+        attention_tp=sizes.attention_tp,
+        expert_tp=sizes.expert_tp,
         num_attention=sizes.attention_dp,
         num_experts=sizes.expert_workers,
         num_micro_batches=_micro_batches(phase, file),
         max_running=_per_worker(phase, sizes.attention_dp, file),
-        placement=_placement(phase, file),
+        placement=_placement(phase, spec, file),
         predicted=phase.predicted,
         devices=_devices(phase),
         notes=_uneven_replicas(phase),
     )
 
 
-def _colocated(phase: PhasePlan, file: Path) -> ServedPlan:
-    """Without any parallel size above 1 the three colocated layouts are one: replicas that hold the whole model."""
+def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+    """Without data and expert parallelism inside an instance the three colocated layouts are one: replicas that hold
+    the whole model, each on its ranks."""
+    sizes = phase.parallel
     why = f"this engine runs {phase.layout} only as replicas of the whole model"
-    _refuse_above_one(file, phase.parallel, ("attention_tp", "attention_dp", "expert_tp", "expert_ep", "pp"), why)
+    _refuse_above_one(file, sizes, ("attention_dp", "expert_ep", "pp"), why)
+    if sizes.expert_tp != sizes.attention_tp:
+        raise UserError(
+            f"{file} has attention_tp {sizes.attention_tp} and expert_tp {sizes.expert_tp}: a replica splits both over "
+            f"the same ranks, so they must be equal"
+        )
+    check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=True)
     if not 1 <= phase.num_instances <= MAX_ATTENTION_WORKERS:
         raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_ATTENTION_WORKERS}")
     return ServedPlan(
         file=file,
         layout="colocated",
+        num_instances=1,
+        attention_tp=sizes.attention_tp,
+        expert_tp=1,
         num_attention=phase.num_instances,
         num_experts=1,
         num_micro_batches=_micro_batches(phase, file),
@@ -134,6 +154,11 @@ def _colocated(phase: PhasePlan, file: Path) -> ServedPlan:
         devices=_devices(phase),
         notes=(),
     )
+
+
+def _check_instances(phase: PhasePlan, file: Path) -> None:
+    if not 1 <= phase.num_instances <= MAX_INSTANCES:
+        raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_INSTANCES}")
 
 
 def _refuse_above_one(file: Path, sizes: Parallel, names: tuple[str, ...], why: str) -> None:
@@ -155,11 +180,13 @@ def _per_worker(phase: PhasePlan, num_workers: int, file: Path) -> int:
     return -(-phase.batch // num_workers)
 
 
-def _placement(phase: PhasePlan, file: Path) -> ExpertPlacement:
-    """The workers with a share of each expert become its owners."""
+def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement:
+    """The workers with a share of each expert become its owners, in every layer."""
     owners = tuple(tuple(worker for worker, fraction in shares if fraction > 0) for shares in phase.placement)
+    if idle := set(range(phase.parallel.expert_workers)) - {worker for workers in owners for worker in workers}:
+        raise UserError(f"{file}: expert workers {sorted(idle)} hold no expert: use at most {len(owners)} workers")
     try:
-        return ExpertPlacement(num_workers=phase.parallel.expert_workers, owners=owners)
+        return ExpertPlacement(phase.parallel.expert_workers, dict.fromkeys(spec.expert_layers, owners))
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 
@@ -177,7 +204,7 @@ def _uneven_replicas(phase: PhasePlan) -> tuple[str, ...]:
     if not uneven:
         return ()
     first = ", ".join(map(str, uneven[:5])) + (", …" if len(uneven) > 5 else "")
-    return (f"experts {first} have uneven fractions in the plan; here the replicas of an expert take even turns",)
+    return (f"experts {first} have uneven fractions in the plan; here rows are split by the load of each step",)
 
 
 def _num_owners(shares: tuple[tuple[int, float], ...]) -> int:

@@ -6,26 +6,32 @@ A worker answers between two steps, so an answer may take as long as a step.
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.worker.messages import Spans, TakeSpans
+from antiphon.serve.worker.messages import TakeSpans
+from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 
 
 class SpanCollection:
-    """`wait` in the thread that asks; `begin`, `add` and `forget` in the engine's thread."""
+    """`wait` in the thread that asks; `begin`, `add` and `forget` in the engine's thread.
 
-    def __init__(self) -> None:
+    Of `names`, None: of all workers. `last_steps` as in `TakeSpans`."""
+
+    def __init__(self, last_steps: int, names: Collection[WorkerName] | None) -> None:
+        self._last_steps = last_steps
+        self._names = names
         self._wanted: set[WorkerName] = set()
         self._spans: dict[WorkerName, Spans] = {}
         self._done = threading.Event()
 
     def begin(self, fleet: Fleet) -> None:
-        """Ask all workers that are up."""
-        self._wanted = {name for name, worker in fleet.workers.items() if worker.ready}
+        """Ask the workers that are up."""
+        ready = {name for name, worker in fleet.workers.items() if worker.ready}
+        self._wanted = ready if self._names is None else ready.intersection(self._names)
         for name in list(self._wanted):
-            fleet.send(fleet.workers[name], TakeSpans())
+            fleet.send(fleet.workers[name], TakeSpans(self._last_steps))
         self._finish_if_complete()
 
     def add(self, name: WorkerName, spans: Spans) -> bool:
@@ -62,9 +68,9 @@ class SpanCollections:
         self._asked: queue.SimpleQueue[SpanCollection] = queue.SimpleQueue()
         self._begun: list[SpanCollection] = []
 
-    def ask(self) -> SpanCollection:
+    def ask(self, last_steps: int = 0, names: Collection[WorkerName] | None = None) -> SpanCollection:
         """A new request; the engine's thread must be woken to see it."""
-        collection = SpanCollection()
+        collection = SpanCollection(last_steps, names)
         self._asked.put(collection)
         return collection
 

@@ -9,9 +9,12 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 import threading
 from collections import defaultdict
 
+from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.serve.events import EventLog
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
+_log = get_logger("engine")
 _WINDOW_S = 30.0
 _MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 
@@ -25,6 +28,8 @@ class EngineStatistics:
         self.num_worker_restarts = 0
         self.dispatch_bytes = 0
         self.exposed_communication_s = 0.0
+        self.placement_changes = 0
+        self.events = EventLog()
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
         self._exchange: dict[str, Traffic] = {}
@@ -33,6 +38,7 @@ class EngineStatistics:
         self._group_step_s = 0.0
         self._expert_busy_s: dict[int, float] = defaultdict(float)
         self._rows: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._expert_rows: dict[int, dict[int, dict[int, float]]] = defaultdict(dict)  # layer, worker, expert
 
     def record_step(self, result: StepResult) -> None:
         """One attention worker finished its part of a step."""
@@ -48,11 +54,24 @@ class EngineStatistics:
         if self._group_step_s > _WINDOW_S:
             self._fade()
 
-    def record_experts(self, report: ExpertReport) -> None:
+    def record_experts(self, number: int, report: ExpertReport) -> None:
+        """`number`: of the expert worker, counted over all instances."""
         with self._lock:
-            self._expert_busy_s[report.index] += report.busy_s
+            self._expert_busy_s[number] += report.busy_s
             for layer, rows in report.rows_per_layer.items():
-                self._rows[layer][report.index] += rows
+                self._rows[layer][number] += rows
+            for layer, counts in report.rows_per_expert.items():
+                before = self._expert_rows[layer].get(number, {})
+                self._expert_rows[layer][number] = {
+                    expert: before.get(expert, 0.0) + rows for expert, rows in counts.items()
+                }
+
+    def record_placement(self, version: int, num_moved: int) -> None:
+        """Rows go by another placement now; so many experts have moved or been copied for it."""
+        self.placement_changes += 1
+        text = f"placement {version}: {num_moved} experts have moved"
+        _log.info("%s", text)
+        self.events.note("placement", text)
 
     def record_exchange(self, worker: str, traffic: Traffic) -> None:
         """What a worker's exchange has carried since its start; replaces its last report."""
@@ -86,6 +105,10 @@ class EngineStatistics:
             for per_worker in self._rows.values():
                 for index in per_worker:
                     per_worker[index] /= 2
+            for experts_of in self._expert_rows.values():
+                for held in experts_of.values():
+                    for expert in held:
+                        held[expert] /= 2
 
     @property
     def attention_idle_ratio(self) -> float:
@@ -101,6 +124,23 @@ class EngineStatistics:
         if not busy_s or not step_s:
             return 0.0
         return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
+
+    def rows_per_expert(self) -> dict[int, dict[int, dict[int, float]]]:
+        """Rows of each expert lately, by layer, worker and expert; a worker has the experts it holds."""
+        with self._lock:
+            return {
+                layer: {index: dict(held) for index, held in sorted(experts_of.items())}
+                for layer, experts_of in sorted(self._expert_rows.items())
+            }
+
+    def rows_per_s(self) -> dict[int, float]:
+        """Rows that each expert worker computes in a second of computing, measured lately: how fast it is."""
+        with self._lock:
+            busy_s = {number: seconds for number, seconds in self._expert_busy_s.items() if seconds > 0}
+            return {
+                number: sum(per_worker.get(number, 0.0) for per_worker in self._rows.values()) / seconds
+                for number, seconds in sorted(busy_s.items())
+            }
 
     def balancedness_per_layer(self) -> dict[int, float]:
         """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""

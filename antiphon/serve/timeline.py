@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.serve.worker.messages import Spans
-from antiphon.serve.worker.spans import COMBINE, EXPERTS, STEP
+from antiphon.serve.worker.spans import COMBINE, EXPERTS, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 
 Intervals = NDArray[np.int64]  # [n, 2] start and end in ns, sorted, disjoint

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -25,13 +25,32 @@ _EXIT_TIMEOUT_S = 10.0  # for the kernel to take apart a process that was killed
 
 @dataclass(frozen=True)
 class WorkerName:
-    """`attention[0]`, `experts[2]`, `replica[1]`."""
+    """`attention[0]`, `experts[2]`, `replica[1]`; `replica[1][2]` is rank 2 of the last one. A worker is a group of
+    ranks, each a process; rank 0 leads it and has the worker's name. Indices begin anew in every instance of the model;
+    `1/experts[2]` is one of the second."""
 
     role: Role
     index: int
+    rank: int = 0
+    instance: int = 0
 
     def __str__(self) -> str:
-        return f"{self.role}[{self.index}]"
+        where = f"{self.instance}/" if self.instance else ""
+        return f"{where}{self.role}[{self.index}]" + (f"[{self.rank}]" if self.rank else "")
+
+    @property
+    def leader(self) -> "WorkerName":
+        return replace(self, rank=0)
+
+    @property
+    def among_peers(self) -> tuple[str, str]:
+        """What the other workers of its instance call it, and what the other ranks of its worker do."""
+        worker = f"{self.role}[{self.index}]"
+        return worker, f"{worker}[{self.rank}]"
+
+    def ranks(self, num_ranks: int) -> "tuple[WorkerName, ...]":
+        """All ranks of the worker, the leader first."""
+        return tuple(replace(self, rank=rank) for rank in range(num_ranks))
 
 
 class WorkerProcess:
@@ -43,6 +62,7 @@ class WorkerProcess:
         self.name = name
         self.ready = False
         self.explanation = ""  # of its end: why `kill` was called, or what the worker said itself
+        self.fell_blameless = False  # killed because another rank of its worker was, from outside
         self.heard_s = 0.0  # when it was started or last said something, by the fleet's clock
         self.channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,6 +96,8 @@ class WorkerProcess:
     @property
     def was_killed_from_outside(self) -> bool:
         """The process has ended by SIGKILL, and not for a reason of ours."""
+        if self.fell_blameless:
+            return True
         return self._process is not None and self._process.poll() == -signal.SIGKILL and not self.explanation
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -8,7 +8,7 @@ A worker is also killed, and then started again, if it hangs: in a step (see `St
 because somebody stopped its process for `_STOPPED_S`. A short stop must harm nobody: debuggers and benchmarks do it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
@@ -48,7 +48,7 @@ class Workforce:
         self._fleet = fleet
         self._statistics = statistics
         self._relaunch = relaunch
-        self._group_of = {name: group for group in groups for name in _members(group)}
+        self._group_of = {name: group for group in groups for name in group.members}
         self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, Ready] = {}
         self._restarts = {name: Restarts() for name in self._group_of}
@@ -102,7 +102,7 @@ class Workforce:
 
     def stats(self, *, num_waiting: int, fatal: str | None, draining: bool) -> EngineStats:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
-        statistics = self._statistics
+        statistics, missing = self._statistics, self.missing
         counters = [scheduler.counters for scheduler in self.schedulers.values()]
         pools = [scheduler.occupancy.pool for scheduler in self.schedulers.values()]
         return EngineStats(
@@ -122,11 +122,16 @@ class Workforce:
             exposed_communication_s=statistics.exposed_communication_s,
             dispatch_bytes=statistics.dispatch_bytes,
             balancedness_per_layer=statistics.balancedness_per_layer(),
+            placement_changes=statistics.placement_changes,
+            rows_per_expert=statistics.rows_per_expert(),
+            expert_rows_per_s=statistics.rows_per_s(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),
             healthy=fatal is None and self.ready,
             status=fatal or ("draining" if draining else self._status()),
-            missing=tuple(map(str, self.missing)),
+            missing=tuple(map(str, missing)),
+            workers={str(name): missing.get(name, "ready") for name in self.names},
+            events=statistics.events.newest(),
         )
 
     def _status(self) -> str:
@@ -152,12 +157,13 @@ class Workforce:
         if isinstance(message, Ready):
             self._ready[worker.name] = message
             self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
+            self._statistics.events.note("ready", "has loaded and is ready", str(worker.name))
         group = self._group_of[worker.name]
         failure = group.on_message(worker, message)
         if isinstance(message, StepResult):
-            self._begin_count((worker.name, *group.experts))
+            self._begin_count(name for leader in (worker.name, *group.experts) for name in group.ranks_of[leader])
         elif failure is not None:
-            self._begin_count(_members(group))
+            self._begin_count(group.members)
         return failure
 
     def _on_refusal(self, worker: WorkerProcess, failure: Failure) -> None:
@@ -172,10 +178,21 @@ class Workforce:
     def on_death(self, event: Event) -> tuple[StepFailure | None, list[Request]]:
         """Note that a worker is gone. Returns the failure of the step it was in, and its requests."""
         group = self._group_of[event.worker.name]
+        self._statistics.events.note("lost", event.reason, str(event.worker.name))
         failure, homeless = group.on_death(event.worker, event.reason)
         if failure is not None:
-            self._begin_count(_members(group))
+            self._begin_count(group.members)
+        self._kill_ranks_beside(event.worker.name, blameless=event.worker.was_killed_from_outside)
         return failure, homeless
+
+    def _kill_ranks_beside(self, dead: WorkerName, *, blameless: bool) -> None:
+        """What the other ranks of its worker hold is of no use without its part: all of them start again."""
+        for name in self._group_of[dead].ranks_of[dead.leader]:
+            rank = self._fleet.workers.get(name)
+            if name != dead and rank is not None and rank.channel is not None:
+                rank.ready = False
+                rank.fell_blameless = blameless
+                rank.kill(f"{dead}, a rank of the same worker, is gone")
 
     def replace(self, event: Event) -> None:
         """Start a worker that died again, now or later; `UserError` if it never came up and died too often."""
@@ -191,16 +208,25 @@ class Workforce:
             _log.warning("%s: %s", name, restarts.describe(self._fleet.clock.now_s))
 
     def _start_due(self) -> None:
-        """Start the workers whose time has come. One that the system cannot start now is tried again later."""
-        for name, restarts in self._restarts.items():
-            if restarts.due_s is not None and self._fleet.clock.now_s >= restarts.due_s:
-                restarts.note_start()
-                try:
-                    self._relaunch(name)
-                except OSError as error:
-                    self._note_death(name, f"cannot be started ({error.strerror or error})", from_outside=False)
-                else:
-                    self._statistics.num_worker_restarts += 1
+        """Start the workers whose time has come, all ranks of one together. What the system cannot start now is tried
+        again later."""
+        for group in self.groups:
+            for ranks in group.ranks_of.values():
+                due_s = [self._restarts[name].due_s for name in ranks]
+                if all(each is not None and self._fleet.clock.now_s >= each for each in due_s):
+                    self._start(ranks)
+
+    def _start(self, ranks: Sequence[WorkerName]) -> None:
+        for name in ranks:
+            self._restarts[name].note_start()
+        for name in ranks:
+            try:
+                self._relaunch(name)
+            except OSError as error:
+                self._note_death(name, f"cannot be started ({error.strerror or error})", from_outside=False)
+                self._kill_ranks_beside(name, blameless=False)
+            else:
+                self._statistics.num_worker_restarts += 1
 
     def on_tick(self) -> None:
         """Start those who are due; kill who hangs, see the module's docstring."""
@@ -227,7 +253,3 @@ class Workforce:
     def _begin_count(self, names: Iterable[WorkerName]) -> None:
         for name in names:
             self._restarts[name].begin_count()
-
-
-def _members(group: StepGroup) -> tuple[WorkerName, ...]:
-    return (*group.attention, *group.experts)

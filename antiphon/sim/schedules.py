@@ -151,6 +151,5 @@ class PolicyDiscipline:
         return Slice(index, duration_s * share + self._micro_op_s, is_last=chosen.is_last)
 
     def served(self, now_s: float, done: Slice) -> None:
-        running = self._policy.in_flight
-        assert running is not None, "a slice ends only while its micro-op is in flight"
+        (running,) = self._policy.in_flight  # this network does one thing at a time
         self._policy.finished(running)

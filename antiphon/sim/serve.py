@@ -157,7 +157,8 @@ class _Simulation:
         self._route(pool, request)
 
     def _request(self, record: Record, pool: Pool, max_tokens: int) -> Request:
-        shared = min(self._options.shared_prefix_tokens, record.input_tokens)
+        cached = round(pool.setting.workload.prefix_hit * record.input_tokens)
+        shared = min(max(self._options.shared_prefix_tokens, cached), record.input_tokens)
         return new_request(
             str(record.index),
             [_TOKEN] * shared + [record.index + 1] * (record.input_tokens - shared),

@@ -8,14 +8,17 @@
 4. Colocated: a micro-batch takes attention + exchange + experts in each layer of its stage; a step ends when all have
    passed all stages, limited by the longest of them or by all of them on one stage.
 
+5. Where steps propose tokens (`WorkloadSpec.draft_tokens`), decoding sequences have more rows, and a step gives more
+   than one token on average. The simulation adds one token a step, so its step is that part of the real one; what
+   pieces of prompts add to a step counts in full.
+
 Rejected: `sim.ping_pong` for every step. It is exact in how a step begins and ends, and a thousand times slower.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from antiphon.base.errors import UserError
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.micro_batches import chunk_cost, split_into_micro_batches
@@ -112,11 +115,6 @@ class StepPricer:
     """Prices steps of one instance of a phase of a plan."""
 
     def __init__(self, setting: Setting, one: Candidates, tables: StepTables) -> None:
-        if setting.workload.draft_tokens or setting.workload.prefix_hit:
-            raise UserError(
-                f"workload {setting.workload.name} has draft_tokens or prefix_hit: leave both out; the simulation adds "
-                "one token a step and finds cached prefixes itself"
-            )
         model = setting.model
         self._tables = tables
         self._profile = setting.profile
@@ -126,9 +124,40 @@ class StepPricer:
         self._top_k = model.router.top_k
         self._pp = int(one.pp[0])
         self._num_workers = int(one.attention_dp[0])
+        self._drafts = setting.workload.draft_tokens
+        self._tokens_per_step = setting.workload.tokens_per_step
 
     def price(self, workers: Mapping[int, Sequence[Rows]], load: ExpertLoad) -> StepPrice:
-        """`workers`: micro-batches of each attention worker that takes part."""
+        """Of a step that gives one token. `workers`: micro-batches of each attention worker that takes part."""
+        if not self._drafts:
+            return self._whole(workers, load)
+        step = self._whole({worker: [self._proposed(each) for each in cut] for worker, cut in workers.items()}, load)
+        decoding = {
+            worker: [
+                self._proposed(Rows(each.num_decode, each.num_decode, each.visible, each.num_decode)) for each in cut
+            ]
+            for worker, cut in workers.items()
+        }
+        if not any(batch.num for cut in decoding.values() for batch in cut):
+            return step
+        has_chunks = any(batch.chunks for cut in workers.values() for batch in cut)
+        decoding_s = self._whole(decoding, load, counts=False).duration_s if has_chunks else step.duration_s
+        drafting = 1 + self._drafts / self._num_layers  # a layer makes each proposal, as in `planner.step_times`
+        share = 1 - (1 - drafting / self._tokens_per_step) * min(decoding_s / step.duration_s, 1.0)
+        return replace(
+            step,
+            duration_s=step.duration_s * share,
+            attention_busy_s=step.attention_busy_s * share,
+            experts_busy_s=step.experts_busy_s * share,
+        )
+
+    def _proposed(self, batch: Rows) -> Rows:
+        """With the rows of the tokens that its decoding sequences propose."""
+        more = self._drafts * batch.num_decode
+        return replace(batch, num=batch.num + more, sampled=batch.sampled + more)
+
+    def _whole(self, workers: Mapping[int, Sequence[Rows]], load: ExpertLoad, *, counts: bool = True) -> StepPrice:
+        """All rows of a step. `counts`: they count as load of experts."""
         num_micro_batches = max(len(batches) for batches in workers.values())
         t_a, dense_s, head_s = ([0.0] * num_micro_batches for _ in range(3))
         rows, most_rows, busy_s = [0] * num_micro_batches, [0] * num_micro_batches, 0.0
@@ -148,7 +177,8 @@ class StepPricer:
         pairs = [num * self._top_k for num in rows]
         fullest = [load.fullest(num) for num in pairs]
         for num, most in zip(pairs, fullest, strict=True):
-            load.record(num * self._num_moe, most * self._num_moe)
+            if counts:
+                load.record(num * self._num_moe, most * self._num_moe)
         t_e = [self._tables.experts(most) for most in fullest]
         experts_busy_s = self._num_moe * sum(self._tables.experts(num / load.num_workers) for num in pairs)
         attention_busy_s = busy_s / self._num_workers
@@ -205,7 +235,7 @@ class StepPricer:
                 t_a, exchange, t_e, dense_s, head_s, most_rows, strict=True
             )
         ]
-        return max(sum(turns), self._pp * max(turns)), [both / 2 for both in exchange]
+        return max(sum(turns), self._pp * max(turns)), [both / 2 + 0.0 for both in exchange]  # no -0.0
 
 
 def round_robin_s(*turns: Sequence[float]) -> float:

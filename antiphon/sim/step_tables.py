@@ -2,7 +2,7 @@
 
 Per layer and micro-batch of one attention worker:
     attention(rows) at no context, TP synchronisation included
-    + decode(sequences, visible tokens each) for reading keys and values
+    + decode(sequences, visible tokens each) for reading keys and values, by all rows of a sequence together
     + chunk(new tokens, cached tokens) for each piece of a prompt
 Experts by (token, expert) pairs at the fullest worker; messages by rows of the busiest sender and the fullest receiver;
 colocated layouts' collectives, stage hops and the head by rows of a DP rank. All from `planner` and `cost`.
@@ -83,18 +83,20 @@ class StepTables:
 def step_tables(setting: Setting, one: Candidates, *, most_rows: float, most_context: float) -> StepTables:
     """Tables of the single candidate `one` for micro-batches of up to `most_rows` rows per attention worker and
     sequences of up to `most_context` tokens; beyond, they go on straight."""
-    rows = sizes_up_to(most_rows)
+    queries = setting.workload.rows_per_step
+    rows = sizes_up_to(most_rows * queries)
     contexts = sizes_up_to(most_context, 1.6)
-    setting = replace(setting, phase="decode")
+    plain = replace(setting.workload, draft_tokens=0, accept_rate=0.0, prefix_hit=0.0)
+    setting = replace(setting, phase="decode", workload=plain)
     group = group_of(setting, one)
     grid = _with_rows(one, rows)
     parts = step_parts(setting, grid, group)
     expert_kind = int(one.expert_kind[0])
-    pairs = sizes_up_to(most_rows * float(one.attention_dp[0]) * setting.model.router.top_k, 1.3)
+    pairs = sizes_up_to(most_rows * queries * float(one.attention_dp[0]) * setting.model.router.top_k, 1.3)
     has_dense = setting.model.num_moe_layers < setting.model.num_layers
     return StepTables(
-        moe=_attention(setting, one, parts, grid, rows, contexts, "moe"),
-        dense=_attention(setting, one, parts, grid, rows, contexts, "dense") if has_dense else None,
+        moe=_attention(setting, one, parts, grid, rows, contexts, queries, "moe"),
+        dense=_attention(setting, one, parts, grid, rows, contexts, queries, "dense") if has_dense else None,
         head=line(rows, lambda _: parts.attention.head.total_s),
         experts=_experts(setting, one, grid, pairs, expert_kind, apart=group.apart),
         messages=_messages(setting, one, group, rows) if group.apart else None,
@@ -117,6 +119,7 @@ def _attention(
     grid: Candidates,
     rows: FloatArray,
     contexts: FloatArray,
+    queries: int,
     layer: LayerKind,
 ) -> AttentionTable:
     kind = int(one.attention_kind[0])
@@ -125,8 +128,8 @@ def _attention(
     alone_s = _decode_s(setting, one, kind, layer, rows, _LEAST_CONTEXT)
 
     def beside_rows(num: FloatArray, context: FloatArray) -> FloatArray:
-        short = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT)
-        return np.maximum(_decode_s(setting, one, kind, layer, num, context) - short, 0.0)
+        short, full = (_decode_s(setting, one, kind, layer, num, each, queries) for each in (_LEAST_CONTEXT, context))
+        return np.maximum(full - short, 0.0)
 
     def chunk(num: FloatArray, cached: Any) -> FloatArray:
         short = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT)
@@ -141,16 +144,24 @@ def _attention(
 
 
 def _decode_s(
-    setting: Setting, one: Candidates, kind: int, layer: LayerKind, num: FloatArray, context: Any
+    setting: Setting, one: Candidates, kind: int, layer: LayerKind, num: FloatArray, context: Any, queries: int = 1
 ) -> FloatArray:
-    """One layer of `num` sequences of `context` tokens, without synchronisation; from the profile if it covers it."""
+    """One layer of `num` sequences of `context` tokens, `queries` rows each, without synchronisation; from the profile
+    if it covers it."""
     tp = int(one.attention_tp[0])
     if setting.profile is not None:
         table = setting.profile.attention_table("decode", layer, tp)
         if table is not None:
             return np.asarray(profiled_attention(table, num, np.broadcast_to(context, num.shape)).total_s)
     modelled = attention_decode(
-        setting.model, setting.roofs[kind], num, context, float(tp), setting.precision, moe_layer=layer == "moe"
+        setting.model,
+        setting.roofs[kind],
+        num,
+        context,
+        float(tp),
+        setting.precision,
+        queries=queries,
+        moe_layer=layer == "moe",
     )
     return np.asarray(modelled.total_s)
 

@@ -50,7 +50,7 @@ class EfficiencySpec:
     link bandwidth of a large message. `scale_up_half_bytes`, `scale_out_half_bytes`: message size at which half of that
     is reached (Util(x) = x / (x + half)). `kernel_s`: fixed time of one kernel (launch, tail); `tile_s`: what a wave of
     output tiles of a product takes to begin and end. `collective_s`: fixed time of one collective beyond the wire
-    latency; `exchange_s`: of one way of rows to their experts or back, which is another kernel; `exchange_processors`:
+    latency; `exchange_s`: of an all-to-all, or of one way of rows to their experts or back; `exchange_processors`:
     processors that this kernel holds in prefill. `layer_overhead_s`: what a layer costs beside what is modelled (norms,
     router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights and KV (activations,
     workspace, runtime). `overlap`: fraction of hideable communication that really is hidden. `flat_rings`: whether

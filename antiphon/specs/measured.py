@@ -20,7 +20,12 @@ from antiphon.specs.catalog import DATA
 from antiphon.specs.strict_table import read_table
 
 MeasuredKind = Literal[
-    "rows sent direct", "rows sent once per node", "products", "absorbed attention", "whole attention"
+    "rows sent direct",
+    "rows sent once per node",
+    "all-to-all of blocks",
+    "products",
+    "absorbed attention",
+    "whole attention",
 ]
 Cell = str | int | float
 

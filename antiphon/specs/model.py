@@ -202,6 +202,11 @@ class ModelSpec:
     def num_moe_layers(self) -> int:
         return sum(self.moe_layers)
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that route to experts."""
+        return tuple(layer for layer, routes in enumerate(self.moe_layers) if routes)
+
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache one token occupies over all layers (MegaScale-Infer eq. 8 counts the same, in BF16)."""
         attention = self.attention

@@ -9,6 +9,8 @@ The limit is the planner's business: `cost.training.rematerialize` takes options
 cluster that MegaScale-MoE was measured on. Only their order counts here.
 """
 
+from collections.abc import Sequence
+
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_bytes
 from antiphon.cost.training.layer_case import LayerSizes, layer_case
@@ -18,12 +20,14 @@ from antiphon.cost.training.rematerialize import activations_of, choose, dense_b
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.nearest import did_you_mean
 from antiphon.train.attention import reads_qkv
 from antiphon.train.config import TrainConfig
 from antiphon.train.keep import HEADS
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.memory_check import setup_of
 from antiphon.train.model import MoeModel
+from antiphon.train.operators import whole_name
 
 TENSORS_OF = {
     "ln1_out": ("ln1_out", "ln1_out_ag"),
@@ -39,7 +43,7 @@ TENSORS_OF = {
 
 def layer_bytes(plan: LayerPlan, sizes: LayerSizes) -> float:
     """What one rank keeps of one layer under `plan`."""
-    model, setup, kept = sizes.model, sizes.setup, plan.keeping.kept
+    model, setup, kept = sizes.model, sizes.setup, frozenset(map(whole_name, plan.keeping.kept))
     width = {each.name: float(each.width) for each in activations_of(sizes)}
     total: float = sum(
         width[name] for name in ("hidden", "qkv", "attn", "ln2_in", "ffn_in", "fc2_in", "fc2_out") if name in kept
@@ -108,4 +112,12 @@ def dropped_to_fit(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -
             f"{format_bytes(everything - moe_layers * saved)} of {format_bytes(everything)}: raise it, or make "
             "micro_batch smaller"
         )
-    return tuple(name for option in choice.chosen(0) for name in TENSORS_OF[option])
+    return tensors_of(choice.chosen(0))
+
+
+def tensors_of(options: Sequence[str]) -> tuple[str, ...]:
+    """The tensors that a planner's `options` make again; `UserError` for one that it does not have."""
+    for option in options:
+        if option not in TENSORS_OF:
+            raise UserError(f"memory.again names {option!r}: {did_you_mean(option, list(TENSORS_OF))}")
+    return tuple(name for option in options for name in TENSORS_OF[option])

@@ -2,6 +2,7 @@
 them that this rank updates."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.comm.replicas import Replicas
+from antiphon.comm.wire import Ticket, Wire
 from antiphon.train.partition import Part
 
 
@@ -61,12 +63,15 @@ class Parameter:
 
 
 class Bucket:
-    """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`."""
+    """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`. `wire`: sums gradients beside
+    other work, if there is one."""
 
-    def __init__(self, parameters: Sequence[Parameter], replicas: Replicas, zero: int) -> None:
+    def __init__(self, parameters: Sequence[Parameter], replicas: Replicas, zero: int, wire: Wire | None) -> None:
         self._parameters = parameters
         self._replicas = replicas
         self._zero = zero if replicas.size > 1 else 0
+        self._wire = wire if replicas.size > 1 else None
+        self._tickets: list[Ticket] = []
         if self._zero:
             self._sizes = _shard_sizes(parameters, replicas.size)
             self._values = torch.zeros(sum(self._sizes), dtype=parameters[0].tensor.dtype)
@@ -114,20 +119,62 @@ class Bucket:
 
     def reduce(self) -> None:
         """Add the gradients of this rank's parameters, summed over replicas, to those of its pieces. A parameter that
-        was not used counts zeros."""
+        was not used counts zeros. With a wire this only begins: `finish` waits."""
         gradients = [_gradient(each.tensor).flatten() for each in self._parameters]
         for each in self._parameters:
             each.tensor.grad = None
+        if self._replicas.size == 1:
+            blocks = (_blocks(each, flat) for each, flat in zip(self._parameters, gradients, strict=True))
+            self._add([part for parts in blocks for part in parts])
+            return
         if self._zero:
             padding = sum(self._sizes) - sum(each.shape[0] for each in gradients)
-            flat = torch.cat([*gradients, gradients[0].new_zeros(padding)])
-            parts = _split(self._replicas.sum_shard(flat, self._sizes), self.pieces)
-        elif self._replicas.size > 1:
-            parts = _split(self._replicas.sum(torch.cat(gradients)), self.pieces)
+            gradients.append(gradients[0].new_zeros(padding))
+        flat = torch.cat(gradients)
+        if self._wire is None:
+            self._add(_split(self._sum(flat), self.pieces))
         else:
-            parts = [
-                part for each, flat in zip(self._parameters, gradients, strict=True) for part in _blocks(each, flat)
-            ]
+            self._tickets.append(self._begin(self._wire, flat))
+
+    def finish(self) -> None:
+        """Wait until every sum that was begun is in the pieces' gradients."""
+        began_s = time.perf_counter()
+        roll = self._replicas.group.roll
+        for ticket in self._tickets:
+            if roll is None:
+                ticket.wait()
+            else:
+                roll.wait(f"the gradients of {ticket.name}", ticket.wait)
+        if self._tickets:
+            self._replicas.group.ledger.waited("gradients.sums", time.perf_counter() - began_s)
+        self._tickets.clear()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a sum was begun and not waited for."""
+        return bool(self._tickets)
+
+    def _begin(self, wire: Wire, flat: Tensor) -> Ticket:
+        """The sum in chunks, each of which has its part of every shard."""
+        shards = torch.split(flat, list(self._sizes)) if self._zero else (flat,)
+        found: list[Tensor] = []
+
+        def sum_piece(number: int, num_pieces: int) -> None:
+            parts = [each[slice(*_part(each.shape[0], number, num_pieces))] for each in shards]
+            if any(part.shape[0] for part in parts):
+                found.append(self._sum(torch.cat(parts), [part.shape[0] for part in parts]))
+            if number == num_pieces - 1:
+                self._add(_split(torch.cat(found), self.pieces))
+
+        return wire.all_reduce(self._parameters[0].name, flat.numel() * flat.element_size(), sum_piece)
+
+    def _sum(self, flat: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Of all replicas; of shards of `sizes` this rank's. `flat` is used up."""
+        if not self._zero:
+            return self._replicas.sum(flat)
+        return self._replicas.sum_shard(flat, self._sizes if sizes is None else sizes)
+
+    def _add(self, parts: Sequence[Tensor]) -> None:
         for piece, part in zip(self.pieces, parts, strict=True):
             piece.values.grad = part if piece.values.grad is None else piece.values.grad.add_(part)
 
@@ -156,6 +203,11 @@ def _shard_sizes(parameters: Sequence[Parameter], ranks: int) -> tuple[int, ...]
     ends = [0, *itertools.accumulate(sizes)]
     cuts = [min(ends, key=lambda end: abs(end * ranks - rank * ends[-1])) for rank in range(ranks + 1)]
     return tuple(last - first for first, last in itertools.pairwise(cuts))
+
+
+def _part(size: int, number: int, count: int) -> tuple[int, int]:
+    """Range `number` of `count` even ones, as `comm.micro_ops.partition` cuts them."""
+    return size * number // count, size * (number + 1) // count
 
 
 def _split(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:

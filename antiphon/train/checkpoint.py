@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
-from antiphon.comm.mesh import beside
-from antiphon.train.boxes import LoadPlanner, SavePlanner, boxes_of
+from antiphon.comm.mesh import Group, beside
+from antiphon.train.boxes import Boxes, LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
@@ -56,27 +57,20 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 class Saver:
-    """Writes checkpoints of `model`. One that cannot be written is an error in the log, and training goes on: the last
-    one is whole, and the next may succeed. Made by all ranks together."""
+    """Writes checkpoints of a run. One that cannot be written is an error in the log, and training goes on: the last
+    one is whole, and the next may succeed. Made by all `ranks` together."""
 
-    def __init__(
-        self, config: TrainConfig, model_config: dict[str, Any], model: MoeModel, shards: Shards, optimizer: Optimizer
-    ) -> None:
+    def __init__(self, config: TrainConfig, model_config: dict[str, Any], ranks: Group) -> None:
         self._config = config
         self._model_config = model_config
-        self._model = model
-        self._shards = shards
-        self._optimizer = optimizer
-        self._group = beside(model.mesh.world)
+        self._group = beside(ranks)
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._folder = folder_of(config)
 
-    def save(self, state: RunState) -> None:
-        """Begin to write, after the save before it has ended. All ranks call it together, and move no parameter before
-        it returns."""
+    def save(self, state: RunState, stored: Mapping[str, Boxes]) -> None:
+        """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together."""
         self.close()
-        stored = boxes_of(self._model, self._shards, self._optimizer, state.step)
         copies = {name: boxes.copy() for name, boxes in stored.items()}
         self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint")
         self._thread.start()
@@ -162,6 +156,12 @@ class Saver:
         _to_disk(final.parent)
         for old in find_checkpoints(final.parent)[: -self._config.output.keep]:
             shutil.rmtree(old)
+
+
+def newest_step(config: TrainConfig) -> int:
+    """How far the newest checkpoint is; 0 if there is none."""
+    found = find_checkpoints(folder_of(config))
+    return int(read_facts(found[-1])["state"]["step"]) if found else 0
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:

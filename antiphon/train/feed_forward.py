@@ -16,11 +16,12 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap
 from antiphon.specs.model import ModelSpec
+from antiphon.train.expert_parts import in_parts
 from antiphon.train.experts import Experts
 from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
 from antiphon.train.row_budget import Pieces, RowBudget, pass_over_budget
 from antiphon.train.tiled import Arriving, Leaving
-from antiphon.train.way_operators import way_operators
+from antiphon.train.way_operators import end_of, way_operators
 from antiphon.train.weights import DOWN, GATE_UP, Weights
 
 _Kind = TypeVar("_Kind", bound=Operator)
@@ -33,17 +34,28 @@ def dense_operators() -> list[Operator]:
 
 
 def expert_operators(
-    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool
+    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool, parts: int = 1
 ) -> list[Operator]:
-    """Of a MoE layer: from normed rows to the next layer's. `weighs_early`: the router's weights multiply before the
-    second product where that costs nothing (MegaScale-MoE, section 4.1), so that backward does not need its result: not
-    where that product has a bias, nor where they stay at home, unless the dispatcher wants it."""
+    """Of a MoE layer: from normed rows to the next layer's, in `parts` where rows travel. `weighs_early`: the router's
+    weights multiply before the second product where that costs nothing (MegaScale-MoE, section 4.1), so that backward
+    does not need its result: not where that product has a bias, nor where they stay at home, unless the dispatcher
+    wants it."""
     has_shared, bounded = bool(spec.feed_forward.shared_intermediate), budget.may_exceed
     weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
     has_bias = spec.feed_forward.expert_bias and adds_bias
     early = dispatcher.early_weights or (weighs_early and weighs_here and not spec.feed_forward.expert_bias)
     there, weights, back = way_operators(dispatcher, has_weights=not early, needs_rows=weighs_here)
-    operators: list[Operator] = [
+    experts = [
+        *there,
+        *(_shared(spec) if has_shared else ()),
+        *_experts(spec, weights if early else None, has_bias=has_bias),
+        *back,
+    ]
+    if parts > 1 and dispatcher.ways:
+        experts = in_parts(experts, parts, end_of(len(dispatcher.ways) - 1))
+    if dispatcher.links is not None:
+        experts = _in_tiles(experts, dispatcher.links, end_of(len(dispatcher.ways) - 1))
+    return [
         Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
         Compute(
             name="gate",
@@ -63,10 +75,7 @@ def expert_operators(
             once=True,
             has_gradient=False,
         ),
-        *there,
-        *(_shared(spec) if has_shared else ()),
-        *_experts(spec, weights if early else None, has_bias=has_bias),
-        *back,
+        *experts,
         *(_over_budget() if bounded else ()),
         Compute(
             name="add",
@@ -75,14 +84,12 @@ def expert_operators(
             function=_add_experts,
         ),
     ]
-    return operators if dispatcher.links is None else _in_tiles(operators, dispatcher.links)
 
 
-def _in_tiles(operators: Sequence[Operator], links: TileLinks) -> list[Operator]:
+def _in_tiles(operators: Sequence[Operator], links: TileLinks, end: str) -> list[Operator]:
     """`operators` of a MoE layer, with those on both sides of its exchange with the experts here made into tiled ones.
     Where something stands between the second product and the sums (a bias that is weighted), these stay as they are."""
     by_name = {each.name: each for each in operators}
-    end = "_2" if "dispatch_2" in by_name else ""
 
     def find(name: str, kind: type[_Kind]) -> _Kind:
         found = by_name[name]

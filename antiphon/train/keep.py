@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
 from antiphon.specs.nearest import nearest_names
-from antiphon.train.operators import Graph
+from antiphon.train.operators import Graph, whole_name
 
 DEAR = ("qkv", "attn", "ln2_in", "fc1_out", "fc2_out", "returned", "shared_fc1_out", "shared_out", "dense_fc1_out")
 HEADS = ("q_a2a", "k_a2a", "v_a2a")
@@ -38,7 +38,7 @@ def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
     `check_names` refuses it if it is of none."""
     saved = graph.saved
     if keep == "none":
-        wanted = saved - set(dropped)
+        wanted = {whole_name(name) for name in saved} - set(dropped)
     elif keep == "selective":
         wanted = {*DEAR, *(() if "qkv" in saved else HEADS)}
     elif keep == "full":
@@ -53,7 +53,7 @@ def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
         maker = graph.maker_of.get(name)
         if name in kept or maker is None or maker.name in again:
             continue
-        if name in wanted:
+        if whole_name(name) in wanted:
             kept.add(name)
         else:
             again.add(maker.name)
@@ -63,7 +63,7 @@ def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
 
 def check_names(keep: Collection[str], graphs: Collection[Graph]) -> None:
     """`UserError` for a name that no layer of the model has."""
-    known = sorted({name for graph in graphs for name in graph.maker_of})
+    known = sorted({whole_name(name) for graph in graphs for name in graph.maker_of})
     for name in keep:
         if name not in known:
             raise UserError(

@@ -55,7 +55,7 @@ class MoeLayer(nn.Module):
         self.budget = budget
         self.spans = Spans()
         self.held = Held()
-        graph = layer_graph(spec, layer, share, dispatcher, budget, weighs_early=options.weighs_early)
+        graph = layer_graph(spec, layer, share, dispatcher, budget, options)
         self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
@@ -84,7 +84,7 @@ class MoeLayer(nn.Module):
 
 
 def layer_graph(
-    spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, budget: RowBudget, *, weighs_early: bool = False
+    spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, budget: RowBudget, options: PlanOptions
 ) -> Graph:
     """All operators of one layer."""
     operators: list[Operator] = [
@@ -93,7 +93,14 @@ def layer_graph(
         Compute(name="add_attention", reads=("hidden", "attn_out_rs"), makes=("ln2_in",), function=_add_attention),
         Compute(name="ln2", reads=("ln2_in",), makes=("ln2_out",), saves=("ln2_in",), function=_post_norm),
         *(
-            expert_operators(spec, dispatcher, budget, adds_bias=share.adds_bias, weighs_early=weighs_early)
+            expert_operators(
+                spec,
+                dispatcher,
+                budget,
+                adds_bias=share.adds_bias,
+                weighs_early=options.weighs_early,
+                parts=options.parts,
+            )
             if spec.moe_layers[layer]
             else dense_operators()
         ),

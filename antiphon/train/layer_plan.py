@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
+from antiphon.train.expert_parts import schedule_in_parts
 from antiphon.train.keep import Keep, Keeping, keeping
 from antiphon.train.layer_schedule import (
     AGAIN,
@@ -30,7 +31,7 @@ from antiphon.train.layer_schedule import (
     only,
     parse,
 )
-from antiphon.train.operators import Exchange, Graph, Operator, Product
+from antiphon.train.operators import Exchange, Graph, Operator, Product, part_name, whole_name
 from antiphon.train.tiled import Leaving, Tiled
 
 STARTED = (Exchange, Tiled)  # operators that are started and waited for
@@ -38,12 +39,14 @@ STARTED = (Exchange, Tiled)  # operators that are started and waited for
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from."""
+    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from; empty: the default one.
+    `parts`: of the experts' rows, see `train.expert_parts`."""
 
     keep: Keep = "none"
     dropped: tuple[str, ...] = ()
-    schedule: str = DEFAULT
+    schedule: str = ""
     where: str = "the default schedule"
+    parts: int = 1
 
     @property
     def weighs_early(self) -> bool:
@@ -66,7 +69,8 @@ class LayerPlan:
     def of(graph: Graph, options: PlanOptions) -> "LayerPlan":
         """`UserError` for a schedule that cannot run."""
         kept = keeping(graph, options.keep, options.dropped)
-        return LayerPlan._of(graph, kept, options.schedule, options.where)
+        text = options.schedule or str(schedule_in_parts(parse(DEFAULT, options.where), graph.operators))
+        return LayerPlan._of(graph, kept, text, options.where)
 
     def with_schedule(self, text: str, where: str) -> "LayerPlan":
         """The same operators in another order."""
@@ -204,8 +208,11 @@ def needs(
     }
     readers, there = _readers(graph), set(actions)
     found: dict[Action, dict[Action, str]] = {}
+    starts = _starts_of_parts(graph, actions)
     for action in actions:
         before = found[action] = {makers[name]: name for name in read_by(graph, action) if name in makers}
+        if action in starts:
+            before[starts[action]] = "the part before it, which ranks send in one order"
         if action.verb in _STARTED:
             before[Action(_STARTED[action.verb], action.operator)] = "what was started"
         again = Action(AGAIN, action.operator)
@@ -219,6 +226,16 @@ def needs(
                     last = Action(WAIT_GRADIENT if isinstance(reader, STARTED) else GRADIENT, reader.name)
                     if last in there:
                         before[last] = f"the gradient of {name}"
+    return found
+
+
+def _starts_of_parts(graph: Graph, actions: Sequence[Action]) -> dict[Action, Action]:
+    """By the start of a part's exchange: that of the part before."""
+    found = {}
+    for action in actions:
+        operator = graph.operators[action.operator]
+        if isinstance(operator, Exchange) and operator.part[0] and action.verb in WAIT_OF:
+            found[action] = Action(action.verb, part_name(whole_name(operator.name), operator.part[0] - 1))
     return found
 
 

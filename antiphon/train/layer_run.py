@@ -8,6 +8,7 @@ Communication is asynchronous: between the start and the wait of an exchange oth
 own order with hooks. It runs what was made last first, and there is no place to put work behind an exchange.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.comm.collectives import Collective, Flight
+from antiphon.comm.mesh import Group
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_schedule import (
     AGAIN,
@@ -73,7 +75,7 @@ class _LayerRun:
         self._collectives: dict[str, Collective] = {}
         self._flights: dict[tuple[str, bool], Flight] = {}  # by name and whether it is of backward
         self._half_done: set[str] = set()  # products
-        self._tiled: dict[str, TiledRun] = {}
+        self._tiled: dict[str, TiledRun] = defaultdict(TiledRun)
 
     def forward(self, x: Tensor, *, recorded: bool) -> Tensor:
         plan, self._values = self._plan, {self._plan.graph.begin: x}
@@ -126,10 +128,8 @@ class _LayerRun:
                 self._run(operator, recorded=self._plan.records_again(operator))
             case Product(), _:
                 self._product_gradient(operator, verb)
-            case _:
+            case Compute(), _:
                 self._gradient(operator)
-
-    # forward
 
     def _run(self, operator: Operator, *, recorded: bool) -> None:
         values = [self._values[name] for name in operator.reads]
@@ -173,7 +173,7 @@ class _LayerRun:
     def _launch(self, operator: Exchange, x: Tensor, *, backward: bool) -> None:
         flight = self._flights[operator.name, backward] = Flight(self._collectives[operator.name])
         with torch.no_grad():
-            flight.launch(x.transpose(0, operator.dim), backward=backward)
+            flight.launch(x.transpose(0, operator.dim), backward=backward, part=operator.part)
 
     def _land(self, operator: Exchange, *, backward: bool = False) -> Tensor:
         with torch.no_grad():
@@ -181,14 +181,13 @@ class _LayerRun:
 
     @torch.no_grad()
     def _tile(self, operator: Tiled, verb: str, wanted: frozenset[str]) -> None:
-        run = self._tiled.setdefault(operator.name, TiledRun())
         step = operator.start if verb == START else operator.finish
-        self._values.update(step(self._here, self._values, run, wanted))
+        self._values.update(step(self._here, self._values, self._tiled[operator.name], wanted))
         self._here.weights.take()
 
-    # backward
-
-    def _gradient(self, operator: Operator) -> None:
+    def _gradient(self, operator: Compute) -> None:
+        if operator.leads_to:
+            self._make_way(self._collectives[operator.leads_to].group)
         found = {name: self._gradient_of(name) for name in operator.makes}
         grads = {name: grad for name, grad in found.items() if grad is not None}
         of_read, of_parameters = self._graphs.pop(operator.name).gradients(grads)
@@ -198,6 +197,12 @@ class _LayerRun:
             self._add(operator, name, grad)
         for parameter, grad in of_parameters:
             self._add_parameter(parameter, grad)
+
+    @staticmethod
+    def _make_way(group: Group) -> None:
+        """For an exchange over `group` that is about to begin."""
+        if group.wire is not None and group.size > 1:
+            group.wire.combine_begins()
 
     def _product_gradient(self, operator: Product, verb: str) -> None:
         grad = self._gradient_of(operator.makes[0])

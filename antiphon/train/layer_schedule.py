@@ -16,6 +16,8 @@
 `DEFAULT` below is the one that runs where a run names no other. It is written for all layers: lines of operators that a
 layer does not have, and of what need not be made again, are skipped.
 
+Where the experts work in parts (`train.expert_parts`) their operators have numbers: "fc1/1", "fc1/2".
+
 All ranks of a group run one schedule, line by line, so they start a group's collectives in one order.
 """
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
 from antiphon.specs.nearest import did_you_mean
+from antiphon.train.operators import whole_name
 
 RUN, START, WAIT = "", "start", "wait"
 GRADIENT, WEIGHTS, START_GRADIENT, WAIT_GRADIENT = "gradient", "weights", "start gradient", "wait gradient"
@@ -75,7 +78,7 @@ def _action(words: str, part: str, where: str) -> Action:
     operator = words.removeprefix(verb).strip()
     if part == "backward:" and verb == RUN:
         raise UserError(f"{where}: {words!r} does not say what is done: begin with {', '.join(BACKWARD_VERBS)}")
-    if operator not in OPERATORS:
+    if whole_name(operator) not in OPERATORS:
         raise UserError(f"{where}: there is no operator {operator!r}: {did_you_mean(operator, sorted(OPERATORS))}")
     return Action(verb, operator)
 
@@ -140,6 +143,7 @@ shared_fc1
 shared_activation
 wait routing
 arrive
+choices
 wait dispatch
 hop_2
 start routing_2
@@ -148,6 +152,7 @@ start dispatch_2
 start dispatch_2_fc1
 wait routing_2
 arrive_2
+choices_2
 wait dispatch_2
 sort
 scatter
@@ -210,6 +215,7 @@ gradient weigh
 gradient activation
 gradient fc1
 gradient scatter
+gradient choices_2
 gradient arrive_2
 start gradient routing_2
 start gradient dispatch_2
@@ -219,6 +225,7 @@ gradient hop_2
 wait gradient dispatch_2
 wait gradient dispatch_2_fc1
 gradient send_2
+gradient choices
 gradient arrive
 start gradient routing
 start gradient dispatch  # behind it: gradients of the experts' weights, what attention needs again

@@ -111,8 +111,11 @@ def _kept(everything: float, moe_layers: float, layers: float, sizes: LayerSizes
         return min(everything, float(config.memory.activation_bytes))
     if config.memory.remake == "full":
         return layers * unit
-    cheap = sum(float(each.width) for each in activations_of(sizes) if each.needed and each.name in (*CHEAP, "fc2_out"))
-    return everything - (moe_layers * cheap * unit if config.memory.remake == "selective" else 0.0)
+    again = {name for option in config.memory.again for name in option.split("+")}
+    if config.memory.remake == "selective":
+        again = {*CHEAP, "fc2_out"}
+    saved = sum(float(each.width) for each in activations_of(sizes) if each.needed and each.name in again)
+    return everything - moe_layers * saved * unit
 
 
 def check_memory(

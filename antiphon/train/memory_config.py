@@ -14,11 +14,13 @@ class MemoryConfig:
 
     `remake`: "none" keeps all that backward reads, "selective" makes norms, activations and exchanges again (MegaScale-
     MoE, section 4.1), "full" keeps the layer's input and its routing. `keep`: instead, the tensors to keep, by name.
-    `activation_bytes`: instead, a limit to what a rank keeps; what is cheapest for its bytes is made again until the
-    rest fits (0: no limit)."""
+    `again`: instead, what to make again, in the words of a plan (`cost.training.rematerialize`). `activation_bytes`:
+    instead, a limit to what a rank keeps; what is cheapest for its bytes is made again until the rest fits (0: no
+    limit)."""
 
     remake: Literal["none", "selective", "full"] = "none"
     keep: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
     activation_bytes: CountFromZero = 0
 
     def __post_init__(self) -> None:
@@ -27,6 +29,7 @@ class MemoryConfig:
             for name, is_given in (
                 ("remake", self.remake != "none"),
                 ("keep", bool(self.keep)),
+                ("again", bool(self.again)),
                 ("activation_bytes", bool(self.activation_bytes)),
             )
             if is_given
@@ -38,22 +41,28 @@ class MemoryConfig:
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
     """`schedule`: a file with the order of a layer's operators, as `train.layer_schedule` reads it (empty: its default
-    one). `search`: find an order from times measured before the first step.
+    one). `search`: find an order from times measured before the first step. `beside` False: the default order, but
+    each exchange is waited for where it is started.
 
     `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
     `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`)."""
 
     schedule: str = ""
     search: bool = False
+    beside: bool = True
     inside: bool = False
     tile_rows: int = 256
 
     def __post_init__(self) -> None:
         check_tile_rows(self.tile_rows)
-        if self.inside and self.search:
+        if self.inside and (self.search or not self.beside):
             raise UserError(
-                "inside and search are true: a search measures exchanges and products apart, and tiles mix them: give "
-                "one of them"
+                "inside is true: a search measures exchanges and products apart, and without beside nothing overlaps: "
+                "leave out search and beside, or inside"
+            )
+        if not self.beside and (self.schedule or self.search):
+            raise UserError(
+                "beside is false, so nothing runs beside an exchange: leave out schedule and search, or beside"
             )
         if self.schedule and self.search:
             raise UserError(f"schedule is {self.schedule} and search is true: give one of them")

@@ -110,7 +110,9 @@ class MoeModel(nn.Module):
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
         if isinstance(options.keep, tuple):
             kinds = {routes: layer for layer, routes in enumerate(spec.moe_layers)}.values()
-            check_names(options.keep, [layer_graph(spec, each, self.share, dispatcher, budget) for each in kinds])
+            check_names(
+                options.keep, [layer_graph(spec, each, self.share, dispatcher, budget, options) for each in kinds]
+            )
         self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first, options) for layer in own)
         self.held = Held()
         for each in self.layers:

@@ -1,12 +1,12 @@
 """A training plan as this trainer's configuration, or the one line that says why it cannot be obeyed.
 
-The plan decides the table `parallel` (less what only a run decides, as its row budget), the formats of `communication`
-and `micro_batch`. The batch, the length of sequences and the arithmetic are the run's own: where plan and run differ in
-them, the prediction would be of something else, so that is an error.
+The plan decides the table `parallel` (less what only a run decides, as its row budget), the formats of `communication`,
+the tables `memory` and `overlap`, and `micro_batch`. The batch, the length of sequences and the arithmetic are the
+run's own: where plan and run differ in them, the prediction would be of something else, so that is an error.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from antiphon.base.errors import UserError
 from antiphon.models.planned import check_planned_for
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingLayout, TrainingPlan
+from antiphon.train.activation_bytes import tensors_of
 from antiphon.train.config import TrainConfig
+from antiphon.train.memory_config import MemoryConfig, OverlapConfig
 
 
 def obey(
@@ -31,8 +33,15 @@ def obey(
         if theirs != ours:
             raise UserError(f"{file}: {name} is {theirs}, this run has {ours}: plan anew, or use {fix.format(theirs)}")
     _refuse_unknown_ways(plan, file)
+    tensors_of(plan.layout.rematerialized)  # which refuses what it does not know
     layout = plan.layout
-    decided = {"parallel": _parallel(layout), "communication": _formats(layout)}
+    memory, overlap = MemoryConfig(again=layout.rematerialized), OverlapConfig(beside=layout.overlap != "none")
+    decided = {
+        "parallel": _parallel(layout),
+        "communication": _formats(layout),
+        "memory": asdict(memory),
+        "overlap": asdict(overlap),
+    }
     keys = {"micro_batch", *(f"{table}.{name}" for table, names in decided.items() for name in names)}
     for change in changes:
         key = change.partition("=")[0]
@@ -43,6 +52,8 @@ def obey(
         micro_batch=layout.micro_batch * layout.data_parallel,
         parallel=replace(config.parallel, **decided["parallel"]),
         communication=replace(config.communication, **decided["communication"]),
+        memory=memory,
+        overlap=overlap,
     )
 
 
@@ -74,12 +85,11 @@ def _formats(layout: TrainingLayout) -> dict[str, Any]:
 def _refuse_unknown_ways(plan: TrainingPlan, file: Path) -> None:
     """`UserError` for what the trainer does not do: the prediction would be of another run."""
     layout = plan.layout
-    for what, value, wanted, fix in (
-        ("overlap", layout.overlap, "none", "--overlap none"),
-        ("rematerialized", ", ".join(layout.rematerialized), "", "fewer sequences in a step, or more devices"),
-        ("gradients", plan.gradients, "float32", "--precision gradients=float32"),
+    for what, value, refused, fix in (
+        ("overlap", layout.overlap, layout.overlap == "intra", "--overlap inter"),
+        ("gradients", plan.gradients, plan.gradients != "float32", "--precision gradients=float32"),
     ):
-        if value != wanted:
+        if refused:
             raise UserError(f"{file}: {what} is {value}, which the trainer cannot do: plan with {fix}")
     if layout.activation_wire not in ("fp8", plan.compute):
         raise UserError(

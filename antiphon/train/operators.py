@@ -68,8 +68,10 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute(Operator):
-    """`function(here, *values)` gives what is made: one value, or a tuple of several."""
+    """`function(here, *values)` gives what is made: one value, or a tuple of several. `leads_to`: the exchange that
+    begins as soon as its backward is done, for which sums of gradients make way."""
 
+    leads_to: str = ""
     function: Callable[..., Any]
 
 
@@ -107,10 +109,22 @@ class Product(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Operator):
-    """The first of `reads`, along dimension `dim`, through the collective that `collective(here, *values)` gives."""
+    """The first of `reads`, along dimension `dim`, through the collective that `collective(here, *values)` gives.
+    `part`: its number among how many that follow each other."""
 
     collective: Callable[..., Collective]
     dim: int = 0
+    part: tuple[int, int] = (0, 1)
+
+
+def part_name(name: str, number: int) -> str:
+    """Of part `number`, the first is 0, of an operator or a tensor that comes in parts."""
+    return f"{name}/{number + 1}"
+
+
+def whole_name(name: str) -> str:
+    """The name without its part."""
+    return name.partition("/")[0]
 
 
 class Graph:

@@ -14,14 +14,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from antiphon.comm.mesh import Sizes, split_evenly
-from antiphon.specs.model import AttentionSpec, ModelSpec
-
-Range = tuple[int, int]
-Ranges = tuple[Range, ...]
+from antiphon.models.shares import Range, Ranges, head_ranges, pick
+from antiphon.specs.model import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,6 @@ class Part:
             cuts = (_cut(*each) for each in zip(self.ranges, offsets, sizes, strict=True))
             for cut in itertools.product(*cuts):
                 yield tuple(begin for begin, _ in cut), view[tuple(places for _, places in cut)]
-
-
-def pick(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """These ranges of a dimension, put together; `x` itself if they are all of it."""
-    if ranges == ((0, x.shape[dim]),):
-        return x
-    parts = [x.narrow(dim, start, stop - start) for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -142,7 +131,7 @@ def part_of(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...])
     """The part of parameter `purpose` that a rank with this share holds."""
     if purpose.startswith("experts."):
         return _of_experts(spec, share, purpose, shape)
-    found = _heads_of(spec.attention, share, purpose)
+    found = head_ranges(spec.attention, purpose, share.q_heads, (share.kv_heads,))
     whole = tuple(((0, size),) for size in shape)
     if found is None:
         return Part(shape, whole)
@@ -166,37 +155,3 @@ def _of_experts(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, .
         else:
             ranges[2] = ((first, last),)
     return Part(shape, tuple(ranges), frozenset(axes))
-
-
-def _heads_of(attention: AttentionSpec, share: Share, purpose: str) -> tuple[int, Ranges] | None:
-    """(dimension, ranges) that belong to the heads of `share`; None for what belongs to all heads."""
-
-    def times(heads: Range, width: int, offset: int = 0) -> Range:
-        return offset + heads[0] * width, offset + heads[1] * width
-
-    num_q, num_kv, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    latent = attention.latent
-    if latent is not None:
-        up = latent.qk_nope_head_dim + latent.v_head_dim
-        direct = num_q * width
-        by_purpose: dict[str, tuple[int, Ranges]] = {
-            "q_up": (0, (times(share.q_heads, width),)),
-            "kv_up": (0, (times(share.q_heads, up),)),
-            "out": (1, (times(share.q_heads, latent.v_head_dim),)),
-        }
-        if latent.q_lora_rank is None:
-            by_purpose["down"] = (0, (times(share.q_heads, width), (direct, direct + latent.key_dim)))
-        return by_purpose.get(purpose)
-    keys = times(share.kv_heads, width, num_q * width)
-    values = times(share.kv_heads, width, (num_q + num_kv) * width)
-    fused = (0, (times(share.q_heads, width), keys, values))
-    by_purpose = {
-        "qkv": fused,
-        "qkv_bias": fused,
-        "out": (1, (times(share.q_heads, width),)),
-        "sinks": (0, (share.q_heads,)),
-    }
-    if attention.qk_norm == "full":
-        by_purpose["q_norm"] = (0, (times(share.q_heads, width),))
-        by_purpose["k_norm"] = (0, (times(share.kv_heads, width),))
-    return by_purpose.get(purpose)

@@ -47,9 +47,13 @@ class Passes:
         self._group = model.mesh.group("pipeline")
         self._pipeline = Pipeline(self._group, model.schedule, spans)
 
-    def run(self, batches: Sequence[Batch]) -> PassResult:
-        """Add the gradients of these micro-batches, which are this rank's part of a step."""
+    def run(self, batches: Sequence[Batch], shards: Shards | None = None) -> PassResult:
+        """Add the gradients of these micro-batches, which are this rank's part of a step. With `shards`, sums of
+        gradients may begin before the passes end."""
         work = self._work(batches, self._targets_of_all(batches))
+        if shards is not None:
+            last = len(batches) - 1  # of each stage, whose backwards come in order of micro-batch
+            work.before = lambda action: shards.before_pass(is_last=action.backward and action.micro_batch == last)
         self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
         zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32))
         loss = torch.stack(work.losses).sum() if work.losses else zero

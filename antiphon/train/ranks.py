@@ -14,11 +14,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import TrainConfig
 from antiphon.train.schedule import Schedule
-
-TIMEOUT_S = 600.0
 
 
 def world_size() -> int:
@@ -61,19 +61,20 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
     return sizes
 
 
-def join(sizes: Sizes, timeout_s: float = TIMEOUT_S) -> Mesh:
+def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig()) -> Mesh:
     """The mesh of this process. Waits for the other ranks; `ResourceError` names those that do not come in time."""
     if sizes.world_size == 1:
         return connect(sizes, 0)
-    rank = int(os.environ["RANK"])
+    rank, timeout_s, roll = int(os.environ["RANK"]), communication.timeout_s, None
     if not dist.is_initialized():
         store, _, _ = next(rendezvous("env://", rank, sizes.world_size, timeout=timedelta(seconds=timeout_s)))
         store = PrefixStore(f"antiphon/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _await_all(store, rank, sizes.world_size, timeout_s)
+        roll = RollCall(store, rank, sizes.world_size, timeout_s)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=sizes.world_size, timeout=timedelta(seconds=timeout_s)
         )
-    return connect(sizes, rank, timeout_s)
+    return connect(sizes, rank, timeout_s, communication.wire(), roll, first=communication.sums == "priority")
 
 
 def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:

@@ -39,7 +39,7 @@ def write_run_facts(
         "model": spec.family,
         "num_parameters": counts.total,
         "num_active_parameters": counts.active,
-        "moe_layers": [layer for layer, routes in enumerate(spec.moe_layers) if routes],
+        "moe_layers": list(spec.expert_layers),
         "num_experts": spec.router.num_experts,
         "top_k": spec.router.top_k,
         "num_ranks": num_ranks,

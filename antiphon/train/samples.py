@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from antiphon.base.errors import UserError
+from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
+from antiphon.train.config import TrainConfig
 from antiphon.train.model import Batch
 from antiphon.train.tokens import TokenFile
 
@@ -35,6 +37,12 @@ class Samples:
         self._length = length
         self._document_masks = document_masks
         self._order = lru_cache(maxsize=2)(lambda turn: self._shuffle(turn, seed) if shuffled else None)
+
+    @staticmethod
+    def of(config: TrainConfig, tokens: TokenFile, *, shuffled: bool) -> "Samples":
+        """As a run of `config` sees them."""
+        masks = config.data.document_masks
+        return Samples(tokens, config.sequence_length, seed=config.seed, document_masks=masks, shuffled=shuffled)
 
     def _shuffle(self, turn: int, seed: int) -> Any:
         return np.random.default_rng((seed, turn)).permutation(self.num_windows)
@@ -62,3 +70,11 @@ class Samples:
         turn, place = divmod(number, self.num_windows)
         order = self._order(turn)
         return (place if order is None else int(order[place])) * self._length
+
+
+def numbers_of_rank(config: TrainConfig, mesh: Mesh, first: int) -> list[range]:
+    """The samples of this rank in each pass of a step that begins with sample `first`."""
+    size = config.batch // config.micro_batches
+    own = size // mesh.sizes.data
+    begin = first + mesh.sizes.place(mesh.rank, "data") * own
+    return [range(begin + each, begin + each + own) for each in range(0, config.batch, size)]

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, run
 from antiphon.comm.mesh import Group, split_evenly
+from antiphon.models.shares import Range
 from antiphon.specs.model import AttentionSpec
-from antiphon.train.partition import Range, Share
+from antiphon.train.partition import Share
 
 
 class SequenceParallel:

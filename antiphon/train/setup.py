@@ -5,18 +5,20 @@ from pathlib import Path
 
 import torch
 
+from antiphon.base.errors import UserError
+from antiphon.comm.float8_rows import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.strict_table import read_text
-from antiphon.train.activation_bytes import dropped_to_fit
+from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import PlanOptions
+from antiphon.train.layer_schedule import one_by_one, parse
 from antiphon.train.memory_check import setup_of
 from antiphon.train.memory_config import OverlapConfig
 from antiphon.train.model import MoeModel
-from antiphon.train.ranks import TIMEOUT_S
 from antiphon.train.tokens import tokenize
 from antiphon.train.weights import FirstValues
 
@@ -56,22 +58,44 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
     return model.double() if config.dtype == "float64" else model
 
 
-def connect_tiles(
-    spec: ModelSpec, overlap: OverlapConfig, mesh: Mesh, timeout_s: float = TIMEOUT_S
-) -> TileLinks | None:
+def connect_tiles(spec: ModelSpec, overlap: OverlapConfig, mesh: Mesh) -> TileLinks | None:
     """Links between the ranks whose rows the experts here work on; None where there are no others. They wait for each
     other."""
     group = mesh.group("expert") if mesh.sizes.expert > 1 else mesh.group("expert_tensor")
     if group.size == 1:
         return None
     widest_bytes = 8 * spec.hidden_size  # float64; E4M3 with its scales is narrower than float32
-    return M2nTileLinks.connect(group, overlap.tile_rows, widest_bytes, timeout_s)
+    return M2nTileLinks.connect(group, overlap.tile_rows, widest_bytes, mesh.timeout_s)
 
 
 def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:
     """How layers run under this configuration."""
     memory, file = config.memory, config.overlap.schedule
     found = PlanOptions(
-        keep=memory.keep or memory.remake, dropped=dropped_to_fit(spec, config, setup_of(config, sizes))
+        keep=memory.keep or memory.remake,
+        dropped=tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes)),
+        parts=parts_of(spec, config, sizes),
     )
+    if not config.overlap.beside:
+        return replace(found, schedule=str(one_by_one(parse(found.schedule, found.where))))
     return replace(found, schedule=read_text(Path(file)), where=file) if file else found
+
+
+def parts_of(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> int:
+    """In how many parts rows travel to experts: as many as leave no rank more than `chunk_bytes` to send in one. The
+    same on all ranks and in every step, whatever the router does."""
+    communication, experts = config.communication, max(sizes.expert, sizes.expert_tensor)
+    if not communication.pipeline_experts or sizes.world_size == 1:
+        return 1
+    if experts == 1 and not communication.packing:
+        raise UserError(
+            "communication.pipeline_experts is true, but every rank has all experts, so no rows travel: share them "
+            "(parallel.expert), or set it to false"
+        )
+    sequences = config.batch // config.micro_batches // sizes.data
+    rows = -(-config.sequence_length // (sizes.sequence * sizes.tensor)) * sequences * sizes.expert_tensor
+    if config.parallel.dispatch == "all_to_all" and sizes.expert > 1:
+        rows *= min(spec.router.top_k, sizes.expert) if config.parallel.deduplicate else spec.router.top_k
+    wide = _DTYPES[config.dtype].itemsize
+    row_bytes = spec.hidden_size * wide if communication.activations == "plain" else spec.hidden_size + SCALE_BYTES
+    return max(1, -(-rows * row_bytes // communication.chunk_bytes))

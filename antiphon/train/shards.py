@@ -16,7 +16,7 @@ Rejected: FSDP2. It wants DTensor parameters, one mesh for all parameters of a m
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ class Shards:
     which are never cut between shards; empty: nothing. Made by all ranks together.
 
     From zero 2 on, the model's layers do their part in forward and backward by themselves; what belongs to no layer is
-    gathered by `begin_step` and summed by `reduce`."""
+    gathered by `begin_step` and summed by `reduce`. With a mesh that has a wire, sums run beside backward: layers begin
+    theirs behind their last backward of a step, and `reduce` waits for all."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Shards:
     ) -> None:
         self._world = model.mesh.world
         self._zero = zero
+        self._is_last_pass = False
         replicas = ReplicaGroups(
             model.mesh,
             node_size=communication.ranks_per_node(self._world.size),
@@ -56,9 +58,9 @@ class Shards:
         self._outer = make(model, "")
         self._layers = [make(layer, f"layers.{layer.layer}.") for layer in model.layers]
         self._buckets = [*self._outer, *itertools.chain.from_iterable(self._layers)]
-        if zero >= 2:
+        if zero >= 2 or model.mesh.wire is not None:
             for layer, buckets in zip(model.layers, self._layers, strict=True):
-                _attach(layer, buckets, gathered=zero == 3)
+                _attach(layer, buckets, lambda: zero >= 2 or self._is_last_pass, gathered=zero == 3)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -70,6 +72,10 @@ class Shards:
             for bucket in self._outer:
                 bucket.gather()
 
+    def before_pass(self, *, is_last: bool) -> None:
+        """To be called before a backward; `is_last`: of this step, for these layers."""
+        self._is_last_pass = is_last
+
     def end_step(self) -> None:
         """To be called after the pieces were updated, or after an evaluation: parameters are the pieces' values."""
         for bucket in self._outer if self._zero == 3 else self._buckets:
@@ -77,8 +83,12 @@ class Shards:
 
     def reduce(self) -> None:
         """After the last pass of a step: every piece has its gradient. Waits for the replicas."""
+        self._is_last_pass = False
         for bucket in self._outer if self._zero >= 2 else self._buckets:
-            bucket.reduce()
+            if not bucket.is_under_way:
+                bucket.reduce()
+        for bucket in self._buckets:
+            bucket.finish()
 
     def norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, in float32 at least, after `reduce`. Waits for all ranks."""
@@ -126,12 +136,12 @@ def _buckets(
             key = id(group), bool(taken), bool(part.axes)
             parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
             found.setdefault(key, (replicas.of(group), []))[1].append(parameter)
-    return [Bucket(parameters, alike, zero) for alike, parameters in found.values()]
+    return [Bucket(parameters, alike, zero, model.mesh.wire) for alike, parameters in found.values()]
 
 
-def _attach(layer: nn.Module, buckets: Sequence[Bucket], *, gathered: bool) -> None:
-    """Sum the layer's gradients as soon as its backward is done; if `gathered`, its parameters are there while the
-    layer runs, forward and backward, and not between.
+def _attach(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bool], *, gathered: bool) -> None:
+    """Sum the layer's gradients as soon as its backward is done, if that `is_due`; if `gathered`, its parameters are
+    there while the layer runs, forward and backward, and not between.
 
     Backward runs in the opposite order of forward, and a parameter's gradient is added as soon as it is known. So a
     node at the layer's end comes before all of the layer's, one at its begin after all of them."""
@@ -139,7 +149,7 @@ def _attach(layer: nn.Module, buckets: Sequence[Bucket], *, gathered: bool) -> N
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         for bucket in buckets if gathered else ():
             bucket.gather()
-        return (_AtBegin.apply(args[0], buckets), *args[1:])  # type: ignore[no-untyped-call]
+        return (_AtBegin.apply(args[0], buckets, is_due), *args[1:])  # type: ignore[no-untyped-call]
 
     def behind(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         if not gathered:
@@ -155,16 +165,16 @@ def _attach(layer: nn.Module, buckets: Sequence[Bucket], *, gathered: bool) -> N
 
 class _AtBegin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buckets: Sequence[Bucket]) -> Tensor:
-        ctx.buckets = buckets
+    def forward(ctx: Any, x: Tensor, buckets: Sequence[Bucket], is_due: Callable[[], bool]) -> Tensor:
+        ctx.buckets, ctx.is_due = buckets, is_due
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        for bucket in ctx.buckets:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        for bucket in ctx.buckets if ctx.is_due() else ():
             bucket.reduce()
             bucket.release()
-        return grad, None
+        return grad, None, None
 
 
 class _AtEnd(torch.autograd.Function):

@@ -17,24 +17,27 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import barrier
+from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.flops import training_flops_per_token
-from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.activation_bytes import activation_facts
+from antiphon.train.boxes import boxes_of
 from antiphon.train.checkpoint import RunState
 from antiphon.train.config import TrainConfig
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
+from antiphon.train.evaluation import held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory_check import check_memory, setup_of
 from antiphon.train.metrics import Metrics
-from antiphon.train.model import Batch
+from antiphon.train.moving import move
 from antiphon.train.optimizer import Optimizer, rate_at, shards_of
+from antiphon.train.packing import Packing
 from antiphon.train.passes import Passes
 from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
 from antiphon.train.run_facts import write_run_facts
-from antiphon.train.samples import Samples
+from antiphon.train.samples import Samples, numbers_of_rank
 from antiphon.train.schedule_choice import choose_schedules
 from antiphon.train.setup import build_model, cache_of, prepare_data
 from antiphon.train.spans import Spans, share_spans
@@ -93,41 +96,40 @@ class Trainer:
                 "shorten the sequences"
             )
         self.model_config = read_config(Path(config.model.path))
+        self.packing: Packing | None = None
         self.state = RunState(step=0, num_samples=0, num_tokens=0)
 
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
         config = self.config
+        if config.communication.packing:
+            self.packing = Packing(config, self.spec)
+            config = self.packing.config_at(checkpoint.newest_step(config))
         sizes = sizes_of(config, self.spec, world_size())
         need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
-        self.mesh = join(sizes)
+        self.mesh = join(sizes, config.communication)
         if self.is_first:
             prepare_data(config, self.spec)
         barrier(self.mesh.world)
-        train, held_out = (open_tokens(cache_of(config), split) for split in ("train", "held_out"))
-        self.samples = self._samples(train, shuffled=True)
+        held_out = open_tokens(cache_of(config), "held_out")
+        self.samples = Samples.of(config, open_tokens(cache_of(config), "train"), shuffled=True)
         self.dispatch = choose_dispatch(self.spec, config, self.mesh)
         config = self.config = with_choice(config, self.dispatch)
         if self.is_first:
             chosen = None if self.dispatch is None else asdict(self.dispatch)
             write_run_facts(config, self.spec, need, num_ranks=sizes.world_size, plan=self.plan, dispatch=chosen)
-        self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
-        if config.model.begin == "checkpoint":
-            import_weights(self.model, Path(config.model.path))
-        share_spans(self.model, self.spans)
-        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
-        self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
-        self.passes = Passes(self.model, config.loss, self.spans)
+        self._build(begin=config.model.begin == "checkpoint")
         self._resume()
-        self.saver = checkpoint.Saver(config, self.model_config, self.model, self.shards, self.optimizer)
+        self.saver = checkpoint.Saver(config, self.model_config, self.mesh.world)
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
         if self.state.step >= config.steps:
-            self.held_out_loss = self._evaluate(held_out)
+            self.held_out_loss = held_out_loss(config, self.mesh, held_out, self.passes, self.shards)
         started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
         watch = Watch(self.spec, self.spans, metrics, self.mesh, first_step=first_step, timeline=self.timeline)
         try:
             while self.state.step < config.steps:
-                watch.before_step(self.state.step, logged=self._is_logged(self.state.step))
+                measured = self.packing is not None and self.packing.is_measured(self.state.step)
+                watch.before_step(self.state.step, logged=self._is_logged(self.state.step), measured=measured)
                 result = self._step()
                 loss = result.loss
                 watch.after_step(result.step, result.counts_LE.tolist())
@@ -135,14 +137,13 @@ class Trainer:
                 if metrics is not None and self._is_logged(result.step):
                     self._record(metrics, result, watch)
                 self._after_step(metrics, held_out)
+                if self.packing is not None:
+                    self._pack(self.packing, watch, measured=measured)
         finally:
-            self.saver.close()
-            if metrics is not None:
-                metrics.close()
-            watch.close()
-            self.model.close()
+            self._close(metrics, watch)
         self.saver.finish()
         barrier(self.mesh.world)
+        self.mesh.close()
         if self.timeline is not None and self.is_first:
             join_parts(self.timeline, sizes.world_size)
         return {
@@ -154,19 +155,47 @@ class Trainer:
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
 
+    def _close(self, metrics: Metrics | None, watch: Watch) -> None:
+        """What was opened, however the run ended."""
+        self.saver.close()
+        if metrics is not None:
+            metrics.close()
+        watch.close()
+        self.model.close()
+
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return self.mesh.rank == 0
 
-    def _samples(self, tokens: TokenFile, *, shuffled: bool) -> Samples:
-        data = self.config.data
-        length, seed = self.config.sequence_length, self.config.seed
-        return Samples(tokens, length, seed=seed, document_masks=data.document_masks, shuffled=shuffled)
+    def _build(self, *, begin: bool = False) -> None:
+        """What is trained, as `config` and `mesh` say; `begin`: with the weights of the model's folder."""
+        config = self.config
+        self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
+        if begin:
+            import_weights(self.model, Path(config.model.path))
+        share_spans(self.model, self.spans)
+        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
+        self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
+        self.passes = Passes(self.model, config.loss, self.spans)
+
+    def _pack(self, packing: Packing, watch: Watch, *, measured: bool) -> None:
+        """Divide the experts among other ranks, where that was decided."""
+        if measured:
+            packing.observe(watch.operator_s, watch.travelled_s)
+        step = self.state.step
+        config = packing.decide(step, self.mesh)
+        if config.parallel.expert == self.config.parallel.expert:
+            return
+        before = boxes_of(self.model, self.shards, self.optimizer, step)
+        self.config, self.mesh = config, regrouped(self.mesh, sizes_of(config, self.spec, world_size()))
+        self._build()
+        move(before, boxes_of(self.model, self.shards, self.optimizer, step), self.mesh.world)
+        self.shards.end_step()
 
     def _resume(self) -> None:
         if self.config.overlap.search:
-            batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(0)]
+            batches = [self.samples.batch(numbers, _CPU) for numbers in numbers_of_rank(self.config, self.mesh, 0)]
             choose_schedules(self.model, Path(self.config.output.folder), self.passes, self.shards, batches)
         found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
         if not found:
@@ -182,9 +211,10 @@ class Trainer:
         started_s = time.perf_counter()
         rate = rate_at(step, config.steps, config.optimizer)
         with self.spans.of("data"):
-            batches = [self.samples.batch(numbers, _CPU) for numbers in self._shared(self.state.num_samples)]
+            numbers = numbers_of_rank(config, self.mesh, self.state.num_samples)
+            batches = [self.samples.batch(each, _CPU) for each in numbers]
         self.shards.begin_step()
-        passed = self.passes.run(batches)
+        passed = self.passes.run(batches, self.shards)
         with self.spans.of("gradient sum"):
             self.shards.reduce()
         with self.spans.of("gradient norm"):
@@ -213,14 +243,6 @@ class Trainer:
             dropped_L=passed.dropped_L,
             duration_s=time.perf_counter() - started_s,
         )
-
-    def _shared(self, first_sample: int) -> list[range]:
-        """The samples of this rank in each pass of a step."""
-        config, sizes = self.config, self.mesh.sizes
-        size = config.batch // config.micro_batches
-        own = size // sizes.data
-        begin = first_sample + sizes.place(self.mesh.rank, "data") * own
-        return [range(begin + each, begin + each + own) for each in range(0, config.batch, size)]
 
     def _move_score_biases(self, counts_LE: Tensor) -> None:
         """One step of each score bias towards even use, from this step's counts."""
@@ -269,31 +291,9 @@ class Trainer:
     def _after_step(self, metrics: Metrics | None, held_out: TokenFile) -> None:
         output, step = self.config.output, self.state.step
         if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
-            self.held_out_loss = self._evaluate(held_out)
+            self.held_out_loss = held_out_loss(self.config, self.mesh, held_out, self.passes, self.shards)
             if self.held_out_loss is not None and metrics is not None:
                 metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
             not_finite.check_parameters(self.shards, step)
-            self.saver.save(self.state)
-
-    def _evaluate(self, held_out: TokenFile) -> float | None:
-        """Nats a target over the first held-out sequences; None if there is no whole one."""
-        if held_out.ids.shape[0] <= self.config.sequence_length:
-            return None
-        samples = self._samples(held_out, shuffled=False)
-        num = min(samples.num_windows, self.config.output.evaluate_sequences)
-        own = list(range(self.mesh.sizes.place(self.mesh.rank, "data"), num, self.mesh.sizes.data))
-        size = max(1, self.config.batch // self.mesh.sizes.data)
-        passes = -(-num // self.mesh.sizes.data)  # as many on every rank
-        batches = [self._held_out(samples, own[first : first + size]) for first in range(0, passes, size)]
-        self.shards.begin_step()
-        loss = self.passes.mean_loss(batches)
-        self.shards.end_step()
-        return loss
-
-    def _held_out(self, samples: Samples, numbers: list[int]) -> Batch:
-        """These samples; without any, one that counts nothing."""
-        batch = samples.batch(numbers or [0], _CPU)
-        if not numbers:
-            batch.targets_BS.fill_(IGNORED)
-        return batch
+            self.saver.save(self.state, boxes_of(self.model, self.shards, self.optimizer, step))

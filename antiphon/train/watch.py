@@ -15,6 +15,7 @@ import torch
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, barrier, gather_sizes, run
+from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.alarm import RouterAlarm
@@ -56,7 +57,7 @@ class Watch:
         first_step: int,
         timeline: Path | None = None,
     ) -> None:
-        layers = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+        layers = list(spec.expert_layers)
         self._alarm = RouterAlarm(layers, spec.router.num_experts, spec.router.top_k)
         self._spans = spans
         self._metrics = metrics
@@ -66,22 +67,27 @@ class Watch:
         self._mesh = mesh
         self._logged = False
         self.operator_s: Mapping[str, float] = {}
+        self.travelled_s: Mapping[str, Sequence[float]] = {}
         self.traffic: Traffic | None = None
 
-    def before_step(self, step: int, *, logged: bool) -> None:
-        """`logged`: whether this step's `operator_s` and `traffic` will be wanted."""
+    def before_step(self, step: int, *, logged: bool, measured: bool = False) -> None:
+        """`logged`: whether this step's `operator_s` and `traffic` will be wanted; `measured`: `operator_s` and
+        `travelled_s`."""
         self._logged = logged
         if logged:
             barrier(self._mesh.world)  # else others wait in this step for what the first rank wrote after the last one
-            self._mesh.ledger.take()
+            _taken(self._mesh)
         self._spans.step = step
-        self._spans.on = logged or self._in_timeline(step)
+        self._spans.on = logged or measured or self._in_timeline(step)
+        if self._mesh.wire is not None:
+            self._mesh.wire.take_all_to_all_s()
 
     def after_step(self, step: int, counts_LE: Sequence[Sequence[int]]) -> None:
         """`counts_LE`: rows by MoE layer and expert, of all ranks."""
         taken = self._spans.take()
         self._spans.on = False
         self.operator_s = seconds_by_operator(taken)
+        self.travelled_s = {} if self._mesh.wire is None else self._mesh.wire.take_all_to_all_s()
         self.traffic = _traffic(self._mesh) if self._logged and self._mesh.sizes.world_size > 1 else None
         if self._in_timeline(step):
             self._for_timeline += taken
@@ -105,7 +111,7 @@ class Watch:
 
 def _traffic(mesh: Mesh) -> Traffic:
     """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together."""
-    text = json.dumps(asdict(mesh.ledger.take())).encode()
+    text = json.dumps(asdict(_taken(mesh))).encode()
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sizes = gather_sizes(mesh.world, len(text), own.device)
     texts = torch.split(run(AllGather(mesh.world, "ledger", sizes), own), list(sizes))
@@ -113,6 +119,14 @@ def _traffic(mesh: Mesh) -> Traffic:
     sent, lost = _sums(ledgers, "sent_bytes"), _sums(ledgers, "lost_numbers")
     mean = {name: num / len(ledgers) for name, num in sent.items()}
     return Traffic(mean, max(sum(ledger["waited_s"].values()) for ledger in ledgers), lost)
+
+
+def _taken(mesh: Mesh) -> Ledger:
+    """What this rank counted; of sums that ran on the wire the bytes, because nobody waited for their collectives."""
+    taken = mesh.ledger.take()
+    for name, num_bytes in () if mesh.wire is None else mesh.wire.ledger.take().sent_bytes.items():
+        taken.sent_bytes[name] = taken.sent_bytes.get(name, 0) + num_bytes
+    return taken
 
 
 def _sums(ledgers: Sequence[Mapping[str, Mapping[str, int]]], kind: str) -> dict[str, int]:

@@ -21,7 +21,7 @@ def way_operators(
     back. `has_weights`: the sum of an expert's rows is weighted; `needs_rows`: the weights' gradient reads the rows."""
     there, back, rows, ids, weights, total = list[Operator](), list[Operator](), "ln2_out", "ids", "weights", "ffn_out"
     for number, way in enumerate(dispatcher.ways):
-        end = "" if number == 0 else f"_{number + 1}"
+        end = end_of(number)
         there += _way_there(way, end, rows, ids, weights)
         back = [*_way_back(way, end, weights, total), *back]
         rows, ids, weights, total = f"received{end}", f"ids{end}_there", f"weights{end}_there", f"sums{end}"
@@ -50,6 +50,11 @@ def way_operators(
         function=_gather,
     )
     return [*there, scatter], weights, [gather, *back]
+
+
+def end_of(number: int) -> str:
+    """Of the names of way `number`'s operators; the first is 0."""
+    return "" if number == 0 else f"_{number + 1}"
 
 
 def _way_there(way: Way, end: str, rows: str, ids: str, weights: str) -> list[Operator]:
@@ -108,6 +113,7 @@ def _way_back(way: Way, end: str, weights: str, total: str) -> list[Operator]:
             reads=(f"returned{end}", weights, f"hop{end}"),
             makes=(total,),
             saves=(f"returned{end}",) if way.weighs_at_home else (),
+            leads_to=f"combine{end}",
             function=lambda here, y, weights, hop: hop.total(y, weights).to(here.weights.dtype),
         ),
     ]

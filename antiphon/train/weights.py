@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.models.config import tensor_names
+from antiphon.models.shares import pick
 from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
 from antiphon.specs.model import ModelSpec
-from antiphon.train.partition import Part, pick
+from antiphon.train.partition import Part
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
 Shape = tuple[int, ...]

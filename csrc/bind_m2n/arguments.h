@@ -13,6 +13,7 @@
 #include "m2n/error.h"
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
+#include "m2n/row_types.h"
 #include "m2n/types.h"
 
 namespace antiphon::bind {
@@ -66,6 +67,14 @@ inline m2n::MessageLabel make_label(uint64_t step, const std::vector<uint32_t>& 
     m2n::MessageLabel label{step, participants, {}};
     std::copy(user.begin(), user.end(), label.user);
     return label;
+}
+
+// As PyTorch names it.
+inline m2n::RowType row_type_of(const std::string& name) {
+    if (name == "bfloat16") return m2n::RowType::bf16;
+    if (name == "float16") return m2n::RowType::fp16;
+    if (name == "float32") return m2n::RowType::fp32;
+    throw m2n::Error(m2n::Code::invalid, "rows of " + name + ": they can be bfloat16, float16 or float32");
 }
 
 // `expect`: how many sources, or which.

@@ -10,6 +10,8 @@ void bind_m2n_inbox(nanobind::module_& module);
 void bind_m2n_outbox(nanobind::module_& module);
 void bind_m2n_endpoint(nanobind::module_& module);
 void bind_m2n_exchange(nanobind::module_& module);
+void bind_m2n_rank_group(nanobind::module_& module);
+void bind_m2n_expert_split(nanobind::module_& module);
 void bind_m2n_libfabric(nanobind::module_& module);
 
 }  // namespace antiphon::bind

@@ -21,15 +21,7 @@ using m2n::BatchKey;
 using m2n::ExpertSide;
 
 m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type) {
-    m2n::RowShape shape{hidden, top_k, max_rows, m2n::RowType::fp32};
-    if (type == "bfloat16") {
-        shape.type = m2n::RowType::bf16;
-    } else if (type == "float16") {
-        shape.type = m2n::RowType::fp16;
-    } else if (type != "float32") {
-        throw m2n::Error(m2n::Code::invalid, "rows of " + type + ": they can be bfloat16, float16 or float32");
-    }
-    return shape;
+    return {hidden, top_k, max_rows, row_type_of(type)};
 }
 
 const std::byte* at(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
@@ -56,18 +48,20 @@ void bind_attention(nb::module_& module) {
     nb::class_<AttentionSide>(module, "AttentionSide")
         .def("__init__",
              [](AttentionSide* self, uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type,
-                const std::vector<std::vector<int32_t>>& owner_of, std::shared_ptr<m2n::Inbox> replies,
-                uint32_t num_micro_batches) {
-                 std::vector<int32_t> flat;
-                 for (const auto& turn : owner_of) flat.insert(flat.end(), turn.begin(), turn.end());
-                 const auto num_experts = static_cast<uint32_t>(owner_of.empty() ? 0 : owner_of[0].size());
-                 m2n::RowScatter scatter(row_shape(hidden, top_k, max_rows, type), replies->spec().sources,
-                                         num_experts, std::move(flat));
+                std::shared_ptr<m2n::Inbox> replies, uint32_t num_micro_batches) {
+                 m2n::RowScatter scatter(row_shape(hidden, top_k, max_rows, type), replies->spec().sources);
                  new (self) AttentionSide(std::move(scatter), std::move(replies), num_micro_batches);
              },
-             nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"), nb::arg("dtype"), nb::arg("owner_of"),
+             nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"), nb::arg("dtype"),
              nb::arg("replies"), nb::arg("num_micro_batches"))
-        .def("set_expert", &AttentionSide::set_expert, nb::arg("worker"), nb::arg("outbox"))
+        .def("set_expert", &AttentionSide::set_expert, nb::arg("worker"), nb::arg("outbox").none())
+        .def("place",
+             [](AttentionSide& side, uint32_t version, uint32_t layer, const std::vector<std::vector<int32_t>>& owners,
+                std::vector<double> speeds, uint32_t knee, uint32_t num_workers) {
+                 side.place(version, layer, m2n::ExpertSplit(num_workers, owners, std::move(speeds), knee));
+             },
+             nb::arg("version"), nb::arg("layer"), nb::arg("owners"), nb::arg("speeds"), nb::arg("knee"),
+             nb::arg("num_workers"))
         .def("dispatch",
              [](AttentionSide& side, uint32_t epoch, uint64_t step, uint32_t layer, uint32_t micro_batch,
                 uint64_t participants, uintptr_t rows, uint64_t stride_bytes, uintptr_t ids, uintptr_t weights,
@@ -105,8 +99,9 @@ void bind_experts(nb::module_& module) {
     nb::class_<ReceivedBatch>(module, "ReceivedBatch")
         .def("fields", [](const ReceivedBatch& batch) {
             return nb::make_tuple(batch.key.step, batch.key.layer, batch.key.micro_batch, tuple_of(batch.sources),
-                                  tuple_of(batch.rows_per_source), batch.num_rows, address_of(batch.rows),
-                                  address_of(batch.ids), address_of(batch.weights));
+                                  tuple_of(batch.rows_per_source), batch.oldest_placement, batch.newest_placement,
+                                  batch.num_rows, address_of(batch.rows), address_of(batch.ids),
+                                  address_of(batch.weights));
         });
 
     nb::class_<ExpertSide>(module, "ExpertSide")

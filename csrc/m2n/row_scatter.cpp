@@ -1,6 +1,6 @@
 #include "m2n/row_scatter.h"
 
-#include <bit>
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -9,35 +9,77 @@
 
 namespace antiphon::m2n {
 
-size_t bytes_of(RowType type) { return type == RowType::fp32 ? 4 : 2; }
+RowScatter::RowScatter(const RowShape& shape, uint32_t num_workers) : shape_(shape), num_workers_(num_workers) {}
 
-RowScatter::RowScatter(const RowShape& shape, uint32_t num_workers, uint32_t num_experts, std::vector<int32_t> owner_of)
-    : shape_(shape), num_workers_(num_workers), num_experts_(num_experts), owner_of_(std::move(owner_of)) {
-    if (num_experts == 0 || owner_of_.empty() || owner_of_.size() % num_experts != 0) {
-        throw Error(Code::invalid, "a placement of " + std::to_string(owner_of_.size()) + " entries for " +
-                                       std::to_string(num_experts) + " experts");
+void RowScatter::place(uint32_t layer, ExpertSplit split) {
+    if (split.num_workers() != num_workers_) {
+        throw Error(Code::invalid, "a placement on " + std::to_string(split.num_workers()) + " workers: there are " +
+                                       std::to_string(num_workers_));
     }
-    num_turns_ = static_cast<uint32_t>(owner_of_.size() / num_experts);
-    for (const int32_t owner : owner_of_) {
-        if (owner >= 0 && static_cast<uint32_t>(owner) < num_workers) continue;
-        throw Error(Code::invalid, "an expert is placed on worker " + std::to_string(owner) + " of " +
-                                       std::to_string(num_workers));
+    if (layer >= splits_.size()) splits_.resize(layer + 1);
+    splits_[layer] = std::move(split);
+}
+
+void RowScatter::plan(uint32_t layer, const int32_t* ids, uint32_t count,
+                      std::vector<std::vector<uint32_t>>& rows_of) {
+    if (layer >= splits_.size() || !splits_[layer]) {
+        throw Error(Code::invalid, "the experts of layer " + std::to_string(layer) + " are placed nowhere");
+    }
+    ExpertSplit& split = *splits_[layer];
+    this->count(split, ids, count);
+    if (split.has_copies()) {
+        const auto rows = split.split(counts_);
+        left_.assign(rows.begin(), rows.end());
+    }
+    rows_of.resize(num_workers_);
+    for (auto& rows : rows_of) rows.clear();
+    worker_of_.resize(std::max(worker_of_.size(), size_t{count} * shape_.top_k));
+    for (uint32_t row = 0; row < count; ++row) {
+        const int32_t* chosen = ids + size_t{row} * shape_.top_k;
+        int32_t* workers = worker_of_.data() + size_t{row} * shape_.top_k;
+        for (uint32_t k = 0; k < shape_.top_k; ++k) {
+            const auto owners = split.owners(static_cast<uint32_t>(chosen[k]));
+            workers[k] = owners.size() == 1 ? owners[0] : -1;
+        }
+        if (split.has_copies()) choose_copies(split, left_, chosen, row);
+        for (uint32_t k = 0; k < shape_.top_k; ++k) {
+            auto& rows = rows_of[static_cast<uint32_t>(workers[k])];
+            if (rows.empty() || rows.back() != row) rows.push_back(row);
+        }
     }
 }
 
-void RowScatter::plan(const int32_t* ids, uint32_t count, std::vector<std::vector<uint32_t>>& rows_of) const {
-    rows_of.resize(num_workers_);
-    for (auto& rows : rows_of) rows.clear();
-    for (uint32_t row = 0; row < count; ++row) {
-        for (uint32_t k = 0; k < shape_.top_k; ++k) {
-            const int32_t id = ids[size_t{row} * shape_.top_k + k];
-            if (id < 0 || static_cast<uint32_t>(id) >= num_experts_) {
-                throw Error(Code::invalid, "row " + std::to_string(row) + " chose expert " + std::to_string(id) +
-                                               ": the placement has " + std::to_string(num_experts_));
-            }
-            auto& rows = rows_of[owner(row, id)];
-            if (rows.empty() || rows.back() != row) rows.push_back(row);
+void RowScatter::count(const ExpertSplit& split, const int32_t* ids, uint32_t count) {
+    counts_.assign(split.num_experts(), 0);
+    for (size_t choice = 0; choice < size_t{count} * shape_.top_k; ++choice) {
+        const int32_t id = ids[choice];
+        if (id < 0 || static_cast<uint32_t>(id) >= split.num_experts()) {
+            throw Error(Code::invalid, "row " + std::to_string(choice / shape_.top_k) + " chose expert " +
+                                           std::to_string(id) + ": the placement has " +
+                                           std::to_string(split.num_experts()));
         }
+        ++counts_[static_cast<uint32_t>(id)];
+    }
+}
+
+// Of the copies that still take rows, one on a worker that the row visits anyway, else the one that takes most.
+void RowScatter::choose_copies(const ExpertSplit& split, std::span<uint32_t> left, const int32_t* ids, uint32_t row) {
+    int32_t* workers = worker_of_.data() + size_t{row} * shape_.top_k;
+    const auto visits = [&](int32_t worker) { return std::find(workers, workers + shape_.top_k, worker) != workers + shape_.top_k; };
+    for (uint32_t k = 0; k < shape_.top_k; ++k) {
+        if (workers[k] >= 0) continue;
+        const auto expert = static_cast<uint32_t>(ids[k]);
+        const auto owners = split.owners(expert);
+        uint32_t* takes = left.data() + split.first(expert);
+        size_t best = 0;
+        for (size_t copy = 0; copy < owners.size(); ++copy) {
+            if (takes[copy] == 0) continue;
+            const bool here = visits(owners[copy]);
+            const bool best_here = takes[best] > 0 && visits(owners[best]);
+            if (takes[best] == 0 || (here && !best_here) || (here == best_here && takes[copy] > takes[best])) best = copy;
+        }
+        --takes[best];
+        workers[k] = owners[best];
     }
 }
 
@@ -51,9 +93,8 @@ void RowScatter::write(const GatedRows& gated, uint32_t worker, std::span<const 
     std::byte* to = payload + shape_.rows_offset(num_rows);
     for (const uint32_t row : rows) {
         const int32_t* from_ids = gated.ids + size_t{row} * top_k;
-        for (uint32_t k = 0; k < top_k; ++k) {
-            *ids++ = owner(row, from_ids[k]) == static_cast<int32_t>(worker) ? from_ids[k] : -1;
-        }
+        const int32_t* workers = worker_of_.data() + size_t{row} * top_k;
+        for (uint32_t k = 0; k < top_k; ++k) *ids++ = workers[k] == static_cast<int32_t>(worker) ? from_ids[k] : -1;
         std::memcpy(weights, gated.weights + size_t{row} * top_k, top_k * sizeof(float));
         weights += top_k;
         std::memcpy(to, gated.rows + row * gated.stride_bytes, row_bytes);
@@ -62,28 +103,6 @@ void RowScatter::write(const GatedRows& gated, uint32_t worker, std::span<const 
 }
 
 namespace {
-
-struct Bf16 {
-    using Stored = uint16_t;
-    static float widen(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
-    static uint16_t narrow(float value) {  // to nearest, ties to even; NaN stays NaN
-        const auto bits = std::bit_cast<uint32_t>(value);
-        if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-        return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-    }
-};
-
-struct Fp16 {
-    using Stored = _Float16;
-    static float widen(_Float16 value) { return static_cast<float>(value); }
-    static _Float16 narrow(float value) { return static_cast<_Float16>(value); }
-};
-
-struct Fp32 {
-    using Stored = float;
-    static float widen(float value) { return value; }
-    static float narrow(float value) { return value; }
-};
 
 template <class Type>
 void add_row(float* sum, const std::byte* partial, uint32_t hidden, bool first) {

@@ -4,20 +4,20 @@
 // a destination's message then reads each of its rows once and writes it once, into the slot itself. The way back adds
 // the partial sums of a row in float32, in the order of destinations, and rounds once.
 //
-// Experts may have replicas: `owner_of[turn][expert]` names the worker for rows whose index is `turn` modulo the number
-// of turns, so the split is even and needs no random numbers.
+// Experts may have copies on several workers. How many rows each copy gets is decided anew for every micro-batch
+// (`expert_split.h`). A row prefers the copy on a worker that it visits anyway.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "m2n/expert_split.h"
+#include "m2n/row_types.h"
+
 namespace antiphon::m2n {
-
-enum class RowType { bf16, fp16, fp32 };
-
-size_t bytes_of(RowType type);
 
 struct RowShape {
     uint32_t hidden = 0;
@@ -47,27 +47,32 @@ struct GatedRows {
 
 class RowScatter {
   public:
-    // `owner_of`: num_turns rows of num_experts worker numbers below `num_workers`.
-    RowScatter(const RowShape& shape, uint32_t num_workers, uint32_t num_experts, std::vector<int32_t> owner_of);
+    RowScatter(const RowShape& shape, uint32_t num_workers);
 
-    // Lists the rows of each worker. Error(invalid): an id that is no expert.
-    void plan(const int32_t* ids, uint32_t count, std::vector<std::vector<uint32_t>>& rows_of) const;
+    // Rows of `layer` go by this split from now on. Error(invalid): it is for another number of workers.
+    void place(uint32_t layer, ExpertSplit split);
 
-    // Writes one worker's message into `payload` (shape.dispatch_bytes(rows.size()) bytes). Ids of experts that live
-    // elsewhere become -1.
+    // Decides where every choice goes and lists the rows of each worker. Error(invalid): a layer that was not placed, an
+    // id that is no expert.
+    void plan(uint32_t layer, const int32_t* ids, uint32_t count, std::vector<std::vector<uint32_t>>& rows_of);
+
+    // Writes one worker's message of the micro-batch that was planned last into `payload`
+    // (shape.dispatch_bytes(rows.size()) bytes). Ids of experts that live elsewhere become -1.
     void write(const GatedRows& gated, uint32_t worker, std::span<const uint32_t> rows, std::byte* payload) const;
 
     uint32_t num_workers() const { return num_workers_; }
     const RowShape& shape() const { return shape_; }
 
   private:
-    int32_t owner(uint32_t row, int32_t id) const { return owner_of_[row % num_turns_ * num_experts_ + id]; }
+    void count(const ExpertSplit& split, const int32_t* ids, uint32_t count);
+    void choose_copies(const ExpertSplit& split, std::span<uint32_t> left, const int32_t* ids, uint32_t row);
 
     RowShape shape_;
     uint32_t num_workers_;
-    uint32_t num_experts_;
-    uint32_t num_turns_;
-    std::vector<int32_t> owner_of_;
+    std::vector<std::optional<ExpertSplit>> splits_;  // by layer
+    std::vector<uint32_t> counts_;                    // rows of each expert in the micro-batch
+    std::vector<uint32_t> left_;                      // rows that each copy still takes
+    std::vector<int32_t> worker_of_;                  // [count, top_k]
 };
 
 // out[row] = sum over workers of partials[w][position of row in rows_of[w]], for all `count` rows. Every list of

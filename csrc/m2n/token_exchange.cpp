@@ -11,7 +11,7 @@ namespace antiphon::m2n {
 namespace {
 
 // User words of a dispatch message, and of a reply.
-enum : size_t { num_rows_word = 0, participants_word = 1 };
+enum : size_t { num_rows_word = 0, participants_word = 1, placement_word = 3 };
 enum : size_t { times_word = 0 };
 
 constexpr uint32_t step_bits = 28, layer_bits = 12, micro_batch_bits = 8;
@@ -58,14 +58,20 @@ AttentionSide::AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies,
                                        std::to_string(max_micro_batches));
     }
     for (Pending& pending : pending_) pending.rows_of.resize(scatter_.num_workers());
-    for (uint32_t worker = 0; worker < scatter_.num_workers(); ++worker) {
-        all_experts_.push_back(static_cast<SourceId>(worker));
-    }
 }
 
 void AttentionSide::set_expert(uint32_t worker, std::shared_ptr<Outbox> outbox) {
-    check_slots(*outbox, scatter_.shape().dispatch_bytes(scatter_.shape().max_rows));
+    if (outbox != nullptr) check_slots(*outbox, scatter_.shape().dispatch_bytes(scatter_.shape().max_rows));
     experts_.at(worker) = std::move(outbox);
+    present_.clear();
+    for (uint32_t each = 0; each < experts_.size(); ++each) {
+        if (experts_[each] != nullptr) present_.push_back(static_cast<SourceId>(each));
+    }
+}
+
+void AttentionSide::place(uint32_t version, uint32_t layer, ExpertSplit split) {
+    scatter_.place(layer, std::move(split));
+    placement_version_ = version;
 }
 
 void AttentionSide::forget() {
@@ -83,20 +89,22 @@ void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const G
                                        std::to_string(max_layers));
     }
     Pending& pending = pending_.at(key.micro_batch);
-    scatter_.plan(rows.ids, rows.count, pending.rows_of);
+    scatter_.plan(key.layer, rows.ids, rows.count, pending.rows_of);
     pending.count = rows.count;
     for (size_t worker = 0; worker < experts_.size(); ++worker) {
-        if (experts_[worker] == nullptr) {
+        if (experts_[worker] != nullptr) {
+            experts_[worker]->slot(deadline);
+        } else if (!pending.rows_of[worker].empty()) {
             throw Error(Code::invalid,
                         "no connection to expert worker " + std::to_string(worker) + ": set_expert first");
         }
-        experts_[worker]->slot(deadline);
     }
     MessageLabel label;
     label.step = key.pack();
     label.participants = count_bits(participants);
     std::memcpy(&label.user[participants_word], &participants, sizeof(participants));
-    for (uint32_t worker = 0; worker < experts_.size(); ++worker) {
+    label.user[placement_word] = placement_version_;
+    for (const SourceId worker : present_) {
         const auto num_rows = static_cast<uint32_t>(pending.rows_of[worker].size());
         label.user[num_rows_word] = num_rows;
         Outbox& outbox = *experts_[worker];
@@ -110,7 +118,7 @@ void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const G
 void AttentionSide::combine(const BatchKey& key, std::byte* out, std::vector<ComputeTimes>& times, Deadline deadline) {
     const Step step = key.pack();
     const Pending& pending = pending_.at(key.micro_batch);
-    replies_->wait(step, {0, all_experts_}, deadline);
+    replies_->wait(step, {0, present_}, deadline);
     partials_.assign(experts_.size(), nullptr);
     times.assign(experts_.size(), {});
     replies_->for_each(step, [&](const MessageHeader& header, SourceId worker, const std::byte* payload) {
@@ -152,6 +160,7 @@ ReceivedBatch ExpertSide::collect(Step step) {
     struct Part {
         SourceId source;
         uint32_t num_rows;
+        uint32_t placement;
         const std::byte* payload;
     };
     std::vector<Part> parts;
@@ -162,11 +171,14 @@ ReceivedBatch ExpertSide::collect(Step step) {
             throw Error(Code::invalid, requests_->name_of(source) + " sent " + std::to_string(header.length) +
                                            " bytes for " + std::to_string(num_rows) + " rows");
         }
-        parts.push_back({source, num_rows, payload});
+        parts.push_back({source, num_rows, header.user[placement_word], payload});
     });
     std::ranges::sort(parts, {}, &Part::source);
     ReceivedBatch batch;
     batch.key = BatchKey::unpack(step);
+    const auto [oldest, newest] = std::ranges::minmax_element(parts, {}, &Part::placement);
+    batch.oldest_placement = oldest->placement;
+    batch.newest_placement = newest->placement;
     std::vector<const std::byte*> payloads;
     for (const Part& part : parts) {
         batch.sources.push_back(part.source);

@@ -51,7 +51,10 @@ class AttentionSide {
     // `replies`: an inbox whose source f is expert worker f.
     AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies, uint32_t num_micro_batches);
 
+    // No outbox: the worker is gone, nothing is sent to it and no answer awaited. Only between two steps.
     void set_expert(uint32_t worker, std::shared_ptr<Outbox> outbox);
+    // Where the experts of `layer` are, from the next dispatch on; `version` numbers the map and goes into the headers.
+    void place(uint32_t version, uint32_t layer, ExpertSplit split);
     // `participants`: bit a is set if attention worker a has rows in this micro-batch.
     void dispatch(const BatchKey& key, uint64_t participants, const GatedRows& rows, Deadline deadline);
     // Waits for all expert workers' partial sums of the micro-batch's last dispatch; adds them into `out` of
@@ -71,8 +74,9 @@ class AttentionSide {
     std::shared_ptr<Inbox> replies_;
     std::vector<std::shared_ptr<Outbox>> experts_;
     std::vector<Pending> pending_;
-    std::vector<SourceId> all_experts_;
+    std::vector<SourceId> present_;  // workers that are there
     std::vector<const std::byte*> partials_;
+    uint32_t placement_version_ = 0;
     uint64_t bytes_sent_ = 0;
 };
 
@@ -81,6 +85,8 @@ struct ReceivedBatch {
     BatchKey key;
     std::vector<SourceId> sources;
     std::vector<uint32_t> rows_per_source;
+    uint32_t oldest_placement = 0;  // versions of the maps by which they were sent
+    uint32_t newest_placement = 0;
     uint32_t num_rows = 0;
     const std::byte* rows = nullptr;
     const int32_t* ids = nullptr;

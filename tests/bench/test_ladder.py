@@ -74,11 +74,26 @@ def test_without_a_wire_a_prediction_is_the_sum_of_operators() -> None:
     assert predicted_step_s(spec, config, sizes, plans, operator_s, slow) >= found + sums
 
 
+def test_sums_beside_backward_hide() -> None:
+    """By the simulator: what the order of the wire gains, on links where nothing is free."""
+    spec, chosen = load_model_spec(DEMO), case(ladder="lina", rounds=20, mbit=20.0)
+    sizes, found = Sizes(world_size=4, expert=4), {}
+    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=20e6 / 8)
+    operator_s = {"total backward": 0.02, "fc1 backward": 0.05, "attention backward": 0.2}
+    for variant in variants_of(chosen)[:4]:
+        config = configuration(chosen, variant, 0, Path("/nowhere"))
+        plans = [layer.plan for layer in build_model(spec, config, 32).layers]
+        found[variant.name] = predicted_step_s(spec, config, sizes, plans, operator_s, links)
+    assert found["+ partition"] <= found["priority"]
+    assert found["+ pipeline"] <= found["+ partition"]
+
+
 def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
     write_schedule(tmp_path)
-    for ladder in ("msm", "compression"):
-        for number, variant in enumerate(variants_of(case(ladder=ladder))):
-            assert configuration(case(ladder=ladder), variant, number, tmp_path).batch == 4
+    for ladder in ("msm", "compression", "lina"):
+        chosen = case(ladder=ladder, rounds=20)
+        for number, variant in enumerate(variants_of(chosen)):
+            assert configuration(chosen, variant, number, tmp_path).batch == 4
     names = [each.name for each in variants_of(case(ladder="compression", nodes=4, ranks_per_node=1))]
     assert "+ by levels" not in names  # one rank a node has none
 
@@ -97,9 +112,10 @@ def test_figure_is_well_formed() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ladder", "none"], "use compression, msm"),
+        (["--ladder", "none"], "use compression, lina, msm"),
         (["--ladder", "msm", "--nodes", "1", "--ranks-per-node", "1"], "two ranks"),
         (["--ladder", "msm", "--batch", "5"], "cannot share"),
+        (["--ladder", "lina", "--rounds", "5"], "more than 14 --rounds"),
         (["--ladder", "msm", "--ranks", "2"], "leave them out"),
         (["--mbit", "10"], "only a ladder"),
     ],

@@ -19,8 +19,7 @@ from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode
-from antiphon.serve.worker.messages import Spans
-from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP
+from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP, Spans
 from antiphon.specs.cluster import cluster_from_table, cluster_to_json
 from antiphon.specs.strict_table import Table
 

@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     (),
     ("serve",),
+    ("top",),
     ("generate",),
     ("worker",),
     ("doctor",),
     ("plan",),
     ("profile",),
+    ("placement",),
     ("simulate",),
     ("reproduce",),
     ("bench",),
@@ -42,7 +44,7 @@ def test_help_fits_a_screen(
     monkeypatch.setenv("COLUMNS", "80")
     assert run(monkeypatch, *command, option) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 40
+    assert len(lines) <= 42
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(f"Usage: {' '.join(['antiphon', *command])} [OPTIONS]")
 
@@ -60,8 +62,8 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", ['["--help"]', '["doctor", "--help"]'])
-def test_help_and_doctor_do_not_need_torch(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ['["--help"]', '["doctor", "--help"]', '["top", "--help"]'])
+def test_help_doctor_and_top_do_not_need_torch(arguments: str) -> None:
     source = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -137,3 +137,29 @@ def test_a_model_nobody_runs_is_planned_with_what_is_given(
     changes = ("--model-set", "num_experts=5", "--model-set", "attn_layer_period=2", "--model-set", "mamba_d_state=16")
     train = ("--phase", "train", "--sequence-length", "1024", "--global-batch", "8")
     antiphon.refuses(2, unlike, path, "--cluster", cluster, *changes, *train)
+
+
+def test_only_what_the_engine_runs(antiphon: PlanCommand, model: Path, cluster: Path, tmp_path: Path) -> None:
+    """One stage, and a colocated instance is one replica whose ranks split all alike; every rejected layout too."""
+    file = tmp_path / "plan.json"
+    here = (model, "--runnable-here", "--nodes", cluster, *FREE)
+    for layout in ("disaggregated", "tp_pp"):
+        antiphon.plans(*here, "--layout", layout, "--json", file)
+        phase = read_plan(file).phases["decode"]
+        sizes = phase.parallel
+        assert (phase.layout, sizes.pp) == (layout, 1)
+        if layout == "tp_pp":
+            assert (sizes.attention_dp, sizes.expert_ep, sizes.expert_tp) == (1, 1, sizes.attention_tp)
+    antiphon.refuses(1, "decode: no layout on odd has experts.ep=2: .*", *here, "--layout", "dp_ep", "--pin", "ep=2")
+
+
+def test_devices_that_are_not_here(antiphon: PlanCommand, model: Path, cluster: Path) -> None:
+    antiphon.refuses(
+        2,
+        r"--cluster odd has 21 devices of H20, this machine has \d+ GPU\(s\): give a smaller cluster, or its file as "
+        r"--nodes FILE if these machines are to run it",
+        *(model, "--runnable-here", "--cluster", cluster),
+    )
+    antiphon.refuses(
+        2, "--nodes takes the place of --cluster beside --runnable-here: give these two", model, "--nodes", cluster
+    )

@@ -19,6 +19,7 @@ from antiphon.specs.placement import ExpertPlacement
 from tests.comm.m2n.backends import BACKENDS, Backend
 
 TIMEOUT_S = 30.0
+LAYERS = range(4)
 
 
 @dataclass
@@ -223,6 +224,7 @@ def exchange(
     top_k: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Exchange]:
+    """Ends that are connected."""
     shape = ExchangeShape(
         num_attention=num_attention,
         num_experts=placement.num_workers,

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from antiphon.comm.mesh import Sizes, connect
+from antiphon.comm.micro_ops import MicroOpScheduler
 from antiphon.comm.replicas import ReplicaGroups, _has_levels
+from antiphon.comm.wire import Wire
 from tests.comm.ranks import on_ranks
 
 RANKS, NODE = 4, 2
@@ -22,17 +24,19 @@ def number_of(rank: int) -> torch.Tensor:
 def sums(rank: int) -> dict[tuple[bool, bool], Any]:
     """By (two levels, narrow): worst distance of the sum, of uneven shards and of what is gathered of them, how many
     numbers ranks disagree on, and the bytes of each."""
-    mesh = connect(Sizes(world_size=RANKS), rank, 60)
+    wire = Wire(MicroOpScheduler())
+    mesh = connect(Sizes(world_size=RANKS), rank, 60, wire)
     expected = torch.stack([number_of(each) for each in range(RANKS)]).double().sum(0)
     found = {}
     for levels in (False, True):
         for narrow in (False, True):
-            replicas = ReplicaGroups(mesh, node_size=NODE if levels else 0, narrow=narrow, apart=True)
+            replicas = ReplicaGroups(mesh, node_size=NODE if levels else 0, narrow=narrow)
             of = replicas.of(mesh.world)
+            wire.ledger.take()
             total = of.sum(number_of(rank))
-            whole = replicas.aside.take().sent_bytes
+            whole = wire.ledger.take().sent_bytes
             shard = of.sum_shard(number_of(rank), (COUNT // RANKS,) * RANKS)
-            cut = replicas.aside.take().sent_bytes
+            cut = wire.ledger.take().sent_bytes
             uneven = of.sum_shard(number_of(rank), UNEVEN)
             begin = sum(UNEVEN[: of.place])
             mesh.ledger.take()

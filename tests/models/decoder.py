@@ -32,7 +32,7 @@ class Decoder:
         local_TH = half.local_feed_forward(layer, y_TH)
         if not half.routes(layer):
             assert local_TH is not None
-            return local_TH
+            return half.sum_over_ranks(local_TH)
         ids_TK, weights_TK = half.gate(layer, y_TH)
         routed_TH = experts.forward(layer, y_TH, experts.to_local(layer, ids_TK), weights_TK)
-        return routed_TH if local_TH is None else routed_TH.add_(local_TH)
+        return half.sum_over_ranks(routed_TH if local_TH is None else routed_TH.add_(local_TH))

@@ -126,7 +126,7 @@ def test_bfloat16_kernels_stay_close_and_do_not_care_how_a_prompt_is_cut(publish
 def test_each_worker_adds_its_own_experts_biases(published: Any) -> None:
     spec, backend, checkpoint = load_model_spec(published.folder), ReferenceBackend(), Checkpoint(published.folder)
     whole = load_expert_half(checkpoint, spec, backend)
-    placement = contiguous_placement(5, 3)
+    placement = contiguous_placement(5, 3, spec.expert_layers)
     halves = [load_expert_half(checkpoint, spec, backend, placement.experts_of(worker)) for worker in range(3)]
     x = torch.randn(6, spec.hidden_size)
     ids = torch.tensor([[0, 4], [1, 2], [3, 0], [4, 3], [2, 1], [1, 0]], dtype=torch.int32)

@@ -116,7 +116,7 @@ def test_workers_partial_sums_add_up(save_model: Any, tools: Any) -> None:
     saved = save_model(tools.config("mixtral"))
     spec, backend, checkpoint = load_model_spec(saved.folder), ReferenceBackend(), Checkpoint(saved.folder)
     whole = load_expert_half(checkpoint, spec, backend)
-    placement = contiguous_placement(5, 3)
+    placement = contiguous_placement(5, 3, spec.expert_layers)
     halves = [load_expert_half(checkpoint, spec, backend, placement.experts_of(worker)) for worker in range(3)]
     x = torch.randn(7, spec.hidden_size)
     ids = torch.tensor([[0, 4], [1, 2], [3, 0], [4, 3], [2, 2], [1, 0], [0, 1]], dtype=torch.int32)

@@ -56,7 +56,7 @@ def test_stacked_float8_is_read_one_expert_at_a_time(
     quantize: Callable[[Tensor], Quantized], suffix: str, scale_bytes: int, tmp_path: Path
 ) -> None:
     checkpoint, wide = save_stacked(tmp_path, quantize, suffix)
-    assert torch.equal(checkpoint.read_slice("experts", 1, 2)[0], wide[1])
+    assert torch.equal(checkpoint.read("experts", rows=(1, 2))[0], wide[1])
     assert checkpoint.bytes_read == 200 * 130 + scale_bytes
     assert torch.equal(checkpoint.read("experts"), torch.stack(wide))
 
@@ -65,10 +65,24 @@ def test_rows_of_a_tensor_share_its_one_scale(tmp_path: Path) -> None:
     """DBRX's layout: experts stacked by rows of one matrix."""
     narrow, scale, wide = by_tensor(torch.randn(300, 130))
     save_file({"w1": narrow, "w1_scale": scale}, tmp_path / "model.safetensors")
-    assert torch.equal(Checkpoint(tmp_path).read_slice("w1", 150, 290), wide[150:290])
+    assert torch.equal(Checkpoint(tmp_path).read("w1", rows=(150, 290)), wide[150:290])
     narrow, scale, wide = by_rows(torch.randn(300, 130))
     save_file({"w1": narrow, "w1_scale": scale}, tmp_path / "model.safetensors")
-    assert torch.equal(Checkpoint(tmp_path).read_slice("w1", 150, 290), wide[150:290])
+    assert torch.equal(Checkpoint(tmp_path).read("w1", rows=(150, 290)), wide[150:290])
+
+
+@pytest.mark.parametrize("quantize", [by_blocks, by_rows, by_tensor])
+@pytest.mark.parametrize(("start", "stop"), [(0, 300), (100, 140), (128, 256), (150, 290), (299, 300)])
+def test_parts_of_a_float8_matrix(
+    quantize: Callable[[Tensor], Quantized], start: int, stop: int, tmp_path: Path
+) -> None:
+    """Rows and columns that begin and end inside blocks of 128."""
+    narrow, scale, wide = quantize(torch.randn(300, 300))
+    save_file({"w": narrow, "w_scale": scale}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert torch.equal(checkpoint.read("w", rows=(start, stop)), wide[start:stop])
+    assert torch.equal(checkpoint.read("w", cut=(1, start, stop)), wide[:, start:stop])
+    assert torch.equal(checkpoint.read("w", rows=(7, 150), cut=(1, start, stop)), wide[7:150, start:stop])
 
 
 def message_of(action: Callable[[], Any]) -> str:

@@ -82,15 +82,20 @@ def save_tiny_model(folder: Path, family: str = "qwen3_moe", **changes: Any) -> 
 
 
 def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **changes: Any) -> ServeConfig:
-    """`layout`: "2" is two replicas, "3+2/m4" three attention and two expert workers with four micro-batches.
+    """`layout`: "2" is two replicas, "3+2/m4" three attention and two expert workers with four micro-batches, "1t2+1t3"
+    one of each, of two and of three ranks.
 
     `num_blocks` KV blocks for each attention worker; 0: enough for all requests."""
     workers, _, micro_batches = layout.partition("/m")
     attention, _, experts = workers.partition("+")
+    num_attention, _, attention_tp = attention.partition("t")
+    num_experts, _, expert_tp = experts.partition("t")
     settings: dict[str, Any] = {
         "layout": "disaggregated" if experts else "colocated",
-        "num_attention": int(attention),
-        "num_experts": int(experts or 1),
+        "num_attention": int(num_attention),
+        "num_experts": int(num_experts or 1),
+        "attention_tp": int(attention_tp or 1),
+        "expert_tp": int(expert_tp or 1),
         "num_micro_batches": int(micro_batches or 1),
         "max_running": 64,
         "max_batch_tokens": 256,
@@ -98,7 +103,7 @@ def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **change
     }
     if num_blocks:
         block_bytes = kv_cache_block_bytes(load_model_spec(model.folder), 16, 4)
-        settings["kv_bytes"] = num_blocks * block_bytes * int(attention)
+        settings["kv_bytes"] = num_blocks * block_bytes * int(num_attention)
     return ServeConfig(model=model.folder, **(settings | changes))
 
 
@@ -188,8 +193,8 @@ def wait_until_idle(engine: Engine) -> None:
     wait_until(idle, "all KV blocks free")
 
 
-def kill(engine: Engine, role: str, index: int, number: int = signal.SIGKILL) -> int:
-    """Send a signal to a worker's present incarnation; returns its process id."""
-    pid = engine.worker_pid(WorkerName(role, index))
+def kill(engine: Engine, role: str, index: int, number: int = signal.SIGKILL, *, rank: int = 0) -> int:
+    """Send a signal to a worker's present incarnation, or to a rank of it; returns its process id."""
+    pid = engine.worker_pid(WorkerName(role, index, rank))
     os.kill(pid, number)
     return pid

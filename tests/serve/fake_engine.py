@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, ShuttingDown
+from antiphon.serve.events import EventLog
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.worker.spans import Spans
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 Script = Callable[[list[int], SamplingParams], list[int]]
@@ -64,6 +66,10 @@ class FakeEngine:
         self.submissions: list[Submission] = []
         self.first_output = threading.Event()
         self.drained = threading.Event()
+        self.spans: dict[str, Spans] = {}
+        self.num_looks = 0  # at the last steps
+        self.event_log = EventLog()
+        self._queue_times_s = [0.02]
         self.on_giving_up: Callable[[], None] = lambda: None
         self._released = threading.Event()
         self._draining = False
@@ -202,11 +208,26 @@ class FakeEngine:
             dispatch_bytes=4096,
             balancedness_per_layer={0: 0.75, 1: 1.0},
             placement_changes=3,
-            queue_times_s=[0.02],
+            rows_per_expert={0: {0: {0: 10.0, 1: 20.0}, 1: {2: 10.0}}, 1: {0: {0: 5.0, 1: 15.0}, 1: {2: 20.0}}},
+            queue_times_s=self._take_queue_times(),
             healthy=self.healthy,
             status="ok" if self.healthy else "waiting for experts[1] (loading)",
             missing=() if self.healthy else ("experts[1]",),
+            workers={
+                "attention[0]": "ready",
+                "experts[0]": "ready",
+                "experts[1]": "ready" if self.healthy else "loading",
+            },
+            events=self.event_log.newest(),
         )
+
+    def _take_queue_times(self) -> list[float]:
+        taken, self._queue_times_s = self._queue_times_s, []
+        return taken
+
+    def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
+        self.num_looks += 1
+        return self.spans
 
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         self.on_giving_up = callback

@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import bind
-from antiphon.serve.api.settings import ServerSettings, read_api_keys
+from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.server_harness import wait_until
 

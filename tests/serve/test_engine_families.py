@@ -16,9 +16,15 @@ MATRIX = [
     for turn in range(2)
     for number, family in enumerate(FAMILIES)
 ]
+RANKED = ("1t2", "1t2+1t3/m2", "1t3+2t2/m2")
+QUICK = ("olmoe", "deepseek_v2", "gpt_oss")  # norms over all heads, latent attention, sinks and biases
+RANKS = [
+    pytest.param(family, RANKED[number % 3], marks=[] if family in QUICK else [pytest.mark.slow])
+    for number, family in enumerate(FAMILIES)
+]
 
 
-@pytest.mark.parametrize(("family", "layout"), MATRIX)
+@pytest.mark.parametrize(("family", "layout"), [*MATRIX, *RANKS])
 def test_greedy_tokens_equal_transformers(family: str, layout: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "checkpoint", family)
     prompts = random_prompts([1, 40] * 6, seed=5)

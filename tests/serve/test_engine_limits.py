@@ -115,10 +115,11 @@ def test_stopping_ends_requests_and_may_be_repeated(tiny_model: TinyModel, promp
 
 def test_replicas_and_uneven_shares_of_experts(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
     """Worker 0 holds three experts, worker 2 all five; two workers hold some twice."""
-    placement = ExpertPlacement(num_workers=3, owners=((0, 2), (2,), (0, 1, 2), (2, 1), (0, 2)))
+    owners = ((0, 2), (2,), (0, 1, 2), (2, 1), (0, 2))
+    placement = ExpertPlacement(3, {0: owners, 1: owners})
     with running(config(tiny_model, "2+3/m2", placement=placement)) as engine:
         assert complete(engine, prompts) == reference
-    with pytest.raises(UserError, match="the placement is for 5 experts on 3 workers, the model has 5 and 2"):
+    with pytest.raises(UserError, match="the placement is for 3 expert workers, 2 run: make one for them"):
         Launcher(config(tiny_model, "1+2", placement=placement))
     with pytest.raises(UserError, match="6 expert workers for 5 experts: use 1 to 5"):
         Launcher(config(tiny_model, "1+6"))

@@ -280,6 +280,8 @@ def test_expert_workers_report_their_balance(disaggregated: Engine, prompts: Pro
     wait_until(lambda: set(disaggregated.stats().balancedness_per_layer) == {0, 1}, "reports of the expert workers")
     stats = disaggregated.stats()
     assert all(0 < balance <= 1 for balance in stats.balancedness_per_layer.values())
+    held = {layer: [set(experts) for experts in workers.values()] for layer, workers in stats.rows_per_expert.items()}
+    assert held == {layer: [{0, 1, 2}, {3, 4}] for layer in (0, 1)}
     assert 0 <= stats.attention_idle_ratio <= 1
     assert 0 <= stats.expert_idle_ratio <= 1
     assert stats.dispatch_bytes > 0

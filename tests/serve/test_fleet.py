@@ -13,6 +13,7 @@ import pytest
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.worker.messages import Configure, Reset, ResetDone, RunStep
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.specs.placement import ExpertPlacement
 from tests.serve.engine_harness import wait_until
 
 # Answers every Reset; whatever else it is sent, it only reads.
@@ -32,8 +33,8 @@ except PeerLost:
 """
 CONFIGURE = Configure(
     role="experts", index=0, model="", device="cpu", device_index=0, dtype="", kernels="", num_threads=1, cores=[],
-    block_size=16, num_blocks=1, max_model_len=1, max_running=1, expert_owners=[], exchange=None, timeout_s=1.0,
-    trace=False,
+    block_size=16, num_blocks=1, max_model_len=1, max_running=1, placement=ExpertPlacement(1, {}), expert_slots=1,
+    count_rows=False, exchange=None, timeout_s=1.0, trace=False,
 )  # fmt: skip
 LARGE = RunStep(step=0, released=["x" * (1 << 23)], starts=[], micro_batches=[], participants=[])
 NAMES = [WorkerName("experts", 0), WorkerName("experts", 1)]

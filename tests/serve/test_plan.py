@@ -67,7 +67,8 @@ def test_a_disaggregated_plan_says_everything_the_engine_asks() -> None:
     assert (served.layout, served.num_attention, served.num_experts) == ("disaggregated", 3, 2)
     assert served.num_micro_batches == 2
     assert served.max_running == 22  # 64 over 3 workers: 22, 21, 21
-    assert served.placement == ExpertPlacement(num_workers=2, owners=((0,), (0, 1), (1,), (1,), (0,)))
+    owners = ((0,), (0, 1), (1,), (1,), (0,))
+    assert served.placement == ExpertPlacement(2, dict.fromkeys(SPEC.expert_layers, owners))
     assert served.predicted.tpot_s == 0.01
     assert served.notes == ()
 
@@ -79,13 +80,23 @@ def test_colocated_plans_without_parallel_sizes_are_replicas(layout: Any) -> Non
     assert served.placement is None
 
 
+def test_ranks_and_instances_of_a_plan() -> None:
+    apart = replace(APART, num_instances=3, parallel=replace(APART.parallel, attention_tp=2, expert_tp=3))
+    served = obey(plan(apart), SPEC, FILE)
+    assert (served.num_instances, served.attention_tp, served.expert_tp) == (3, 2, 3)
+    assert served.max_running == 22  # the batch is one instance's
+    together = replace(TOGETHER, layout="tp_pp", parallel=Parallel(attention_tp=2, expert_tp=2))
+    served = obey(plan(together), SPEC, FILE)
+    assert (served.num_attention, served.attention_tp, served.expert_tp) == (2, 2, 1)
+
+
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
     uneven = (((0, 0.8), (1, 0.2)), *PLACEMENT[1:])
     served = obey(plan(replace(APART, placement=uneven)), SPEC, FILE)
     assert served.placement is not None
-    assert served.placement.owners[0] == (0, 1)
+    assert served.placement.owners[SPEC.expert_layers[0]][0] == (0, 1)
     assert served.notes == (
-        "experts 0 have uneven fractions in the plan; here the replicas of an expert take even turns",
+        "experts 0 have uneven fractions in the plan; here rows are split by the load of each step",
     )
 
 
@@ -97,7 +108,7 @@ def whole(**changes: int) -> PhasePlan:
     return replace(TOGETHER, parallel=replace(TOGETHER.parallel, **changes))
 
 
-ONE_DEVICE = "a worker of this engine is one device, so it must be 1; plan again without it"
+ALL_LAYERS = "this engine runs all layers on every worker, so it must be 1; plan again without it"
 REPLICAS = "this engine runs dp_ep only as replicas of the whole model, so it must be 1; plan again without it"
 REFUSED: list[tuple[Plan, str]] = [
     (
@@ -121,14 +132,21 @@ REFUSED: list[tuple[Plan, str]] = [
         "plan.json holds a model_config that cannot be read: config.json: model_type = 'llama' is not supported: "
         f"use one of {', '.join(sorted(FAMILIES))}",
     ),
-    (plan(sizes(attention_tp=2)), f"plan.json has attention_tp 2: {ONE_DEVICE}"),
-    (plan(sizes(expert_tp=4)), f"plan.json has expert_tp 4: {ONE_DEVICE}"),
-    (plan(sizes(pp=2)), f"plan.json has pp 2: {ONE_DEVICE}"),
     (
-        plan(replace(APART, num_instances=3)),
-        "plan.json has 3 disaggregated instances, a server runs one: start one server for each, with a plan of one "
-        "instance",
+        plan(sizes(attention_tp=7)),
+        "plan.json: attention_tp is 7: the model has 6 attention heads, so it must be at most 6",
     ),
+    (
+        plan(sizes(expert_tp=25)),
+        "plan.json: expert_tp is 25: the model has 24 columns in an expert, so it must be at most 24",
+    ),
+    (
+        plan(whole(attention_tp=2)),
+        "plan.json has attention_tp 2 and expert_tp 1: a replica splits both over the same ranks, so they must be "
+        "equal",
+    ),
+    (plan(sizes(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
+    (plan(replace(APART, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
     (plan(sizes(attention_dp=65)), "plan.json has 65 attention workers: it must be 1 to 64"),
     (plan(sizes(expert_workers=0)), "plan.json has 0 expert workers: a disaggregated plan needs at least 1"),
     (
@@ -181,7 +199,9 @@ def test_options_that_agree_with_the_plan_are_fine() -> None:
 def test_a_plan_for_a_cluster_does_not_start_a_hundred_processes_here() -> None:
     config = ServeConfig(model=Path("m"), layout="disaggregated", num_attention=6, num_experts=3)
     check_workers_fit(config, 3, FILE)
-    with pytest.raises(UserError, match=r"plan.json needs 9 workers, this machine has 2 core\(s\) for at most 8: plan"):
+    with pytest.raises(
+        UserError, match=r"needs 9 workers, this machine has 2 core\(s\) for at most 8, so 1 are missing"
+    ):
         check_workers_fit(config, 2, FILE)
     joined = replace(config, join_address="127.0.0.1:7000", join_secret=b"s", joined_experts=3)
     check_workers_fit(joined, 2, FILE)

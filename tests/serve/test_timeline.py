@@ -7,26 +7,12 @@ import pytest
 
 from antiphon.serve.timeline import summarise, write_trace
 from antiphon.serve.worker import spans as span_module
-from antiphon.serve.worker.messages import Spans
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, NAMES, RECEIVE, STEP, SpanRecorder
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, RECEIVE, STEP, SpanRecorder, Spans
 from antiphon.serve.worker_process import WorkerName
+from tests.serve.span_examples import recorded
 
 ATTENTION_0, ATTENTION_1 = WorkerName("attention", 0), WorkerName("attention", 1)
 EXPERTS_0, EXPERTS_1 = WorkerName("experts", 0), WorkerName("experts", 1)
-
-
-def recorded(*spans: tuple[int, int, int, int]) -> Spans:
-    """(name, start, end, rows) each; times in ns."""
-    return Spans(
-        names=NAMES,
-        name_index=[name for name, _, _, _ in spans],
-        layers=[-1 if name == STEP else 3 for name, _, _, _ in spans],
-        micro_batches=[-1 if name == STEP else 1 for name, _, _, _ in spans],
-        rows=[rows for _, _, _, rows in spans],
-        steps=[7] * len(spans),
-        starts_ns=[start for _, start, _, _ in spans],
-        ends_ns=[end for _, _, end, _ in spans],
-    )
 
 
 def example() -> dict[WorkerName, Spans]:
@@ -89,7 +75,7 @@ def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_recorder_gives_each_span_once() -> None:
-    recorder = SpanRecorder(True)
+    recorder = SpanRecorder(keeps_all=True)
     recorder.step = 5
     recorder.add(ATTENTION, 100, layer=2, micro_batch=1, rows=9)
     recorder.add(STEP, 50)
@@ -100,12 +86,22 @@ def test_a_recorder_gives_each_span_once() -> None:
     assert recorder.take().starts_ns == []
 
 
-def test_a_recorder_that_is_off_or_full_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = SpanRecorder(False)
-    off.add(STEP, 0)
-    assert off.take().starts_ns == []
-    monkeypatch.setattr(span_module, "MAX_SPANS", 2)
-    full = SpanRecorder(True)
-    for _ in range(5):
-        full.add(STEP, 0)
-    assert len(full.take().starts_ns) == 2
+@pytest.mark.parametrize(("keeps_all", "limit"), [(True, "MAX_SPANS"), (False, "RECENT_SPANS")])
+def test_a_full_recorder_keeps_the_newest(monkeypatch: pytest.MonkeyPatch, keeps_all: bool, limit: str) -> None:
+    monkeypatch.setattr(span_module, limit, 2)
+    full = SpanRecorder(keeps_all)
+    for start_ns in range(5):
+        full.add(STEP, start_ns)
+    assert full.take().starts_ns == [3, 4]
+
+
+def test_the_last_steps_can_be_looked_at_again_and_again() -> None:
+    recorder = SpanRecorder(keeps_all=False)
+    assert recorder.take(last_steps=2).starts_ns == []
+    for step in range(4):
+        recorder.step = step
+        recorder.add(ATTENTION, 10 * step, layer=0)
+        recorder.add(STEP, 10 * step + 1)
+    assert recorder.take(last_steps=1).starts_ns == [30, 31]
+    assert recorder.take(last_steps=2).steps == [2, 2, 3, 3]
+    assert len(recorder.take(last_steps=9).starts_ns) == 8

@@ -22,11 +22,16 @@ from antiphon.train.weights import FirstValues
 
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 PLAIN = CommunicationConfig()
+FIXED = CommunicationConfig(sums="fixed")
+PRIORITY = CommunicationConfig(sums="priority")
+CHUNKS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000)
+LEVELS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000, hierarchical=True, node_size=2)
 EARLY = CommunicationConfig(gate_weights="experts")
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
 DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
-NAMES = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
+NAMES: dict[Any, str] = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
+NAMES |= {EARLY: "early", FIXED: "fixed", PRIORITY: "priority", CHUNKS: "chunks", LEVELS: "levels"}
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,13 @@ class Form:
     communication: CommunicationConfig = PLAIN
     keep: str = "none"
     inside: bool = False
+    parts: int = 1
 
     def __str__(self) -> str:
         """What is not as it is by itself."""
         plain = Form()
         named = {name: value for name, value in vars(self).items() if value != vars(plain)[name]}
-        return (
-            ",".join(f"{name}={NAMES[value] if name == 'losses' else value}" for name, value in named.items()) or "data"
-        )
+        return ",".join(f"{name}={NAMES.get(value, value)}" for name, value in named.items()) or "data"
 
     def sizes(self) -> Sizes:
         return Sizes(
@@ -122,6 +126,16 @@ SOME_FAMILIES = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="full", inside=True),
     Form(tensor=2, expert=4, dispatch="gather_scatter", losses=DROPPING, inside=True),
     Form(pipeline=2, virtual_stages=2, expert=2, row_budget=0.5, communication=EARLY, inside=True),
+    Form(expert=2, communication=FIXED),  # here and below, gradients are summed beside backward
+    Form(sequence=2, expert=2, communication=PRIORITY),
+    Form(sequence=2, expert=2, communication=CHUNKS),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5, losses=DROPPING, communication=CHUNKS),
+    Form(sequence=4, expert=2, keep="selective", communication=LEVELS),
+    Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, communication=CHUNKS),
+    Form(sequence=2, expert=4, parts=3),  # here and below, experts work on parts of their rows
+    Form(sequence=2, expert=2, deduplicate=False, parts=2, keep="selective", communication=CHUNKS),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", parts=2, keep="full", communication=CHUNKS),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5, parts=5, communication=CHUNKS),
 )
 
 
@@ -151,7 +165,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
         first=FirstValues(1, 0.2),
         parallel=parallel,
         communication=form.communication,
-        options=PlanOptions(keep=form.keep if mesh.sizes.world_size > 1 else "none"),
+        options=PlanOptions(keep=form.keep, parts=form.parts) if mesh.sizes.world_size > 1 else PlanOptions(),
         links=links,
     )
     model.double()
@@ -159,9 +173,9 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     own = size // mesh.sizes.data
     begin = mesh.sizes.place(mesh.rank, "data") * own
     batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
-    passed = Passes(model, form.losses, Spans()).run(batches)
-    assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards = Shards(model, communication=form.communication)
+    passed = Passes(model, form.losses, Spans()).run(batches, shards)
+    assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards.reduce()
     model.close()
     return shards.pieces, passed, shards.norm()
@@ -185,7 +199,8 @@ def differences(models: dict[str, tuple[dict[str, Any], tuple[Form, ...]]], rank
     found, expected = {}, dict[Any, tuple[dict[str, Tensor], PassResult, Tensor]]()
     alone = connect(Sizes(), 0)
     for form in (*EVERY_FAMILY, *SOME_FAMILIES):
-        mesh = connect(form.sizes(), rank, 60)
+        first = form.communication.sums == "priority"
+        mesh = connect(form.sizes(), rank, 60, form.communication.wire(), first=first)
         for name, (config, forms) in models.items():
             if form not in forms:
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.comm.mesh import Sizes
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.models.config import load_model_spec
 from antiphon.models.config import read_config as read_model
@@ -19,6 +20,7 @@ from antiphon.specs.cluster import load_cluster
 from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
 from antiphon.train.config import TrainConfig
 from antiphon.train.obey import obey
+from antiphon.train.setup import plan_options
 from tests.train.harness import config_of, write_run
 
 FILE = Path("plan.json")
@@ -58,6 +60,8 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
         zero=2,
         gradient_wire="bfloat16",
         activation_wire="fp8",
+        overlap="inter",
+        rematerialized=("ln1_out", "fc1_out+fc3_out"),
     )
     found = obey(plan, config, spec, FILE)
     assert found.micro_batch == 2, "of both data-parallel ranks"
@@ -66,6 +70,12 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
     assert (parallel.pipeline, parallel.zero, parallel.dispatch) == (2, 2, "gather_scatter")
     assert parallel.row_budget == 2, "the run's own"
     assert (found.communication.gradients, found.communication.activations) == ("bfloat16", "float8")
+    assert found.memory.again == ("ln1_out", "fc1_out+fc3_out")
+    assert found.overlap.beside
+    dropped = plan_options(spec, found, Sizes(world_size=8, sequence=2, expert=2, pipeline=2)).dropped
+    assert {"ln1_out", "fc1_out"} <= set(dropped)
+    serial = obey(replace(plan, layout=replace(plan.layout, overlap="none")), config, spec, FILE)
+    assert not serial.overlap.beside
     tensor = obey(
         replace(plan, layout=replace(plan.layout, attention="tensor", experts="tensor")), config, spec, FILE
     ).parallel
@@ -75,10 +85,11 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "plan", "changes", "message"),
     [
-        ({"overlap": "intra"}, {}, (), r"overlap is intra, which the trainer cannot do: plan with --overlap none"),
+        ({"overlap": "intra"}, {}, (), r"overlap is intra, which the trainer cannot do: plan with --overlap inter"),
         ({"activation_wire": "bfloat16"}, {}, (), r"activation_wire is bfloat16, compute float32.*wire=float32"),
         ({}, {"gradients": "bfloat16"}, (), r"gradients is bfloat16.*--precision gradients=float32"),
-        ({"rematerialized": ("rmsnorm_1",)}, {}, (), r"rematerialized is rmsnorm_1"),
+        ({"rematerialized": ("rmsnorm_1",)}, {}, (), r"memory.again names 'rmsnorm_1'.*ln1_out"),
+        ({}, {}, ("memory.remake=full",), r"--set memory.remake=full: plan.json decides memory.remake"),
         ({}, {"compute": "bfloat16"}, (), r"compute is bfloat16, this run has float32.*--set dtype=bfloat16"),
         ({}, {"sequence_length": 99}, (), r"sequence_length is 99, this run has 16.*--set sequence_length=99"),
         ({}, {"global_batch": 99}, (), r"global_batch is 99, this run has 4.*--set batch=99"),
@@ -107,7 +118,14 @@ def test_two_ranks_obey(tmp_path: Path) -> None:
     """What was predicted and what was measured stand side by side, on the terminal, in JSON and on the page."""
     run = write_run(tmp_path / "run")
     config = config_of(tmp_path / "run")
-    layout = {"model_parallel": 2, "data_parallel": 1, "micro_batch": 2, "num_micro_batches": config.batch // 2}
+    layout = {
+        "model_parallel": 2,
+        "data_parallel": 1,
+        "micro_batch": 2,
+        "num_micro_batches": config.batch // 2,
+        "overlap": "inter",
+        "rematerialized": ("ln1_out", "ln2_out", "ffn_in", "fc2_in"),
+    }
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(training_plan_to_json(planned(config, **layout))))
     facts_file = tmp_path / "facts.json"

@@ -13,7 +13,7 @@ from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config import LossConfig, ParallelConfig, config_of
 from antiphon.train.layer_plan import PlanOptions
-from antiphon.train.layer_schedule import DEFAULT
+from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.setup import plan_options
@@ -64,8 +64,10 @@ def test_another_order_of_the_operators() -> None:
     config = family_config("qwen3_moe", num_hidden_layers=2).to_dict()
     lines = DEFAULT.replace("weights fc2\n", "").replace("gradient fc2\n", "weights fc2\ngradient fc2\n")
     assert lines != DEFAULT
-    expected, found = (gradients(config, PlanOptions(schedule=each)) for each in (DEFAULT, lines))
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    serial = str(one_by_one(parse(DEFAULT, "")))
+    expected, *others = (gradients(config, PlanOptions(schedule=each)) for each in ("", lines, serial))
+    for found in others:
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def bytes_of(folder: Path, *changes: str) -> tuple[float, float]:
@@ -78,14 +80,14 @@ def bytes_of(folder: Path, *changes: str) -> tuple[float, float]:
 
 
 def test_activation_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
-    found = {
-        each: bytes_of(tmp_path / each.replace(".", "_"), f"memory.{each}")
-        for each in ("remake=none", "remake=selective", "remake=full", "activation_bytes=500000")
-    }
+    again = 'again=["ln1_out", "ln2_out", "fc2_in"]'
+    ways = ("remake=none", "remake=selective", "remake=full", "activation_bytes=500000", again)
+    found = {each: bytes_of(tmp_path / str(number), f"memory.{each}") for number, each in enumerate(ways)}
     for name, (counted, formula) in found.items():
         assert 0 <= counted - formula < 0.06 * found["remake=none"][1], name  # routing and a norm's factors
     assert found["remake=selective"][0] < 0.55 * found["remake=none"][0]
     assert found["activation_bytes=500000"][0] < 550_000
+    assert found["remake=selective"][0] < found[again][0] < 0.95 * found["remake=none"][0]
 
 
 def refused(**options: Any) -> str:

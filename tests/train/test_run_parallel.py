@@ -31,6 +31,12 @@ STAGES = (
     (5, 2, ("parallel.pipeline=2", "parallel.zero=1")),
     (6, 1, ()),
 )
+OVERLAPPED = (
+    "communication.sums=priority",
+    "communication.partition=true",
+    "communication.chunk_bytes=2000",
+    "communication.pipeline_experts=true",
+)
 FIVE_EXPERTS: dict[str, Any] = {}
 TIED = LATENT | {"num_hidden_layers": 3, "tie_word_embeddings": True}
 
@@ -127,13 +133,12 @@ def test_sequences_that_ranks_cannot_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", ["false", "true"])
-def test_a_killed_rank_is_started_again(tmp_path: Path, inside: str) -> None:
-    """torchrun starts the ranks anew, they go on from the checkpoint, and the curve is the undisturbed one, bit for
-    bit."""
+@pytest.mark.parametrize("switches", [OVERLAPPED, ("overlap.inside=true",)], ids=["overlapped", "inside"])
+def test_a_killed_rank_is_started_again(tmp_path: Path, switches: tuple[str, ...]) -> None:
+    """In the middle of a step whose sums and rows overlap: torchrun starts the ranks anew, they go on from the
+    checkpoint, and the curve is the undisturbed one, bit for bit."""
     alone, killed = write_run(tmp_path / "alone"), write_run(tmp_path / "killed")
-    fixed = ("parallel.expert=2", "parallel.sequence=2", "output.checkpoint_every=2", "steps=40")
-    fixed = (*fixed, f"overlap.inside={inside}")
+    fixed = ("parallel.expert=2", "parallel.sequence=2", "output.checkpoint_every=2", "steps=40", *switches)
     train(alone, 2, *fixed)
     options = [option for change in fixed for option in ("--set", change)]
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(killed), *options, "--nproc", "2"]

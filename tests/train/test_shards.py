@@ -1,4 +1,5 @@
-"""Two steps with shards of optimizer, gradients and parameters on four ranks, against one process, in float64."""
+"""Two steps with shards of optimizer, gradients and parameters on four ranks, against one process, in float64 and in
+16 bits."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
+from antiphon.cost.network import CollectiveName, collective_bytes
 from antiphon.models.config import model_spec
+from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import OptimizerConfig
@@ -34,6 +37,7 @@ class Form:
     zero: int
     axes: tuple[tuple[str, int], ...]
     communication: CommunicationConfig = PLAIN
+    dtype: str = "float64"
 
 
 DATA: tuple[tuple[str, int], ...] = ()
@@ -43,8 +47,9 @@ SLICED = (("tensor", 2), ("expert_tensor", 2))
 TWO_NODES = CommunicationConfig(hierarchical=True, node_size=2)
 NARROW = CommunicationConfig(gradients="bfloat16")
 FLOAT8 = CommunicationConfig(activations="float8")
+COUNTED = [Form("qwen3_moe", "adamw", zero, axes) for zero in (0, 1, 2, 3) for axes in (DATA, MIXED)]
 FORMS = [
-    *(Form("qwen3_moe", "adamw", zero, axes) for zero in (1, 2, 3) for axes in (DATA, MIXED)),
+    *COUNTED,
     *(Form("qwen3_moe", "muon", zero, axes) for zero in (0, 1, 3) for axes in (MIXED, SLICED)),
     Form("deepseek_v3", "muon", 1, SLICED),
     Form("deepseek_v3", "muon", 3, DATA),
@@ -56,6 +61,9 @@ FORMS = [
     Form("qwen3_moe", "muon", 2, MIXED, NARROW),
     *(Form("qwen3_moe", "adamw", 0, axes, FLOAT8) for axes in (MIXED, SLICED)),
     Form("qwen3_moe", "adamw", 0, MIXED, replace(FLOAT8, activations="float8_permutation")),
+    Form("qwen3_moe", "adamw", 0, MIXED, dtype="bfloat16"),
+    Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
+    Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
 ]
 
 
@@ -66,12 +74,13 @@ def some_steps(
     name: str,
     batches: list[Batch],
     communication: CommunicationConfig = PLAIN,
+    dtype: str = "float64",
 ) -> tuple[list[float], Shards]:
     """Loss and norm of each step; then what this rank holds."""
     first = FirstValues(1, 0.2)
-    model = MoeModel(
-        spec, mesh, max_positions=11, dtype=torch.float64, first=first, communication=communication
-    ).double()
+    arithmetic = getattr(torch, dtype)
+    model = MoeModel(spec, mesh, max_positions=11, dtype=arithmetic, first=first, communication=communication)
+    model = model.double() if dtype == "float64" else model
     settings = OptimizerConfig(name=name, clip=0.5)  # type: ignore[arg-type]
     shards = shards_of(model, zero, settings, communication)
     optimizer, passes = Optimizer(model, shards, settings), Passes(model, LOSSES, Spans())
@@ -112,40 +121,79 @@ def inside(whole: Tensor, offsets: tuple[int, ...], view: Tensor) -> Tensor:
     return whole
 
 
-def differences(rank: int) -> dict[Form, tuple[float, float, str]]:
-    """By form: the largest difference of losses and norms, and of values, with the parameter's name."""
+def by_formula(spec: ModelSpec, sizes: Sizes, rank: int, zero: int, num_passes: int) -> dict[str, float]:
+    """Bytes that a rank sends in a step: every parameter is held by all ranks but experts, which `expert_data` hold."""
+    counts = count_parameters(spec)
+    first, last = split_evenly(spec.router.num_experts, sizes.expert)[sizes.place(rank, "expert")]
+    layers = [
+        (sizes.data * sizes.sequence, spec.num_layers * (counts.attention + counts.layer_norms + counts.router)),
+        (sizes.expert_data, spec.num_layers * (last - first) * counts.expert),
+    ]
+    outer = [(sizes.data * sizes.sequence, counts.embedding + counts.head + counts.final_norm)]
+
+    def sent(collective: CollectiveName, parts: list[tuple[int, int]]) -> float:
+        return sum(float(collective_bytes(collective, 8 * size, alike).inside) for alike, size in parts)
+
+    if zero == 0:
+        return {"gradients": sent("all_reduce", layers + outer), "parameters": 0.0}
+    sums, gathers = (1 if zero < 2 else num_passes), (1 if zero < 3 else 2 * num_passes)
+    return {
+        "gradients": sums * sent("reduce_scatter", layers) + sent("reduce_scatter", outer),
+        "parameters": gathers * sent("all_gather", layers) + sent("all_gather", outer),
+    }
+
+
+def differences(rank: int) -> dict[Form, tuple[float, float, str, dict[str, float], dict[str, float]]]:
+    """By form: the largest difference of losses and norms, and of values, with the parameter's name; bytes sent in a
+    step for gradients and parameters, and those by formula."""
     found = {}
-    expected: dict[tuple[str, str, int], tuple[list[float], dict[str, Tensor]]] = {}
+    expected: dict[tuple[str, str, int, str], tuple[list[float], dict[str, Tensor]]] = {}
     for form in FORMS:
         spec, sizes = model_spec(MODELS[form.model]), Sizes(world_size=RANKS, **dict(form.axes))
-        key = form.model, form.optimizer, 1 if sizes.data == 4 else 2
+        key = form.model, form.optimizer, 1 if sizes.data == 4 else 2, form.dtype
         if key not in expected:
             mesh = connect(Sizes(), 0)
-            theirs, shards = some_steps(spec, mesh, 0, form.optimizer, batches_of(mesh.sizes, 0, key[2]))
+            theirs, shards = some_steps(
+                spec, mesh, 0, form.optimizer, batches_of(mesh.sizes, 0, key[2]), dtype=form.dtype
+            )
             expected[key] = theirs, wholes_of(shards)
         mesh = connect(sizes, rank, 60)
         batches = batches_of(sizes, rank, key[2])
-        numbers, shards = some_steps(spec, mesh, form.zero, form.optimizer, batches, form.communication)
+        mesh.ledger.take()
+        numbers, shards = some_steps(spec, mesh, form.zero, form.optimizer, batches, form.communication, form.dtype)
+        ledger = mesh.ledger.take().sent_bytes
+        sent = {
+            purpose: sum(num for name, num in ledger.items() if name.split(".")[0] == purpose) / STEPS
+            for purpose in ("gradients", "parameters")
+        }
         theirs, wholes = expected[key]
         worst = (0.0, "")
         for piece in shards.pieces:
             for offsets, view in piece.part.boxes(piece.values.detach(), piece.start):
                 apart = (inside(wholes[piece.name], offsets, view) - view).abs()
                 worst = max(worst, (float(apart.max()) if apart.numel() else 0.0, piece.name))
-        found[form] = (max(abs(a - b) for a, b in zip(numbers, theirs, strict=True)), *worst)
+        apart = max(abs(a - b) for a, b in zip(numbers, theirs, strict=True))
+        found[form] = (apart, *worst, sent, by_formula(spec, sizes, rank, form.zero, key[2]))
     return found
 
 
 @pytest.fixture(scope="module")
-def all_differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Form, tuple[float, float, str]]]:
+def all_differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Form, Any]]:
     return on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), differences)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_steps_are_those_of_one_process(all_differences: list[dict[Form, Any]], form: Form) -> None:
     for of_rank in all_differences:
-        numbers, values, name = of_rank[form]
+        numbers, values, name, *_ = of_rank[form]
         communication = form.communication
-        narrow = communication.gradients == "bfloat16" or communication.activations != "plain"
+        narrow = "bfloat16" in (form.dtype, communication.gradients) or communication.activations != "plain"
         assert numbers < (0.1 if narrow else 1e-9)
         assert values < (2 * STEPS * RATE if narrow else 1e-9), name  # AdamW steps by the rate, whatever the gradient
+
+
+@pytest.mark.parametrize("form", COUNTED, ids=str)
+def test_bytes_are_those_of_the_formulas(all_differences: list[dict[Form, Any]], form: Form) -> None:
+    for of_rank in all_differences:
+        *_, sent, expected = of_rank[form]
+        assert sent == expected

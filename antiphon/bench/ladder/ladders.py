@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from antiphon.base.errors import UserError
 from antiphon.train.config import Dtype
+from antiphon.train.packing import EVERY, FIRST_STEP
 
 Kind = Literal["antiphon", "ddp", "fsdp2"]
 Tables = Mapping[str, Mapping[str, Any]]
@@ -23,13 +24,15 @@ Tables = Mapping[str, Mapping[str, Any]]
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """`tables`: of the trainer's file. `overlaps`: else each exchange is waited for where it is started. `band`: how
-    far its losses may be from those of the first variant, relative."""
+    far its losses may be from those of the first variant, relative. `settles`: steps that are not timed, because they
+    decide how the later ones run."""
 
     name: str
     kind: Kind = "antiphon"
     tables: Tables = field(default_factory=dict)
     overlaps: bool = True
     band: float = 1e-4
+    settles: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,4 +97,33 @@ def _compression(case: LadderCase) -> tuple[Variant, ...]:
     )
 
 
-LADDERS: Mapping[str, Callable[[LadderCase], tuple[Variant, ...]]] = {"msm": _msm, "compression": _compression}
+def _lina(case: LadderCase) -> tuple[Variant, ...]:
+    """Experts on all ranks and attention on each. A chunk is what a link carries in 50 ms: Lina's 30 MB are for links
+    of 100 Gbit/s."""
+    ranks, chunk_bytes, settled = case.ranks, max(1000, round(case.mbit * 1e6 / 8 * 0.05)), FIRST_STEP + EVERY
+    if ranks % 2 or case.rounds <= settled:
+        raise UserError(
+            f"the lina ladder with {ranks} ranks and {case.rounds} rounds: packing halves the ranks that share the "
+            f"experts, and decides until step {settled}: give an even number, and more than {settled} --rounds"
+        )
+    parallel = {"parallel": {"expert": ranks}}
+    keys: dict[str, Any] = {"sums": "fixed", "chunk_bytes": chunk_bytes}
+    found = []
+    for name, more in (
+        ("fixed", {}),
+        ("priority", {"sums": "priority"}),
+        ("+ partition", {"partition": True}),
+        ("+ pipeline", {"pipeline_experts": True}),
+        ("+ packing", {"packing": True}),
+    ):
+        keys = keys | more
+        settles = settled if "packing" in more else 0
+        found.append(Variant(name=name, tables=parallel | {"communication": keys}, settles=settles))
+    return tuple(found)
+
+
+LADDERS: Mapping[str, Callable[[LadderCase], tuple[Variant, ...]]] = {
+    "msm": _msm,
+    "compression": _compression,
+    "lina": _lina,
+}

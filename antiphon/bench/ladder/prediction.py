@@ -1,18 +1,23 @@
 """The step that a simulation predicts for a box: operators take what they were measured to take, exchanges what their
 bytes take on the links, and the schedule says what runs beside what.
 
-1. Operators' times are those of the variant without overlap that has the same operators (`seconds_by_operator`).
+1. Operators' times are those of the variant without overlap that has the same operators (`seconds_by_operator`). A part
+   of an operator takes its part of the whole's time, unless it was measured itself.
 2. Bytes are those of the formulas (`wire`), not those that were counted.
 3. `train.schedule_search` goes through the layer's schedule with one processor and one wire.
-4. An operator in tiles takes the longer of its work and its exchange, and one tile of the other: the first rows are
-   made before any can go, the last ones are worked on when all have come.
-5. What is outside of layers, and the sums of gradients, stand behind one another.
+4. An operator in tiles takes the longer of its work and its exchange, and a rank's part of the other one: the first
+   rows are made before any can go, the last ones are worked on when all have come.
+5. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
+   simulator of Lina's figures goes through it (`beside`).
 
 Not in it: latencies, and exchanges of counts. Rejected: measured waiting times. They are what is to be predicted.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from antiphon.bench.ladder.beside import LayerTimes, backward_s
 from antiphon.bench.ladder.wire import Links, Sent, exchanges, sums_s
 from antiphon.comm.mesh import Sizes
 from antiphon.specs.model import ModelSpec
@@ -31,10 +36,12 @@ from antiphon.train.layer_schedule import (
     Action,
 )
 from antiphon.train.memory_check import setup_of
+from antiphon.train.operators import whole_name
 from antiphon.train.schedule_search import Times, seconds_of
 from antiphon.train.tiled import Arriving, Leaving, Tiled
 
 SUMS = "gradient sum"
+_START_OF = {wait: start for start, wait in WAIT_OF.items()}
 _WORKS_AT = {  # in which step a tiled operator does what its operators do in which
     Arriving: {WAIT: RUN, START_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
     Leaving: {START: RUN, WAIT_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
@@ -50,69 +57,104 @@ def predicted_step_s(
     links: Links,
 ) -> float:
     """`plans`: of this rank's layers; `operator_s`: seconds of a step by operator, as metrics have them."""
-    sent = exchanges(spec, config, sizes)
-    names = {_label(action, backward=backward) for plan in plans for backward, action in _actions(plan)}
-    names |= {_label(action, backward=backward) for backward, action in _in_their_place(plans)}
-    outside_s = sum(seconds for name, seconds in operator_s.items() if name not in names and name != SUMS)
-    layers_s = 0.0
-    for plan in plans:
-        for backward in (False, True):
-            order = plan.schedule.backward if backward else plan.schedule.forward
-            times = _times(plan, order, operator_s, len(plans), sizes, sent, links, backward=backward)
-            layers_s += config.micro_batches * seconds_of(order, times)
-    return outside_s + layers_s + sums_s(spec, config, setup_of(config, sizes), sizes, links)
+    costs = _Costs(spec, config, sizes, plans, operator_s, links)
+    forward_s = config.micro_batches * sum(
+        seconds_of(plan.schedule.forward, costs.of(plan, backward=False)) for plan in plans
+    )
+    sums = sums_s(spec, config, setup_of(config, sizes), sizes, links)
+    times = [(plan, costs.of(plan, backward=True)) for plan in reversed(plans)]
+    if config.communication.sums == "behind":
+        orders_s = sum(seconds_of(plan.schedule.backward, each) for plan, each in times)
+        return costs.outside_s + forward_s + config.micro_batches * orders_s + sums
+    assert config.micro_batches == 1, "sums run beside the last pass only"
+    layers = [LayerTimes(each.computing_s, each.travelling_s, costs.exchange_bytes) for _, each in times]
+    beside_s = backward_s(layers, sums, sums * links.bytes_per_s, config.communication)
+    return costs.outside_s + forward_s + beside_s
 
 
-def _times(
-    plan: LayerPlan,
-    order: Sequence[Action],
-    operator_s: Mapping[str, float],
-    num_layers: int,
-    sizes: Sizes,
-    sent: Mapping[str, Sent],
-    links: Links,
-    *,
-    backward: bool,
-) -> Times:
-    """What each action of one layer takes on the processor, and each start's exchange on the wire."""
-    computing, travelling = dict[Action, float](), dict[Action, float]()
-    for action in order:
-        operator = plan.graph.operators[action.operator]
-        parts = operator.parts if isinstance(operator, Tiled) else (action.operator,)
-        if action.verb in WAIT_OF and (each := next((sent[part] for part in parts if part in sent), None)):
+@dataclass(frozen=True)
+class _Costs:
+    """What each action of a layer takes."""
+
+    spec: ModelSpec
+    config: TrainConfig
+    sizes: Sizes
+    plans: Sequence[LayerPlan]
+    operator_s: Mapping[str, float]
+    links: Links
+
+    @property
+    def outside_s(self) -> float:
+        """Of a step, what is no layer's."""
+        names = {
+            name
+            for plan in self.plans
+            for backward, order in ((False, plan.schedule.forward), (True, plan.schedule.backward))
+            for action in order
+            for name in (_label(action, backward=backward), _label(_whole(action), backward=backward))
+        }
+        names |= {_label(action, backward=backward) for backward, action in _in_their_place(self.plans)}
+        return sum(seconds for name, seconds in self.operator_s.items() if name not in names and name != SUMS)
+
+    @property
+    def exchange_bytes(self) -> float:
+        """Of the largest exchange of a layer's backward."""
+        return max((each.backward_bytes for each in exchanges(self.spec, self.config, self.sizes).values()), default=0)
+
+    def of(self, plan: LayerPlan, *, backward: bool) -> Times:
+        order = plan.schedule.backward if backward else plan.schedule.forward
+        parts = Counter(map(whole_name, plan.graph.operators))
+        sent = exchanges(self.spec, self.config, self.sizes)
+        computing, travelling = dict[Action, float](), dict[Action, float]()
+        for action in order:
+            operator = plan.graph.operators[action.operator]
+            if isinstance(operator, Tiled):
+                self._in_tiles(operator, action, sent, computing, travelling, backward=backward)
+                continue
+            whole, count = _whole(action), parts[whole_name(action.operator)]
+            if action.verb in WAIT_OF and whole.operator in sent:
+                each = sent[whole.operator]
+                num_bytes = each.backward_bytes if action.verb == START_GRADIENT else each.forward_bytes
+                travelling[action] = self.links.seconds(each.pattern, self.sizes.groups(each.axes), num_bytes) / count
+            if action.verb not in WAIT_OF.values():
+                of_whole = self.operator_s.get(_label(whole, backward=backward), 0.0) / count
+                found = self.operator_s.get(_label(action, backward=backward), of_whole)
+                computing[action] = found / len(self.plans)
+        return Times(computing, travelling)
+
+    def _in_tiles(
+        self,
+        operator: Tiled,
+        action: Action,
+        sent: Mapping[str, Sent],
+        computing: dict[Action, float],
+        travelling: dict[Action, float],
+        *,
+        backward: bool,
+    ) -> None:
+        """What a tiled step does beside its own exchange is taken off the exchange."""
+        verb = _WORKS_AT[type(operator)].get(action.verb)
+        labels = [] if verb is None else [_label(Action(verb, part), backward=backward) for part in operator.parts]
+        work_s = sum(self.operator_s.get(label, 0.0) for label in labels) / len(self.plans)
+        if action.verb not in WAIT_OF.values():
+            computing[action] = work_s
+        if action.verb in WAIT_OF:
+            each = sent[operator.exchange.name]
             num_bytes = each.backward_bytes if action.verb == START_GRADIENT else each.forward_bytes
-            travelling[action] = links.seconds(each.pattern, sizes.groups(each.axes), num_bytes)
-        if isinstance(operator, Tiled):
-            computing[action] = _work_s(operator, action, operator_s, backward=backward) / num_layers
-        elif action.verb not in WAIT_OF.values():
-            computing[action] = operator_s.get(_label(action, backward=backward), 0.0) / num_layers
-    _overlap_tiles(plan, computing, travelling, sizes)
-    return Times(computing, travelling)
+            travelling[action] = self.links.seconds(each.pattern, self.sizes.groups(each.axes), num_bytes)
+            start = action
+        else:
+            start = Action(_START_OF.get(action.verb, ""), action.operator)
+        if start in travelling and verb not in (None, WEIGHTS):
+            beside = 1 - 1 / max(self.sizes.expert, self.sizes.expert_tensor)
+            if action.verb in WAIT_OF:
+                travelling[start] -= min(travelling[start], work_s) * beside
+            else:  # its work stands behind what is left of the exchange
+                travelling[start] = max(travelling[start], work_s) + min(travelling[start], work_s) * (1 - beside)
 
 
-def _work_s(operator: Tiled, action: Action, operator_s: Mapping[str, float], *, backward: bool) -> float:
-    """Of the operators in whose place it stands, in the step in which it works on tiles."""
-    verb = _WORKS_AT[type(operator)].get(action.verb)
-    if verb is None:
-        return 0.0
-    labels = (_label(Action(verb, part), backward=backward) for part in operator.parts)
-    return sum(operator_s.get(label, 0.0) for label in labels)
-
-
-def _overlap_tiles(
-    plan: LayerPlan, computing: dict[Action, float], travelling: dict[Action, float], sizes: Sizes
-) -> None:
-    """What a tiled step does beside its own exchange is taken off the exchange: all but one part in so many ranks."""
-    part = 1 / max(sizes.expert, sizes.expert_tensor)
-    for start in list(travelling):
-        if isinstance(plan.graph.operators[start.operator], Tiled):
-            wait = Action(WAIT_OF[start.verb], start.operator)
-            work_s = computing.get(start, 0.0) + computing.get(wait, 0.0)
-            travelling[start] -= min(travelling[start], work_s) * (1 - part)
-
-
-def _actions(plan: LayerPlan) -> list[tuple[bool, Action]]:
-    return [*((False, each) for each in plan.schedule.forward), *((True, each) for each in plan.schedule.backward)]
+def _whole(action: Action) -> Action:
+    return replace(action, operator=whole_name(action.operator))
 
 
 def _in_their_place(plans: Sequence[LayerPlan]) -> Iterator[tuple[bool, Action]]:

@@ -73,9 +73,9 @@ def check_losses(variants: tuple[Variant, ...], records: list[Record]) -> None:
 def _rows(
     case: LadderCase, variants: tuple[Variant, ...], contestants: list[Contestant], records: list[Record]
 ) -> list[dict[str, Any]]:
-    steps = slice(WARM, WARM + case.rounds)
     rows, plain_s = [], dict[str, dict[str, float]]()
     for variant, contestant, record in zip(variants, contestants, records, strict=True):
+        steps = slice(max(WARM, variant.settles), WARM + case.rounds)
         step_s = statistics.median(record.step_s[steps])
         row = {
             "ladder": case.ladder,

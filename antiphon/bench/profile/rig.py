@@ -29,9 +29,9 @@ from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner, BlockTables
 from antiphon.serve.worker.experts import LocalExperts
-from antiphon.serve.worker.messages import RunStep, Spans
+from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.row_sampler import RowSampler
-from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder
+from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder, Spans
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -73,7 +73,7 @@ class Rig:
         self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=order.max_context + 1)
         self._experts = load_expert_half(checkpoint, self.spec, self.backend)
         self.weight_bytes = self._half.weight_bytes + self._experts.num_bytes
-        self._recorder = SpanRecorder(enabled=True)
+        self._recorder = SpanRecorder(keeps_all=True)
         blocks = -(-order.max_tokens // BLOCK_SIZE) + 2 * order.max_rows + 1
         self._num_blocks = blocks
         self._cache = self._half.new_cache(blocks, BLOCK_SIZE)

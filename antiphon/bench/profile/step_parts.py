@@ -6,8 +6,7 @@ Only steps count in which all requests decode: those with a worker's even share 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 
-from antiphon.serve.worker.messages import Spans
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, SAMPLE, STEP
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, SAMPLE, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 
 _PARTS = {"attention": (ATTENTION,), "experts": (DISPATCH,), "wait": (COMBINE,), "head": (SAMPLE,)}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.specs.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,9 @@ class ExchangeShape:
 class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`.
 
-    `ids_RK` are global expert ids, -1 where the expert lives on another worker. The tensors may be views of receive
-    buffers: they are valid until `reply`.
+    `ids_RK` are global expert ids, -1 where the expert lives on another worker. `placements`: the oldest and the newest
+    version of the placement by which they were sent. The tensors may be views of receive buffers: they are valid until
+    `reply`.
     """
 
     step: int
@@ -45,6 +47,7 @@ class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     micro_batch: int
     sources: tuple[int, ...]
     rows_per_source: tuple[int, ...]
+    placements: tuple[int, int]
     rows_RH: Tensor
     ids_RK: Tensor
     weights_RK: Tensor
@@ -66,6 +69,9 @@ class AttentionExchange(Protocol):
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         """Announce a step: `participants[i]` lists the attention workers that have rows in micro-batch i."""
 
+    def place(self, placement: ExpertPlacement) -> None:
+        """Where the experts are, from the next dispatch on. Between two steps only."""
+
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Send each row once to every worker owning one of its experts. The arguments may be reused on return."""
 
@@ -78,7 +84,8 @@ class AttentionExchange(Protocol):
         """Any thread: the running step is void, `epoch` is about to begin. Every wait ends with `StepAborted`."""
 
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        """Begin `epoch`: whatever was in flight is forgotten. `tickets`: how to reach each expert worker.
+        """Begin `epoch`: whatever was in flight is forgotten. `tickets`: how to reach each expert worker; an empty one:
+        that worker is gone, and the placement must not name it.
 
         All ends reset before any sends again. Blocks until the peers are connected; `PeerTimeout` or `PeerLost` if one
         is not."""

@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on memory of the library's; valid as long as the library says."""
     num_bytes = dtype.itemsize
     for size in shape:
@@ -114,10 +114,10 @@ class NativeAttentionExchange(_End):
             shape.top_k,
             shape.max_rows,
             dtype_name(shape.dtype),
-            placement.owner_table(),
             self._inbox,
             shape.num_micro_batches,
         )
+        self.place(placement)
         self._tickets: list[bytes] = [b""] * shape.num_experts
         self._participants: list[int] = []
         self._step = 0
@@ -132,13 +132,23 @@ class NativeAttentionExchange(_End):
         self._epoch = epoch
         self._side.forget()
         connected_back = self._inbox.connected()
+        present = [worker for worker, ticket in enumerate(tickets) if ticket]
         for worker, ticket in enumerate(tickets):
             outbox = self._outboxes[worker]
-            if outbox is None or outbox.lost or ticket != self._tickets[worker] or worker not in connected_back:
+            if not ticket:
+                self._leave(worker)
+            elif outbox is None or outbox.lost or ticket != self._tickets[worker] or worker not in connected_back:
                 self._inbox.drop(worker)  # only a new connection counts from here on
                 self._connect(worker, ticket)
-        self._waiting(self._inbox.wait_connected, list(range(len(tickets))), self._timeout_s)
+        self._waiting(self._inbox.wait_connected, present, self._timeout_s)
         self._inbox.discard_below(_m2n.first_step_of(epoch))
+
+    def _leave(self, worker: int) -> None:
+        """Go on without an expert worker that is gone."""
+        self._inbox.drop(worker)
+        self._side.set_expert(worker, None)
+        self._outboxes[worker] = None
+        self._tickets[worker] = b""
 
     def _connect(self, worker: int, ticket: bytes) -> None:
         outbox = self._endpoint.connect(ticket, self._index, _CONNECT_S)
@@ -149,6 +159,17 @@ class NativeAttentionExchange(_End):
         self._outboxes[worker] = outbox
         self._tickets[worker] = ticket
         self._side.set_expert(worker, outbox)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        for layer, owners in placement.owners.items():
+            self._side.place(
+                version=placement.version,
+                layer=layer,
+                owners=owners,
+                speeds=placement.speeds,
+                knee=placement.knee,
+                num_workers=placement.num_workers,
+            )
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._step = step
@@ -252,7 +273,7 @@ class NativeExpertExchange(_End):
 
     def _to_batch(self, received: _m2n.ReceivedBatch) -> ExpertBatch:
         self._batch = received
-        step, layer, micro_batch, sources, rows_per_source, num_rows, *addresses = received.fields()
+        step, layer, micro_batch, sources, rows_per_source, oldest, newest, num_rows, *addresses = received.fields()
         rows_RH, ids_RK, weights_RK = self._views_of(num_rows, *addresses)
         return ExpertBatch(
             step=step,
@@ -260,6 +281,7 @@ class NativeExpertExchange(_End):
             micro_batch=micro_batch,
             sources=sources,
             rows_per_source=rows_per_source,
+            placements=(oldest, newest),
             rows_RH=rows_RH,
             ids_RK=ids_RK,
             weights_RK=weights_RK,
@@ -275,9 +297,9 @@ class NativeExpertExchange(_End):
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[key] = views = (
-                tensor_at(rows, (num_rows, shape.hidden_size), shape.dtype),
-                tensor_at(ids, table, torch.int32),
-                tensor_at(weights, table, torch.float32),
+                view_of(rows, (num_rows, shape.hidden_size), shape.dtype),
+                view_of(ids, table, torch.int32),
+                view_of(weights, table, torch.float32),
             )
         return views
 

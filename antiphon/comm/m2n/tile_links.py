@@ -28,7 +28,7 @@ from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, gather_sizes, run
-from antiphon.comm.m2n.native import tensor_at
+from antiphon.comm.m2n.native import view_of
 from antiphon.comm.mesh import Group
 from antiphon.comm.tiles import Tile
 
@@ -127,7 +127,7 @@ class M2nTileLinks:
             return None
         (message,) = self._inbox.messages(step)
         payload = message.payload
-        wire = tensor_at(payload.ctypes.data, payload.shape, torch.uint8)
+        wire = view_of(payload.ctypes.data, payload.shape, torch.uint8)
         arrived, rank, number = _parts(step)
         if arrived == flight:
             self._held.add(step)

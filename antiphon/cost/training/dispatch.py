@@ -32,13 +32,16 @@ def block_exchange(link: Link, size_bytes: Number, degree: Number) -> Number:
 
 def gather(network: Network, size_bytes: Number, degree: Number) -> Parts:
     """All-gather or reduce-scatter of `size_bytes` (of the whole tensor) over neighbouring ranks."""
-    inside = Parts(scale_up_s=stream_gather(network.scale_up, size_bytes, degree), fixed_s=_fixed(network, degree))
+    inside = Parts(
+        scale_up_s=stream_gather(network.scale_up, size_bytes, degree), fixed_s=_fixed(network.collective_s, degree)
+    )
     return select(_within(network, degree), inside, network.all_gather(size_bytes, degree))
 
 
 def exchange(network: Network, size_bytes: Number, degree: Number) -> Parts:
     """All-to-all of `size_bytes` held by each of `degree` neighbouring ranks."""
-    inside = Parts(scale_up_s=block_exchange(network.scale_up, size_bytes, degree), fixed_s=_fixed(network, degree))
+    wire_s = block_exchange(network.scale_up, size_bytes, degree)
+    inside = Parts(scale_up_s=wire_s, fixed_s=_fixed(network.exchange_s, degree))
     return select(_within(network, degree), inside, network.all_to_all(size_bytes, degree))
 
 
@@ -46,8 +49,8 @@ def _within(network: Network, degree: Number) -> NDArray[np.bool_]:
     return np.asarray(np.asarray(degree) <= network.domain)
 
 
-def _fixed(network: Network, degree: Number) -> Number:
-    fixed: Number = np.where(np.asarray(degree) > 1, network.collective_s, 0.0)
+def _fixed(once_s: Number, degree: Number) -> Number:
+    fixed: Number = np.where(np.asarray(degree) > 1, once_s, 0.0)
     return fixed
 
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import chat, completions, status, tokens
+from antiphon.serve.api import chat, completions, dashboard_routes, placement, status, tokens
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.harmless import harmless_properties
@@ -32,7 +32,7 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 _log = get_logger("serve.api")
 
 _REQUEST_MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json"})  # need no API key
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json", "/dashboard"})  # need no API key
 
 
 class ApiKeyMiddleware:
@@ -87,7 +87,14 @@ def create_app(
         grammars=grammars or _build_grammars(engine, tokenizer),
     )
     install_error_handlers(app)
-    for routes in (chat.router, completions.router, tokens.router, status.router):
+    for routes in (
+        chat.router,
+        completions.router,
+        tokens.router,
+        placement.router,
+        status.router,
+        dashboard_routes.router,
+    ):
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)

@@ -7,6 +7,7 @@ Rejected: FastAPI's own body handling, which reads everything first, accepts NaN
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,16 +49,22 @@ def check_model_name(context: ApiContext, name: str | None) -> None:
         )
 
 
+async def read_bytes(request: Request, max_bytes: int) -> bytearray:
+    """A JSON body of at most `max_bytes` as it came, for a route that decodes it strictly itself; errors as above."""
+    _check_headers(request, max_bytes)
+
+    def check(body: bytearray) -> None:
+        if len(body) > max_bytes:
+            raise body_too_large(max_bytes)
+
+    return await _in_time(_received(request, lambda _, body: check(body)), context_of(request))
+
+
 async def _read_body(request: Request, model: type[_Model], context: ApiContext) -> _Model:
-    limits, timeout_s = context.limits, context.settings.body_timeout_s
+    limits = context.limits
     _check_headers(request, limits.max_body_bytes)
-    try:
-        async with asyncio.timeout(timeout_s):
-            body = await _read_limited(request, limits)
-    except TimeoutError as error:
-        raise ApiError(
-            408, f"the request body did not arrive within {timeout_s:.0f} s", headers={"connection": "close"}
-        ) from error
+    count = StructureCount(limits)
+    body = await _in_time(_received(request, lambda chunk, _: count.add(chunk)), context)
     if len(body) < _LARGE_BODY_BYTES:
         return validate(parse_json(body), model, limits)
     if len(body) > _TRIMMED_BODY_BYTES:
@@ -82,13 +89,24 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise body_too_large(max_bytes)
 
 
-async def _read_limited(request: Request, limits: InputLimits) -> bytearray:
+async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytearray:
+    timeout_s = context.settings.body_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await reading
+    except TimeoutError as error:
+        raise ApiError(
+            408, f"the request body did not arrive within {timeout_s:.0f} s", headers={"connection": "close"}
+        ) from error
+
+
+async def _received(request: Request, check: Callable[[bytes, bytearray], None]) -> bytearray:
+    """The body; `check` sees every piece and what has come before it."""
     body = bytearray()
-    count = StructureCount(limits)
     try:
         async for chunk in request.stream():
-            count.add(chunk)
             body += chunk
+            check(chunk, body)
     except ClientDisconnect as error:
         raise bad_request("the connection closed before the whole body had arrived") from error
     return body

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from fastapi import Request
 
 from antiphon.base.memory import MemoryTrimmer
+from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy
 from antiphon.serve.api.input_limits import input_limits
 from antiphon.serve.api.metrics import ServerMetrics
@@ -46,6 +47,7 @@ class ApiContext:
         self.metrics = metrics
         self.grammars = grammars
         self.model_name = settings.served_model_name or engine.info.model_name
+        self.dashboard = Dashboard(engine, metrics, self.model_name)
         self.started_at_s = int(time.time())
         self.draining = False
         self.num_active = 0

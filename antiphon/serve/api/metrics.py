@@ -60,6 +60,12 @@ class ServerMetrics(Collector):
             seconds_per_token if measured is None else measured + _TPOT_SMOOTHING * (seconds_per_token - measured)
         )
 
+    @property
+    def num_answers(self) -> float:
+        """Answers that have ended, for whatever reason."""
+        samples = (sample for metric in self.finished.collect() for sample in metric.samples)
+        return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
     def read_stats(self) -> EngineStats:
         """The engine's counters; its queue times are taken into the histogram on the way."""
         stats = self._engine.stats()
@@ -83,6 +89,7 @@ class ServerMetrics(Collector):
         yield from _gauges(stats)
         yield from _counters(stats)
         yield _balancedness(stats)
+        yield _expert_speed(stats)
         yield from _exchange(stats)
         yield self._prediction_error()
         yield from _predicted(self._predicted)
@@ -141,13 +148,18 @@ def _counters(stats: EngineStats) -> Iterable[Metric]:
         ("worker_restarts", "Workers started again after a loss", stats.num_worker_restarts),
         ("exposed_communication_seconds", "Communication not hidden by compute", stats.exposed_communication_s),
         ("dispatch_bytes", "Bytes sent from attention to experts", stats.dispatch_bytes),
-        (
-            "placement_changes",
-            "Times experts were placed anew (always 0: placement does not change while serving)",
-            stats.placement_changes,
-        ),
+        ("placement_changes", "Times that experts were placed anew", stats.placement_changes),
     ):
         yield CounterMetricFamily(f"antiphon:{name}", text, value=value)
+
+
+def _expert_speed(stats: EngineStats) -> Metric:
+    metric = GaugeMetricFamily(
+        "antiphon:expert_rows_per_second", "Rows per second of computing of an expert worker", labels=["worker"]
+    )
+    for number, rate in stats.expert_rows_per_s.items():
+        metric.add_metric([str(number)], rate)
+    return metric
 
 
 def _balancedness(stats: EngineStats) -> Metric:

@@ -151,3 +151,8 @@ class VersionResponse(BaseModel):
     num_attention: int
     num_experts_workers: int
     num_micro_batches: int
+
+
+class PlacementResponse(BaseModel):
+    status: Literal["moving", "in place"]
+    experts_to_load: int

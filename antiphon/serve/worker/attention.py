@@ -21,6 +21,8 @@ from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
+from antiphon.serve.worker.routing_recorder import RoutingRecorder
+from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
 
@@ -96,11 +98,16 @@ class AttentionRunner:
         experts: AttentionExchange,
         cache: KVCache,
         tables: BlockTables,
-        sampler: RowSampler,
+        sampler: RowSampler | None,
         recorder: SpanRecorder,
         timeout_s: float,
+        counts: RowCounts | None = None,
+        routing: RoutingRecorder | None = None,
     ) -> None:
+        """`sampler` None: another rank of this worker samples."""
         self._half = half
+        self._counts = counts
+        self._routing = routing
         self._device = half.backend.device
         self._experts = experts
         self._cache = cache
@@ -115,12 +122,17 @@ class AttentionRunner:
         the same step may then be run again."""
         started_ns = time.monotonic_ns()
         experts = self._experts
+        if self._counts is not None:
+            self._counts.take()  # of a step that failed
+        if self._routing is not None:
+            self._routing.begin_step()
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
         self._recorder.step = step.step
-        for request_id in step.released:
-            self._sampler.remove(request_id)
-        for start in step.starts:
-            self._sampler.add(start)
+        if self._sampler is not None:
+            for request_id in step.released:
+                self._sampler.remove(request_id)
+            for start in step.starts:
+                self._sampler.add(start)
         micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
         experts.begin_step(step.step, step.participants)
         self._run_layers(micro_batches)
@@ -134,6 +146,8 @@ class AttentionRunner:
             wait_s=experts.wait_s - wait_s,
             exposed_s=experts.exposed_s - exposed_s,
             dispatch_bytes=experts.bytes_sent - num_bytes,
+            expert_rows=b"" if self._counts is None else self._counts.take(),
+            routed=b"" if self._routing is None else self._routing.of_step(),
         )
 
     def _begin(self, sequences: list[SequenceStep]) -> _MicroBatch | None:
@@ -163,10 +177,16 @@ class AttentionRunner:
         x_TH, y_TH = half.attend(layer, micro_batch.x_TH, micro_batch.delta_TH, self._cache, micro_batch.batch)
         micro_batch.x_TH, micro_batch.delta_TH = x_TH, None
         if not half.routes(layer):
-            micro_batch.delta_TH = half.local_feed_forward(layer, y_TH)
+            local_TH = half.local_feed_forward(layer, y_TH)
+            assert local_TH is not None, "a layer without experts has a dense feed-forward"
+            micro_batch.delta_TH = half.sum_over_ranks(local_TH)
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
         ids_TK, weights_TK = half.gate(layer, y_TH)
+        if self._counts is not None:
+            self._counts.add(layer, ids_TK)
+        if self._routing is not None:
+            self._routing.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)
@@ -188,6 +208,7 @@ class AttentionRunner:
             delta_TH = delta_TH.to(micro_batch.x_TH.device)
         if micro_batch.local_TH is not None:
             delta_TH = delta_TH + micro_batch.local_TH
+        delta_TH = self._half.sum_over_ranks(delta_TH)
         micro_batch.delta_TH, micro_batch.local_TH, micro_batch.in_flight = delta_TH, None, None
         self._recorder.add(COMBINE, start_ns, layer, index, micro_batch.batch.num_tokens)
 
@@ -210,4 +231,4 @@ class AttentionRunner:
         if not parts:
             return []
         logits_RV = self._half.head(torch.cat(parts), torch.cat(deltas))
-        return self._sampler.sample(logits_RV, sequences, bitmasks)
+        return [] if self._sampler is None else self._sampler.sample(logits_RV, sequences, bitmasks)

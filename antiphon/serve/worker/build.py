@@ -1,7 +1,8 @@
-"""From a `Configure` message to a worker that can run: device, kernels, half of the model, cache, exchange."""
+"""From a `Configure` message to a process that can run: device, kernels, its part of the model, cache, exchange."""
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -10,45 +11,69 @@ from antiphon import _m2n, _native
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
+from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
-from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.load import load_attention_half, load_expert, load_expert_half
+from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.serve.worker.attention import AttentionRunner, BlockTables
-from antiphon.serve.worker.experts import ExpertRunner, LocalExperts
+from antiphon.serve.worker.expert_moves import ExpertMoves
+from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
 from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
+from antiphon.serve.worker.routing_recorder import RoutingRecorder
+from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("worker")
 
 
 @dataclass
 class AttentionWorker:
-    """A loaded attention worker (or a replica, whose experts are in the same process)."""
+    """A loaded attention worker (or a replica, whose experts are in the same process), or the leader of one."""
 
-    runner: AttentionRunner
+    runner: LeadingAttention
     recorder: SpanRecorder
     exchange: AttentionExchange
+    links: Links
     kernels: str
 
 
 @dataclass
 class ExpertWorker:
-    """A loaded expert worker."""
+    """A loaded expert worker, or the leader of one."""
 
     runner: ExpertRunner
     recorder: SpanRecorder
     exchange: ExpertExchange
+    links: Links
+    moves: ExpertMoves
     kernels: str
     timeout_s: float
 
 
-def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWorker | ExpertWorker:
+@dataclass
+class Follower:
+    """A loaded rank that does what the leader of its worker says."""
+
+    runner: FollowingAttention | ExpertRanks
+    recorder: SpanRecorder
+    links: Links
+    moves: ExpertMoves | None
+    kernels: str
+    timeout_s: float
+
+
+LoadedWorker = AttentionWorker | ExpertWorker | Follower
+
+
+def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker:
     """Load what the role keeps, nothing else. `UserError` for anything wrong with the checkpoint or the machine."""
     device = resolve_device(configure.device, configure.device_index)
     if device.type != "cpu":
@@ -57,14 +82,25 @@ def build_worker(configure: Configure, progress: ReportProgress) -> AttentionWor
     _claim_cores(configure, backend)
     spec = load_model_spec(configure.model)
     checkpoint = Checkpoint(configure.model)
-    placement = ExpertPlacement(
-        num_workers=1 + max(max(owners) for owners in configure.expert_owners),
-        owners=tuple(tuple(owners) for owners in configure.expert_owners),
-    )
     recorder = SpanRecorder(configure.trace)
+    ranks = _rank_group(configure)
     if configure.role == "experts":
-        return _build_experts(configure, backend, spec, checkpoint, placement, recorder, progress)
-    return _build_attention(configure, backend, spec, checkpoint, placement, recorder, progress)
+        return _build_experts(configure, backend, spec, checkpoint, ranks, recorder, progress)
+    return _build_attention(configure, backend, spec, checkpoint, ranks, recorder, progress)
+
+
+def _rank_group(configure: Configure) -> RankGroup:
+    """This process among the ranks of its worker."""
+    if configure.num_ranks == 1:
+        return Alone()
+    name = f"{configure.role}[{configure.index}]"
+    return NativeRankGroup(
+        _endpoint(configure, f"{name}[{configure.rank}]"),
+        configure.rank,
+        configure.num_ranks,
+        name=name,
+        timeout_s=configure.timeout_s,
+    )
 
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
@@ -77,9 +113,10 @@ def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
         torch.set_num_threads(configure.num_threads)
 
 
-def _exchange_shape(configure: Configure, spec: ModelSpec, dtype: torch.dtype) -> ExchangeShape:
+def _exchange_shape(configure: Configure, spec: ModelSpec) -> ExchangeShape:
     exchange = configure.exchange
     assert exchange is not None, "only workers of the disaggregated layout exchange anything"
+    dtype = resolve_dtype(exchange.dtype)
     return exchange_shape(
         spec, dtype, exchange.num_attention, exchange.num_experts, exchange.num_micro_batches, exchange.max_rows
     )
@@ -100,12 +137,12 @@ def exchange_shape(
     )
 
 
-def _endpoint(configure: Configure) -> _m2n.Endpoint:
-    """This worker's end of the exchange. It says how it waits, because that decides more than anything else."""
+def _endpoint(configure: Configure, name: str) -> _m2n.Endpoint:
+    """This process's end of an exchange. It says how it waits, because that decides more than anything else."""
     exchange = configure.exchange
-    assert exchange is not None, "only workers of the disaggregated layout exchange anything"
+    assert exchange is not None, "a worker without peers needs no endpoint"
     endpoint = _m2n.Endpoint(
-        f"{configure.role}[{configure.index}]",
+        name,
         exchange.transport,
         host=exchange.host,
         secret=exchange.secret,
@@ -122,17 +159,25 @@ def _build_experts(
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    placement: ExpertPlacement,
+    ranks: RankGroup,
     recorder: SpanRecorder,
     progress: ReportProgress,
-) -> ExpertWorker:
-    half = load_expert_half(checkpoint, spec, backend, placement.experts_of(configure.index), progress)
-    assert configure.exchange is not None
+) -> ExpertWorker | Follower:
+    share = share_of(spec, ranks.rank, ranks.size)
+    placement, num_slots = configure.placement, configure.expert_slots
+    held = placement.experts_of(configure.index)
+    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share, num_slots=num_slots)
+    moves = ExpertMoves(configure.index, half, partial(load_expert, checkpoint, spec, share, half), placement)
+    experts = ExpertRanks(ranks, half, moves, recorder)
+    if ranks.rank > 0:
+        return Follower(experts, recorder, Links(None, ranks), moves, backend.name, configure.timeout_s)
     exchange = NativeExpertExchange(
-        _endpoint(configure), _exchange_shape(configure, spec, backend.dtype), configure.index
+        _endpoint(configure, f"experts[{configure.index}]"),
+        _exchange_shape(configure, spec),
+        configure.index,
     )
-    runner = ExpertRunner(configure.index, half, exchange, recorder)
-    return ExpertWorker(runner, recorder, exchange, backend.name, configure.timeout_s)
+    runner = ExpertRunner(configure.index, experts, exchange, recorder)
+    return ExpertWorker(runner, recorder, exchange, Links(exchange, ranks), moves, backend.name, configure.timeout_s)
 
 
 def _build_attention(
@@ -140,40 +185,50 @@ def _build_attention(
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    placement: ExpertPlacement,
+    ranks: RankGroup,
     recorder: SpanRecorder,
     progress: ReportProgress,
-) -> AttentionWorker:
+) -> AttentionWorker | Follower:
+    is_replica = configure.role == "replica"
     # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
-    expected = 0 if configure.exchange else sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
+    expected = 0 if not is_replica else sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
     half = load_attention_half(
         checkpoint,
         spec,
         backend,
         lambda done, total: progress(done, max(total, expected)),
         max_positions=configure.max_model_len,
+        ranks=ranks,
     )
     exchange: AttentionExchange
-    if configure.exchange is None:
+    if is_replica:
         expert_half = load_expert_half(
             checkpoint,
             spec,
             backend,
             tuple(range(spec.router.num_experts)),
             lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
+            share=share_of(spec, ranks.rank, ranks.size),
         )
         exchange = LocalExperts(expert_half)
+    elif ranks.rank > 0:
+        exchange = LeadersExperts()
     else:
         exchange = NativeAttentionExchange(
-            _endpoint(configure),
-            _exchange_shape(configure, spec, backend.dtype),
+            _endpoint(configure, f"attention[{configure.index}]"),
+            _exchange_shape(configure, spec),
             configure.index,
-            placement,
+            configure.placement,
             configure.timeout_s,
         )
     cache = half.new_cache(configure.num_blocks, configure.block_size)
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
-    sampler = RowSampler(backend)
-    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s)
-    return AttentionWorker(runner, recorder, exchange, backend.name)
+    sampler = RowSampler(backend) if ranks.rank == 0 else None
+    counts = RowCounts(spec) if configure.count_rows and ranks.rank == 0 else None
+    routing = RoutingRecorder(spec.expert_layers) if configure.record_routing and ranks.rank == 0 else None
+    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s, counts, routing)
+    links = Links(exchange, ranks)
+    if ranks.rank > 0:
+        return Follower(FollowingAttention(ranks, runner), recorder, links, None, backend.name, configure.timeout_s)
+    return AttentionWorker(LeadingAttention(ranks, runner), recorder, exchange, links, backend.name)

@@ -7,33 +7,35 @@ held here, weighted partial sums back. No request, no sequence, no step outlives
 import time
 from collections import Counter
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
 from antiphon.comm.m2n.traffic import Traffic
-from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
+from antiphon.serve.worker.ranks import ExpertRanks
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
+from antiphon.specs.placement import ExpertPlacement
 
 
-class LocalExperts:
-    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
-
-    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
+class _NoPeers:
+    """An `AttentionExchange` without another side, but for what it makes of the rows."""
 
     wait_s = 0.0
     exposed_s = 0.0
     bytes_sent = 0
 
-    def __init__(self, half: ExpertHalf) -> None:
-        self._half = half
+    def __init__(self) -> None:
         self._results: dict[int, Tensor] = {}
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._results.clear()
 
-    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+    def place(self, placement: ExpertPlacement) -> None:
+        """All experts are here, or with the leader."""
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         return self._results.pop(micro_batch)
@@ -51,16 +53,38 @@ class LocalExperts:
         """There is no peer."""
 
 
+class LocalExperts(_NoPeers):
+    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
+
+    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
+
+    def __init__(self, half: ExpertHalf) -> None:
+        super().__init__()
+        self._half = half
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+
+
+class LeadersExperts(_NoPeers):
+    """The `AttentionExchange` of a rank that follows: the leader exchanges rows with the experts, and what comes back
+    enters the sum over the ranks there. Here it is zeros."""
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = torch.zeros_like(rows_TH)
+
+
 class ExpertRunner:
     """Serves one batch at a time and keeps counters for the engine's metrics."""
 
-    def __init__(self, index: int, half: ExpertHalf, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
+    def __init__(self, index: int, ranks: ExpertRanks, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
         self._index = index
-        self._half = half
-        self._on_host = half.backend.device.type == "cpu"
+        self._ranks = ranks
         self._exchange = exchange
         self._recorder = recorder
+        self._num_batches = 0
         self._rows_per_layer: Counter[int] = Counter()
+        self._counts: dict[int, NDArray[np.int64]] = {}  # by layer: [1 + experts], the first of rows served elsewhere
         self._busy_s = 0.0
         self._reported_wait_s = 0.0
 
@@ -75,23 +99,22 @@ class ExpertRunner:
         rows = batch.rows_RH.shape[0]
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
-        partial_RH = self._compute(batch)
+        partial_RH = self._ranks.lead(batch)
         self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
+        self._count(batch)  # the batch's memory is the next sender's after the reply
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
         self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
+        self._num_batches += 1
         self._rows_per_layer[batch.layer] += rows
         self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
 
-    def _compute(self, batch: ExpertBatch) -> Tensor:
-        """The rows' weighted partial sums, in host memory."""
-        half = self._half
-        if self._on_host:
-            return half.forward(batch.layer, batch.rows_RH, half.to_local(batch.layer, batch.ids_RK), batch.weights_RK)
-        device = half.backend.device
-        local_RK = half.to_local(batch.layer, batch.ids_RK.to(device))
-        return half.forward(batch.layer, batch.rows_RH.to(device), local_RK, batch.weights_RK.to(device)).cpu()
+    def _count(self, batch: ExpertBatch) -> None:
+        """Rows of each expert; from the host's copy of the ids, so that no device is waited for."""
+        counts = np.bincount(batch.ids_RK.numpy().ravel() + 1, minlength=self._ranks.half.spec.router.num_experts + 1)
+        before = self._counts.get(batch.layer)
+        self._counts[batch.layer] = counts if before is None else before + counts
 
     def report(self) -> ExpertReport | None:
         """Counters since the last report, None if nothing happened."""
@@ -99,11 +122,20 @@ class ExpertRunner:
             return None
         report = ExpertReport(
             index=self._index,
+            num_batches=self._num_batches,
             rows_per_layer=dict(self._rows_per_layer),
+            rows_per_expert={
+                layer: {
+                    expert: int(counts[1 + expert]) for expert in self._ranks.half.expert_ids[layer] if expert != FREE
+                }
+                for layer, counts in self._counts.items()
+            },
             busy_s=self._busy_s,
             wait_s=self._exchange.wait_s - self._reported_wait_s,
         )
+        self._num_batches = 0
         self._rows_per_layer.clear()
+        self._counts.clear()
         self._busy_s = 0.0
         self._reported_wait_s = self._exchange.wait_s
         return report

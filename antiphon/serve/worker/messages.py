@@ -1,8 +1,8 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult` or `StepFailed` per step, `ResetDone`, and from time
-to time `ExpertReport` and `ExchangeReport`.
+`Prepare`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult`
+or `StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport` and `ExchangeReport`.
 """
 
 from typing import Literal
@@ -11,15 +11,19 @@ import msgspec
 
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.worker.spans import Spans
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import TokenLogprob
 
 Role = Literal["replica", "attention", "experts"]
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to join the exchange: the transport, where others reach this worker, and the sizes both ends agreed on.
+    """How to reach others: the transport, where they reach this worker, and the sizes both ends of an exchange agreed
+    on. Without expert workers (`num_experts` 0) there are only the ranks of one worker to reach.
 
-    `local_processes`: workers on this machine, for the choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
+    `dtype`: of the rows that travel. `local_processes`: workers on this machine, for the choice how to wait (`waiting`,
+    as in `_m2n.Endpoint`)."""
 
     transport: str
     host: str
@@ -30,15 +34,20 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int
     num_micro_batches: int
     max_rows: int
+    dtype: str
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Everything a worker needs to become ready. `expert_owners` is the placement (see `specs/placement`).
+    """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
+    `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
 
+    A worker is a group of `num_ranks` processes; this is number `rank`, and 0 leads: it gets the steps.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
     index: int
+    rank: int = 0
+    num_ranks: int = 1
     model: str
     device: str
     device_index: int
@@ -50,7 +59,10 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_blocks: int
     max_model_len: int
     max_running: int
-    expert_owners: list[list[int]]
+    placement: ExpertPlacement
+    expert_slots: int
+    count_rows: bool
+    record_routing: bool = False
     exchange: ExchangeConfig | None
     timeout_s: float
     trace: bool
@@ -64,10 +76,12 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The worker can take steps. `ticket`: how attention workers reach it, if it is an expert worker."""
+    """The worker can take steps. `ticket`: how attention workers reach it, if it leads an expert worker; `rank_ticket`:
+    how the other ranks of its worker do."""
 
     kernels: str
     ticket: bytes = b""
+    rank_ticket: bytes = b""
 
 
 class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -99,6 +113,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
+    `expert_rows`: rows of each expert of each MoE layer, as int32 one layer after the other; empty unless counted.
+    `routed`: the experts that the rows chose, as `RoutedRows.ids`; empty unless recorded.
     """
 
     requests: list[Sampled]
@@ -106,6 +122,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     wait_s: float
     exposed_s: float
     dispatch_bytes: int
+    expert_rows: bytes = b""
+    routed: bytes = b""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -117,10 +135,15 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An expert worker's counters since the last report: rows per layer, time busy and waiting."""
+    """An expert worker's counters since the last report: batches, rows, time busy and waiting.
+
+    `rows_per_layer`: rows that came. `rows_per_expert[layer]`: rows of each expert held here; a row counts for each of
+    its experts."""
 
     index: int
+    num_batches: int
     rows_per_layer: dict[int, int]
+    rows_per_expert: dict[int, dict[int, int]]
     busy_s: float
     wait_s: float
 
@@ -131,6 +154,31 @@ class ExchangeReport(msgspec.Struct, tag=True, frozen=True):
     traffic: Traffic
 
 
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Expert workers: load what this coming placement wants of you, beside serving."""
+
+    placement: ExpertPlacement
+
+
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """All experts of placement `version` are there; or, with a reason, they cannot be."""
+
+    version: int
+    failure: str | None = None
+
+
+class Place(msgspec.Struct, tag=True, frozen=True):
+    """Attention workers: send rows by this placement from the next step on."""
+
+    placement: ExpertPlacement
+
+
+class Retire(msgspec.Struct, tag=True, frozen=True):
+    """Expert workers: no rows come any more by placements older than `version`."""
+
+    version: int
+
+
 class Abort(msgspec.Struct, tag=True, frozen=True):
     """The running step is void: leave it at once, epoch `epoch` is about to begin."""
 
@@ -138,31 +186,22 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Start exchange epoch `epoch`. `tickets`: how to reach each expert worker, by index."""
+    """Start exchange epoch `epoch`. `tickets`: how to reach each expert worker, by index; `rank_tickets`: each rank of
+    the worker this goes to."""
 
     epoch: int
     tickets: list[bytes] = []
+    rank_tickets: list[bytes] = []
 
 
 class ResetDone(msgspec.Struct, tag=True, frozen=True):
     epoch: int
 
 
-class Spans(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Recorded spans of a worker: parallel lists, times in nanoseconds of the machine's monotonic clock."""
-
-    names: list[str]
-    name_index: list[int]
-    layers: list[int]
-    micro_batches: list[int]
-    rows: list[int]
-    steps: list[int]
-    starts_ns: list[int]
-    ends_ns: list[int]
-
-
 class TakeSpans(msgspec.Struct, tag=True, frozen=True):
-    """Ask a worker for its spans so far (and forget them)."""
+    """Ask a worker for its spans so far, which it then forgets, or for those of its `last_steps` steps."""
+
+    last_steps: int = 0
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
@@ -180,7 +219,16 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     passing: bool = False
 
 
-ToWorker = Configure | RunStep | Abort | Reset | TakeSpans | Shutdown
+ToWorker = Configure | RunStep | Abort | Reset | Prepare | Place | Retire | TakeSpans | Shutdown
 FromWorker = (
-    LoadProgress | Ready | StepResult | StepFailed | ExpertReport | ExchangeReport | ResetDone | Spans | Failure
+    LoadProgress
+    | Ready
+    | StepResult
+    | StepFailed
+    | ExpertReport
+    | ExchangeReport
+    | ResetDone
+    | Prepared
+    | Spans
+    | Failure
 )

@@ -21,7 +21,7 @@ from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.serve import signals
-from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, build_worker
+from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, Follower, LoadedWorker, build_worker
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import (
     Abort,
@@ -29,9 +29,13 @@ from antiphon.serve.worker.messages import (
     ExchangeReport,
     Failure,
     LoadProgress,
+    Place,
+    Prepare,
+    Prepared,
     Ready,
     Reset,
     ResetDone,
+    Retire,
     RunStep,
     Shutdown,
     StepFailed,
@@ -42,7 +46,7 @@ from antiphon.serve.worker.messages import (
 
 _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
-_LOOK_S = 0.5  # a busy one this often
+_LOOK_S = 0.5  # a busy one says this often what it has done
 _REPORT_S = 1.0  # attention workers say this often what the exchange has carried
 _FOREVER_S = 365.0 * 86400
 _LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
@@ -83,6 +87,11 @@ class Orders:
         """The next order; waits for it. `PeerLost` when the engine is gone."""
         return self._checked(self._queue.get())
 
+    @property
+    def waiting(self) -> bool:
+        """There is an order; costs nothing worth counting."""
+        return not self._queue.empty()
+
     def poll(self) -> object | None:
         """An order if there is one."""
         try:
@@ -109,8 +118,10 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
                 channel.send(ExchangeReport(traffic))
         elif isinstance(message, Reset):
             _reset(worker, channel, message)
+        elif isinstance(message, Place):
+            worker.exchange.place(message.placement)
         elif isinstance(message, TakeSpans):
-            channel.send(worker.recorder.take())
+            channel.send(worker.recorder.take(message.last_steps))
         elif isinstance(message, Shutdown):
             return
 
@@ -129,10 +140,10 @@ def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed
         return StepFailed(reason="error", message=f"{type(error).__name__}: {error}")
 
 
-def _reset(worker: AttentionWorker | ExpertWorker, channel: Channel, order: Reset) -> None:
+def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> None:
     """Begin the epoch and say so. A peer that cannot be reached is reported instead: the engine then asks again."""
     try:
-        worker.exchange.reset(order.epoch, order.tickets)
+        worker.links.reset(order)
     except StepAborted:
         return  # a newer epoch is on its way
     except PeerTimeout as error:
@@ -145,33 +156,40 @@ def _reset(worker: AttentionWorker | ExpertWorker, channel: Channel, order: Rese
 
 
 @torch.inference_mode()
-def serve_experts(worker: ExpertWorker, channel: Channel, orders: Orders) -> None:
-    """Answer batches; between them, and while idle, look for orders."""
+def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Orders) -> None:
+    """Answer batches, or follow the leader's steps; between them, and while idle, look for orders."""
     last_look = time.monotonic()
     while True:
         try:
             busy = worker.runner.serve_one(_IDLE_S, worker.timeout_s)
-        except StepAborted:
+        except (StepAborted, PeerTimeout, PeerLost) as error:
+            if not isinstance(error, StepAborted):
+                peers = error.peers if isinstance(error, PeerTimeout) else [error.peer]
+                channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
             if not _await_reset(worker, channel, orders):
                 return
             continue
-        except (PeerTimeout, PeerLost) as error:
-            peers = error.peers if isinstance(error, PeerTimeout) else [error.peer]
-            channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
+        except Exception as error:
+            if not isinstance(worker, Follower):
+                raise
+            _log.error("step %d failed:\n%s", worker.recorder.step, traceback.format_exc())
+            channel.send(StepFailed(reason="error", message=f"{type(error).__name__}: {error}"))
             if not _await_reset(worker, channel, orders):
                 return
             continue
-        if not busy or time.monotonic() - last_look > _LOOK_S:
+        if not busy or orders.waiting or time.monotonic() - last_look > _LOOK_S:
             last_look = time.monotonic()
-            if report := worker.runner.report():
+            if isinstance(worker, ExpertWorker) and (report := worker.runner.report()):
                 channel.send(report)
                 channel.send(ExchangeReport(worker.exchange.traffic()))
             while (message := orders.poll()) is not None:
                 if not _obey(worker, channel, message):
                     return
+            if worker.moves is not None and (ended := worker.moves.finished()) is not None:
+                channel.send(Prepared(*ended))
 
 
-def _await_reset(worker: ExpertWorker, channel: Channel, orders: Orders) -> bool:
+def _await_reset(worker: ExpertWorker | Follower, channel: Channel, orders: Orders) -> bool:
     """The step is void: do nothing until the engine names the new epoch. False: exit."""
     while True:
         message = orders.next()
@@ -181,16 +199,20 @@ def _await_reset(worker: ExpertWorker, channel: Channel, orders: Orders) -> bool
             return True
 
 
-def _obey(worker: ExpertWorker, channel: Channel, message: object) -> bool:
+def _obey(worker: ExpertWorker | Follower, channel: Channel, message: object) -> bool:
     """Carry out one order. False: exit."""
     if isinstance(message, TakeSpans):
-        channel.send(worker.recorder.take())
+        channel.send(worker.recorder.take(message.last_steps))
     elif isinstance(message, Reset):
         _reset(worker, channel, message)
+    elif worker.moves is not None and isinstance(message, Prepare):
+        worker.moves.prepare(message.placement)
+    elif worker.moves is not None and isinstance(message, Retire):
+        worker.moves.retire(message.version)
     return not isinstance(message, Shutdown)
 
 
-def _start(channel: Channel, configure: Configure) -> AttentionWorker | ExpertWorker:
+def _start(channel: Channel, configure: Configure) -> LoadedWorker:
     """Build the worker, telling the engine how far loading is."""
     last_report = 0.0
 
@@ -203,10 +225,11 @@ def _start(channel: Channel, configure: Configure) -> AttentionWorker | ExpertWo
     return build_worker(configure, progress)
 
 
-def _ready(worker: AttentionWorker | ExpertWorker) -> Ready:
+def _ready(worker: LoadedWorker) -> Ready:
     return Ready(
         kernels=worker.kernels,
         ticket=worker.exchange.ticket if isinstance(worker, ExpertWorker) else b"",
+        rank_ticket=worker.links.ranks.ticket,
     )
 
 
@@ -221,7 +244,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
         orders.start()
         try:
             worker = _start(channel, adapt(configure))
-            orders.on_abort = worker.exchange.abort
+            orders.on_abort = worker.links.abort
             channel.send(_ready(worker))
         except UserError as error:
             channel.send(Failure(str(error), error.exit_code))
@@ -232,11 +255,11 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             _log.error("cannot start:\n%s", traceback.format_exc())
             channel.send(Failure(f"{type(error).__name__}: {error}", 1, passing=True))
             return 1
-        if isinstance(worker, ExpertWorker):
-            serve_experts(worker, channel, orders)
-        else:
+        if isinstance(worker, AttentionWorker):
             serve_attention(worker, channel, orders)
-        worker.exchange.close()
+        else:
+            serve_batches(worker, channel, orders)
+        worker.links.close()
     except PeerLost:
         pass  # the engine is gone: nobody is left to serve
     return 0

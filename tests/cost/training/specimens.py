@@ -19,6 +19,7 @@ MEGASCALE_EFFICIENCY = EfficiencySpec(
     memory=0.8,
     scale_up=0.75,
     scale_up_half_bytes=1.5e6,
+    exchange_s=10e-6,
     layer_overhead_s=400e-6,
     overlap=0.7,
     source="test: fitted to MegaScale-MoE Tables 3 and 5, Figures 7 and 14 together",

@@ -16,9 +16,7 @@ constexpr uint64_t num_steps = 60;
 constexpr uint32_t top_k = 2;
 const RowShape shape{7, top_k, 6, RowType::fp32};
 
-std::vector<int32_t> owners() {  // two turns; experts 0 and 3 have two copies
-    return {0, 1, 2, 0, 2, 1, 1, 2, 2, 2};
-}
+const std::vector<std::vector<int32_t>> owners{{0, 1}, {1}, {2}, {0, 2}, {2}};
 
 struct Batch {
     uint32_t count = 0;
@@ -69,8 +67,10 @@ class Exchange {
     }
 
     void attend(uint32_t me) {
-        AttentionSide side(RowScatter(shape, num_workers, num_experts, owners()), attention_[me]->inbox,
-                           num_micro_batches);
+        AttentionSide side(RowScatter(shape, num_workers), attention_[me]->inbox, num_micro_batches);
+        for (uint32_t layer = 0; layer < num_layers; ++layer) {
+            side.place(1, layer, ExpertSplit(num_workers, owners, {}, 1));
+        }
         for (uint32_t f = 0; f < num_workers; ++f) {
             side.set_expert(f, attention_[me]->endpoint->connect(experts_[f]->ticket, static_cast<SourceId>(me), soon()));
         }

@@ -54,9 +54,16 @@ void scatter_is_a_loop(const Backend&) {
         const RowShape shape{static_cast<uint32_t>(1 + random() % 70), static_cast<uint32_t>(1 + random() % 4), 20, type};
         const auto num_workers = static_cast<uint32_t>(1 + random() % 4);
         const auto num_experts = static_cast<uint32_t>(shape.top_k + random() % 5);
-        std::vector<int32_t> owners((1 + random() % 3) * num_experts);
-        for (int32_t& owner : owners) owner = static_cast<int32_t>(random() % num_workers);
-        const RowScatter scatter(shape, num_workers, num_experts, owners);
+        std::vector<std::vector<int32_t>> owners(num_experts);
+        for (auto& workers : owners) {
+            const auto first = random() % num_workers, num_copies = 1 + random() % num_workers;
+            for (uint64_t copy = 0; copy < num_copies; ++copy) {
+                workers.push_back(static_cast<int32_t>((first + copy) % num_workers));
+            }
+        }
+        RowScatter scatter(shape, num_workers);
+        ExpertSplit split(num_workers, owners, {}, 1);
+        scatter.place(3, split);
         const auto count = static_cast<uint32_t>(random() % 20);
         const uint64_t stride = shape.row_bytes() + random() % 3 * 16;
         std::vector<std::byte> rows(count == 0 ? 0 : (count - 1) * stride + shape.row_bytes());
@@ -66,8 +73,11 @@ void scatter_is_a_loop(const Backend&) {
         std::vector<float> weights(ids.size());
         for (float& weight : weights) weight = static_cast<float>(random() % 1000);
         std::vector<std::vector<uint32_t>> rows_of;
-        scatter.plan(ids.data(), count, rows_of);
+        scatter.plan(3, ids.data(), count, rows_of);
         CHECK(rows_of.size() == num_workers);
+        std::vector<uint32_t> counts(num_experts), served(size_t{num_experts} * num_workers);
+        for (const int32_t id : ids) ++counts[static_cast<size_t>(id)];
+        const auto quotas = split.split(counts);
         for (uint32_t worker = 0; worker < num_workers; ++worker) {
             const auto num_rows = static_cast<uint32_t>(rows_of[worker].size());
             std::vector<std::byte> payload(shape.dispatch_bytes(num_rows));
@@ -75,19 +85,19 @@ void scatter_is_a_loop(const Backend&) {
                           payload.data());
             uint32_t at = 0;
             for (uint32_t row = 0; row < count; ++row) {
-                bool mine = false;
-                std::vector<int32_t> kept;
+                if (at == num_rows || rows_of[worker][at] != row) continue;
+                std::vector<int32_t> kept(shape.top_k);
+                const size_t table = size_t{at} * shape.top_k * 4, width = size_t{shape.top_k} * 4;
+                std::memcpy(kept.data(), payload.data() + table, width);
+                uint32_t here = 0;
                 for (uint32_t k = 0; k < shape.top_k; ++k) {
                     const int32_t id = ids[row * shape.top_k + k];
-                    const size_t turn = row % (owners.size() / num_experts);
-                    const bool here = owners[turn * num_experts + static_cast<size_t>(id)] == static_cast<int32_t>(worker);
-                    kept.push_back(here ? id : -1);
-                    mine |= here;
+                    CHECK(kept[k] == -1 || kept[k] == id);
+                    if (kept[k] != id) continue;
+                    ++served[static_cast<size_t>(id) * num_workers + worker];
+                    ++here;
                 }
-                if (!mine) continue;
-                CHECK(rows_of[worker][at] == row);
-                const size_t table = size_t{at} * shape.top_k * 4, width = size_t{shape.top_k} * 4;
-                CHECK(std::memcmp(payload.data() + table, kept.data(), width) == 0);
+                CHECK(here > 0);
                 CHECK(std::memcmp(payload.data() + shape.weights_offset(num_rows) + table,
                                   weights.data() + row * shape.top_k, width) == 0);
                 CHECK(std::memcmp(payload.data() + shape.rows_offset(num_rows) + at * shape.row_bytes(),
@@ -96,12 +106,21 @@ void scatter_is_a_loop(const Backend&) {
             }
             CHECK(at == num_rows);
         }
+        for (uint32_t expert = 0; expert < num_experts; ++expert) {  // every choice is served once, as the split says
+            for (size_t copy = 0; copy < owners[expert].size(); ++copy) {
+                const auto worker = static_cast<uint32_t>(owners[expert][copy]);
+                CHECK(served[expert * num_workers + worker] == quotas[split.first(expert) + copy]);
+            }
+        }
     }
-    RowScatter scatter({4, 1, 2, RowType::fp32}, 1, 2, {0, 0});
+    RowScatter scatter({4, 1, 2, RowType::fp32}, 1);
     std::vector<std::vector<uint32_t>> rows_of;
-    for (const int32_t bad : {-1, 2}) CHECK_ERROR(Code::invalid, "chose expert", scatter.plan(&bad, 1, rows_of));
-    CHECK_ERROR(Code::invalid, "placed on worker 1 of 1", RowScatter({4, 1, 2, RowType::fp32}, 1, 2, {0, 1}));
-    CHECK_ERROR(Code::invalid, "3 entries for 2 experts", RowScatter({4, 1, 2, RowType::fp32}, 1, 2, {0, 0, 0}));
+    const int32_t first = 0;
+    CHECK_ERROR(Code::invalid, "layer 1 are placed nowhere", scatter.plan(1, &first, 1, rows_of));
+    scatter.place(1, ExpertSplit(1, {{0}, {0}}, {}, 1));
+    for (const int32_t bad : {-1, 2}) CHECK_ERROR(Code::invalid, "chose expert", scatter.plan(1, &bad, 1, rows_of));
+    CHECK_ERROR(Code::invalid, "placed on worker 1 of 1", ExpertSplit(1, {{0}, {1}}, {}, 1));
+    CHECK_ERROR(Code::invalid, "on 2 workers: there are 1", scatter.place(0, ExpertSplit(2, {{0}, {1}}, {}, 1)));
 }
 
 // The waiter is woken by the last of the events it waits for, and never sleeps through it.

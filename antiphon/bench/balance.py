@@ -1,0 +1,210 @@
+"""What moving experts brings: one workload under each `--balance` policy in turn, on engines of this machine.
+
+Three cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
+row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
+the cores of the first expert worker have a busy neighbour, so it computes at half speed.
+
+1. In float32 all policies must give the same greedy text, else nothing is reported. In other types the last bits depend
+   on which experts share a worker, so texts are not compared.
+2. Each round runs every policy once, in an order that turns, on an engine of its own: a pass in which counts are
+   gathered and experts move, then the timed pass.
+3. A step's time is that of the attention workers' step spans, all of them together.
+
+Rejected: a synthetic exchange without attention. What a user gets is the whole step.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import Report
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.config import load_model_spec, tensor_names
+from antiphon.models.tensors import attention_layer_plan
+from antiphon.serve.balancer import Policy
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.engine import Engine
+from antiphon.serve.launch import start_engine
+from antiphon.serve.streams import ThreadSink
+from antiphon.serve.worker.spans import NAMES, STEP
+from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.sampling import SamplingParams
+
+Case = Literal["plain", "hot", "slow"]
+CASES: tuple[Case, ...] = ("plain", "hot", "slow")
+_FAR = 1e3  # times the length of a usual router row
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceOrder:
+    """What to measure. `batch` requests run at once, each with so many tokens; `slots` of an expert worker a layer."""
+
+    model: Path
+    attention: int
+    experts: int
+    micro_batches: int
+    slots: int
+    case: Case
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    rounds: int
+    dtype: str = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceRow:
+    """One policy's medians over the rounds; `balancedness` is the mean over layers."""
+
+    case: Case
+    policy: Policy
+    tokens_per_s: float
+    step_s_median: float
+    step_s_p95: float
+    balancedness: float
+    placement_changes: int
+
+
+@dataclass(frozen=True)
+class _Pass:
+    token_ids: list[list[int]]
+    tokens_per_s: float
+    steps_s: list[float]
+    balancedness: float
+    placement_changes: int
+
+
+def bench_balance(
+    order: BalanceOrder, policies: Sequence[Policy], folder: Path, report: Report | None = None
+) -> list[BalanceRow]:
+    """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text."""
+    model = make_hot(order.model, folder, order.seed) if order.case == "hot" else order.model
+    found: dict[Policy, list[_Pass]] = {policy: [] for policy in policies}
+    for number in range(order.rounds):
+        turn = number % len(policies)
+        for policy in (*policies[turn:], *policies[:turn]):
+            found[policy].append(_run(order, model, policy))
+            if report is not None:
+                report(sum(map(len, found.values())), order.rounds * len(policies))
+        texts = {str(each.token_ids) for passes in found.values() for each in passes}
+        if order.dtype == "float32" and len(texts) > 1:
+            raise UserError(f"{order.model}: the policies give different texts: no time is worth anything")
+    return [_row(order.case, policy, passes) for policy, passes in found.items()]
+
+
+def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
+    return BalanceRow(
+        case=case,
+        policy=policy,
+        tokens_per_s=float(np.median([each.tokens_per_s for each in passes])),
+        step_s_median=float(np.median([np.median(each.steps_s) for each in passes])),
+        step_s_p95=float(np.median([np.quantile(each.steps_s, 0.95) for each in passes])),
+        balancedness=float(np.median([each.balancedness for each in passes])),
+        placement_changes=max(each.placement_changes for each in passes),
+    )
+
+
+def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
+    config = ServeConfig(
+        model=model,
+        layout="disaggregated",
+        num_attention=order.attention,
+        num_experts=order.experts,
+        num_micro_batches=order.micro_batches,
+        dtype=order.dtype,
+        max_running=order.batch,
+        max_batch_tokens=max(order.batch, 2048),
+        trace=True,
+        balance=policy,
+        expert_slots=order.slots,
+    )
+    engine = start_engine(config)
+    try:
+        with slowed(engine.worker_pid(WorkerName("experts", 0)), order.case == "slow"):
+            _answers(engine, order)  # the first pass: counts, plans, moves
+            engine.take_spans()
+            started_s = time.perf_counter()
+            token_ids = _answers(engine, order)
+            took_s = time.perf_counter() - started_s
+        spans = engine.take_spans()
+        stats = engine.stats()
+    finally:
+        engine.stop()
+    steps_s = [
+        (end - start) * 1e-9
+        for name, of_worker in spans.items()
+        if name.role == "attention"
+        for index, start, end in zip(of_worker.name_index, of_worker.starts_ns, of_worker.ends_ns, strict=True)
+        if of_worker.names[index] == NAMES[STEP]
+    ]
+    ratios = list(stats.balancedness_per_layer.values())
+    num_tokens = sum(map(len, token_ids))
+    return _Pass(token_ids, num_tokens / took_s, steps_s, float(np.mean(ratios or [1.0])), stats.placement_changes)
+
+
+def _answers(engine: Engine, order: BalanceOrder) -> list[list[int]]:
+    """The greedy tokens of the order's prompts, all sent at once."""
+    random = np.random.default_rng(order.seed)
+    sink = ThreadSink()
+    params = SamplingParams(max_tokens=order.output_tokens, temperature=0.0, ignore_eos=True)
+    for number in range(order.batch):
+        prompt = random.integers(0, engine.info.vocab_size, order.prompt_tokens).tolist()
+        engine.submit_to(sink, str(number), prompt, params)
+    token_ids: list[list[int]] = [[] for _ in range(order.batch)]
+    for output in sink.outputs(order.batch):
+        if output.error is not None:
+            raise UserError(f"{order.model}: {output.error}")
+        token_ids[int(output.request_id)] += output.token_ids
+    return token_ids
+
+
+def make_hot(model: Path, folder: Path, seed: int) -> Path:
+    """A copy of a checkpoint of one file, in which the first expert of every layer gets half the rows."""
+    files = list(model.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UserError(f"{model} has {len(files)} weight files: this case takes a model of one")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    tensors = load_file(files[0])
+    spec, names, checkpoint = load_model_spec(model), tensor_names(load_model_spec(model)), Checkpoint(model)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in spec.expert_layers:
+        ((router,),) = (attention_layer_plan(spec, names, layer, checkpoint)["router"],)
+        rows = tensors[router.name]
+        hot = torch.randn(rows.shape[1], generator=generator)
+        rows[0] = (hot / hot.norm() * rows.float().norm(dim=1).mean() * _FAR).to(rows.dtype)
+    save_file(tensors, folder / files[0].name, {"format": "pt"})
+    return folder
+
+
+@contextmanager
+def slowed(pid: int, really: bool) -> Iterator[None]:
+    """While inside, the process shares its cores with a busy one of its own priority."""
+    if not really:
+        yield
+        return
+    cores = psutil.Process(pid).cpu_affinity()[:1]
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        psutil.Process(pid).cpu_affinity(cores)
+        psutil.Process(neighbour.pid).cpu_affinity(cores)
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+def as_json(rows: list[BalanceRow]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]

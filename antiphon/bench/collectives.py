@@ -1,0 +1,156 @@
+"""Collectives of a small group: ours (`comm/m2n/rank_group.py`) beside `torch.distributed` on gloo, on this machine.
+
+1. every rank is a process that belongs to a group of ours and to one of gloo's
+2. for each collective and size: both results must be those of one process
+3. blocks of calls in turns, the order turned around each time, until each contestant has enough with little foreign
+   CPU (`bench.quiet`). A call's time is that of the slowest rank; a block's is the median of its calls
+
+Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-gather) or before (the others).
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from antiphon import _m2n
+from antiphon.base.progress import Report
+from antiphon.bench.collective_calls import Call, CollectiveCase, check_result, expected_result, gloo_call, our_call
+from antiphon.bench.quiet import Repetitions, repeat_until_quiet
+from antiphon.bench.rank_processes import RankProcesses
+from antiphon.comm.m2n.native import SPIN_S
+from antiphon.comm.m2n.rank_group import NativeRankGroup
+
+OURS, GLOO = "antiphon", "gloo"
+_BLOCK_S = 0.2
+_MOST_CALLS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSettings:
+    """`num_repetitions` quiet blocks of each contestant are wanted; `transport` is ours."""
+
+    transport: str = "shm"
+    waiting: str = "auto"
+    num_repetitions: int = 5
+    quiet_timeout_s: float = 5.0
+    timeout_s: float = 30.0
+
+
+def bench_collectives(
+    num_ranks: int, collectives: Sequence[str], sizes: Sequence[int], settings: CollectiveSettings, report: Report
+) -> list[dict[str, Any]]:
+    """One row per collective and size. `ResourceError` if a rank fails or a result is wrong."""
+    rows = []
+    cases = [
+        CollectiveCase(collective=collective, num_ranks=num_ranks, num_bytes=num_bytes)
+        for collective in collectives
+        for num_bytes in sizes
+    ]
+    with TemporaryDirectory() as folder:
+        make_member = partial(_Member, num_ranks, settings, str(Path(folder) / "store"))
+        with RankProcesses(num_ranks, make_member) as ranks:
+            for number, case in enumerate(cases):
+                report(number, len(cases))
+                rows.append(_measure(ranks, case, settings))
+    return rows
+
+
+def _measure(ranks: RankProcesses, case: CollectiveCase, settings: CollectiveSettings) -> dict[str, Any]:
+    ranks.ask("prepare", case)
+    turns = {}
+    for name in (OURS, GLOO):
+        probed_s = slowest_median_s(ranks.ask("run", name, 5))
+        num_calls = max(5, min(_MOST_CALLS, int(_BLOCK_S / probed_s)))
+        turns[name] = partial(_block_s, ranks, name, num_calls)
+    blocks = repeat_until_quiet(
+        turns,
+        num_required=settings.num_repetitions,
+        max_rounds=2 * settings.num_repetitions,
+        quiet_timeout_s=settings.quiet_timeout_s,
+    )
+    return _row(case, settings, blocks)
+
+
+def _block_s(ranks: RankProcesses, name: str, num_calls: int) -> float:
+    return slowest_median_s(ranks.ask("run", name, num_calls))
+
+
+def slowest_median_s(times_by_rank: Sequence[Sequence[float]]) -> float:
+    """Of the slowest rank of each call."""
+    return float(np.median(np.asarray(times_by_rank).max(axis=0)))
+
+
+def _row(case: CollectiveCase, settings: CollectiveSettings, blocks: dict[str, Repetitions[float]]) -> dict[str, Any]:
+    ours_s, gloo_s = (blocks[name].median(float) for name in (OURS, GLOO))
+    return {
+        "collective": case.collective,
+        "ranks": case.num_ranks,
+        "bytes": 4 * case.num_floats,
+        "transport": settings.transport,
+        "waiting": settings.waiting,
+        "median_s": ours_s,
+        "gloo_median_s": gloo_s,
+        "speedup_over_gloo": gloo_s / ours_s,
+        "repetitions": len(blocks[OURS].counted),
+        "foreign_cpu_share": max(repetitions.foreign_share for repetitions in blocks.values()),
+        "quiet": all(repetitions.is_quiet for repetitions in blocks.values()),
+    }
+
+
+class _Member:
+    """One rank of both groups."""
+
+    def __init__(self, num_ranks: int, settings: CollectiveSettings, store: str, rank: int) -> None:
+        self._store = store
+        self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, settings.timeout_s
+        endpoint = _m2n.Endpoint(
+            f"rank[{rank}]",
+            settings.transport,
+            waiting=settings.waiting,
+            local_processes=num_ranks,
+            spin_s=SPIN_S,
+            dead_after_s=10.0,
+        )
+        self._group = NativeRankGroup(endpoint, rank, num_ranks, timeout_s=settings.timeout_s)
+        self._calls: dict[str, Call] = {}
+
+    @property
+    def introduction(self) -> bytes:
+        return self._group.ticket
+
+    def connect(self, tickets: Sequence[bytes]) -> None:
+        self._group.reset(0, tickets)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self._store}",
+            rank=self._rank,
+            world_size=self._num_ranks,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+
+    def prepare(self, case: CollectiveCase) -> None:
+        """Buffers of both, and their results beside one process's."""
+        self._calls = {OURS: our_call(self._group, case), GLOO: gloo_call(case)}
+        for name, call in self._calls.items():
+            check_result(name, case, call(), expected_result(case, self._rank))
+
+    def run(self, name: str, num_calls: int) -> list[float]:
+        """Seconds of each call, after two that do not count."""
+        call, times = self._calls[name], []
+        for number in range(num_calls + 2):
+            self._group.barrier()
+            begin = time.perf_counter()
+            call()
+            if number >= 2:
+                times.append(time.perf_counter() - begin)
+        return times

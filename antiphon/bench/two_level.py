@@ -1,0 +1,193 @@
+"""A MoE layer's rows to their experts and back over two levels: fused, synchronous, plain EP and plain TP.
+
+n nodes of m ranks, all processes of this machine; inside a node ranks talk over one transport, between nodes over
+another. Every node has rows of its own, which choose experts uniformly.
+
+| contestant | attention | experts |
+|---|---|---|
+| fused, synchronous | TP m, DP n | TP m, EP n (MixServe's hybrid) |
+| expert parallel | TP m, DP n | EP n m: all-to-all, whole rows |
+| tensor parallel | TP n m | TP n m: all-reduce of all rows, over the transport between nodes |
+
+Experts return what they are given, so this is the price of communication. Results are checked first; then the
+contestants take turns. A time is the slowest rank's, bytes are those that a rank sends on each level.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon import _m2n
+from antiphon.base.errors import ResourceError
+from antiphon.base.progress import Report
+from antiphon.bench.collectives import slowest_median_s
+from antiphon.bench.quiet import repeat_until_quiet
+from antiphon.bench.rank_processes import RankProcesses
+from antiphon.comm.m2n.native import SPIN_S
+from antiphon.comm.two_level.exchange import message_bytes
+from antiphon.comm.two_level.hybrid import HybridExchange
+from antiphon.comm.two_level.levels import Levels, open_levels
+from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.specs.placement import contiguous_placement
+
+FUSED, SYNCHRONOUS, EXPERT, TENSOR = "fused", "synchronous", "expert parallel", "tensor parallel"
+CONTESTANTS = (FUSED, SYNCHRONOUS, EXPERT, TENSOR)
+_NUM_WARM = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevelCase:
+    """`tokens` of each node. `calls`: round trips of one turn of a contestant."""
+
+    nodes: int
+    ranks_per_node: int
+    tokens: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    inside: str = "shm"
+    across: str = "tcp"
+    calls: int = 20
+    repetitions: int = 5
+    quiet_timeout_s: float = 5.0
+    timeout_s: float = 30.0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def topology(self, contestant: str) -> TwoLevel:
+        if contestant == TENSOR:
+            return TwoLevel(attention_tp=self.num_ranks, expert_tp=self.num_ranks)
+        expert_tp = 1 if contestant == EXPERT else self.ranks_per_node
+        return TwoLevel(num_nodes=self.nodes, attention_tp=self.ranks_per_node, expert_tp=expert_tp)
+
+
+def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
+    """One row per contestant. `ResourceError` if a rank fails or a result is wrong."""
+    with RankProcesses(case.num_ranks, partial(_Member, case)) as ranks:
+        sent = {name: ranks.ask("check", name) for name in CONTESTANTS}
+        turns = {name: partial(_turn_s, ranks, name) for name in CONTESTANTS}
+        report(1, 2)
+        blocks = repeat_until_quiet(
+            turns,
+            num_required=case.repetitions,
+            max_rounds=2 * case.repetitions,
+            quiet_timeout_s=case.quiet_timeout_s,
+        )
+    synchronous_s = blocks[SYNCHRONOUS].median(float)
+    return [
+        {
+            "contestant": name,
+            "nodes": case.nodes,
+            "ranks_per_node": case.ranks_per_node,
+            "tokens": case.tokens,
+            "hidden": case.hidden,
+            "top_k": case.top_k,
+            "median_s": blocks[name].median(float),
+            "synchronous_to_this": synchronous_s / blocks[name].median(float),
+            "across_bytes": max(level["across"] for level in sent[name]),
+            "inside_bytes": max(level["inside"] for level in sent[name]),
+            "foreign_cpu_share": blocks[name].foreign_share,
+            "quiet": blocks[name].is_quiet,
+        }
+        for name in CONTESTANTS
+    ]
+
+
+def _turn_s(ranks: RankProcesses, name: str) -> float:
+    return slowest_median_s(ranks.ask("run", name))
+
+
+class _Member:
+    """One rank of all contestants; fused and synchronous share their groups."""
+
+    def __init__(self, case: TwoLevelCase, rank: int) -> None:
+        self._case, self._rank = case, rank
+        self._levels = {name: self._open(name) for name in (FUSED, EXPERT, TENSOR)}
+        self._exchanges = {name: self._exchange(name) for name in CONTESTANTS}
+
+    @property
+    def introduction(self) -> dict[str, bytes]:
+        return {name: levels.ticket for name, levels in self._levels.items()}
+
+    def connect(self, introductions: list[dict[str, bytes]]) -> None:
+        for name, levels in self._levels.items():
+            levels.reset(0, [each[name] for each in introductions])
+
+    def check(self, name: str) -> dict[str, int]:
+        """One round trip with its result compared; the bytes this rank sent on each level."""
+        ledger = self._levels_of(name).ledger
+        ledger.take()
+        rows_TH, ids_TK, weights_TK = self._inputs(name)
+        found_TH = self._round_trip(name, rows_TH, ids_TK, weights_TK)
+        expected_TH = rows_TH * weights_TK.sum(dim=1, keepdim=True)
+        if not torch.allclose(found_TH, expected_TH, rtol=1e-4, atol=1e-4):
+            raise ResourceError(f"{name}: a wrong result, off by {float((found_TH - expected_TH).abs().max()):.1e}")
+        sent = ledger.take().sent_bytes
+        across = sum(count for purpose, count in sent.items() if purpose.startswith("across."))
+        inside = sum(count for purpose, count in sent.items() if purpose.startswith("inside."))
+        return {"across": inside, "inside": 0} if name == TENSOR else {"across": across, "inside": inside}
+
+    def run(self, name: str) -> list[float]:
+        """Seconds of each round trip, after some that do not count."""
+        inputs, times = self._inputs(name), []
+        for number in range(self._case.calls + _NUM_WARM):
+            for group in self._levels[TENSOR].groups():
+                group.barrier()
+            begin = time.perf_counter()
+            self._round_trip(name, *inputs)
+            if number >= _NUM_WARM:
+                times.append(time.perf_counter() - begin)
+        return times
+
+    def _round_trip(self, name: str, *inputs: Tensor) -> Tensor:
+        exchange = self._exchanges[name]
+        exchange.dispatch(0, 0, *inputs)
+        return exchange.combine(0, 0, self._case.timeout_s)
+
+    def _levels_of(self, name: str) -> Levels:
+        return self._levels[FUSED if name == SYNCHRONOUS else name]
+
+    def _open(self, name: str) -> Levels:
+        case, topology = self._case, self._case.topology(name)
+        return open_levels(
+            topology,
+            self._rank,
+            inside=partial(self._endpoint, case.across if name == TENSOR else case.inside),
+            across=partial(self._endpoint, case.across),
+            message_bytes=message_bytes(topology, case.tokens, case.hidden, case.top_k, torch.float32),
+            timeout_s=case.timeout_s,
+        )
+
+    def _endpoint(self, transport: str, name: str) -> _m2n.Endpoint:
+        processes = self._case.num_ranks
+        return _m2n.Endpoint(name, transport, local_processes=processes, spin_s=SPIN_S, dead_after_s=10.0)
+
+    def _exchange(self, name: str) -> HybridExchange:
+        levels = self._levels_of(name)
+        placement = contiguous_placement(self._case.num_experts, levels.topology.expert_ep, [0])
+        return HybridExchange(levels, placement, partial(_share, levels.topology), fused=name != SYNCHRONOUS)
+
+    def _inputs(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of this rank's node; of all nodes where all ranks are one attention group."""
+        case = self._case
+        nodes = range(case.nodes) if name == TENSOR else [self._rank // case.ranks_per_node]
+        rows, ids, weights = [], [], []
+        for node in nodes:
+            generator = torch.Generator().manual_seed(node)
+            rows.append(torch.randn(case.tokens, case.hidden, generator=generator))
+            order_TE = torch.rand(case.tokens, case.num_experts, generator=generator).argsort(dim=1)
+            ids.append(order_TE[:, : case.top_k].to(torch.int32))
+            weights.append(torch.rand(case.tokens, case.top_k, generator=generator))
+        return torch.cat(rows), torch.cat(ids), torch.cat(weights)
+
+
+def _share(topology: TwoLevel, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+    """An expert returns its row; each rank of its group gives an equal share of that."""
+    weights_R1 = torch.where(ids_RK >= 0, weights_RK, 0.0).sum(dim=1, keepdim=True)
+    return rows_RH * (weights_R1 / topology.expert_tp)

@@ -1,0 +1,101 @@
+"""`antiphon bench balance`: the same requests while experts stay, are placed once, or move with the load."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.bench.balance import CASES, BalanceOrder, BalanceRow, Case, as_json, bench_balance
+from antiphon.cli import options
+from antiphon.cli.doctor import read_cpuinfo
+from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.models.config import load_model_spec
+from antiphon.serve.balancer import POLICIES
+
+MOST_WORKERS, MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 64, 65_536, 100_000, 1000  # more is a slip of the finger
+_COLUMNS = ("case", "policy", "tokens/s", "step ms", "p95 ms", "p95 to off", "balancedness", "moves")
+
+
+def balance(
+    model: options.ModelFolder,
+    cases: Annotated[str, typer.Option(metavar="NAME,...", help="plain, hot, slow.")] = ",".join(CASES),
+    attention: Annotated[int, typer.Option(metavar="N", help="Attention workers.")] = 1,
+    experts: Annotated[int, typer.Option(metavar="N", help="Expert workers.")] = 4,
+    micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches.")] = 2,
+    expert_slots: Annotated[
+        int | None, typer.Option(metavar="N", show_default="a quarter more than needed", help="Slots a layer.")
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", help="Requests at once.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Of each request.")] = 32,
+    output_tokens: Annotated[int, typer.Option(metavar="N", help="Of each request.")] = 128,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Texts are compared in float32.")] = "float32",
+    rounds: Annotated[int, typer.Option(metavar="N", help="Runs of each policy, in turns.")] = 3,
+    json: JsonOption = None,
+) -> None:
+    """Time serving under each --balance policy: plain, with a hot expert, with a slow worker."""
+    for name, value, most in (
+        ("--attention", attention, MOST_WORKERS),
+        ("--experts", experts, MOST_WORKERS),
+        ("--micro-batches", micro_batches, MOST_WORKERS),
+        ("--batch", batch, MOST_REQUESTS),
+        ("--prompt-tokens", prompt_tokens, MOST_TOKENS),
+        ("--output-tokens", output_tokens, MOST_TOKENS),
+        ("--rounds", rounds, MOST_ROUNDS),
+    ):
+        options.check_count(name, value, most)
+    needed = -(-load_model_spec(model).router.num_experts // experts)
+    slots = needed + -(-needed // 4) if expert_slots is None else expert_slots
+    rows: list[BalanceRow] = []
+    for case in parse_cases(cases):
+        order = BalanceOrder(
+            model=model,
+            attention=attention,
+            experts=experts,
+            micro_batches=micro_batches,
+            slots=slots,
+            case=case,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rounds=rounds,
+            dtype=dtype,
+        )
+        with (
+            tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
+            progress(f"balance, {case}", format_amount=lambda done: f"{done:.0f}") as report,
+        ):
+            rows += bench_balance(order, POLICIES, Path(folder), report)
+    show(result_table(rows), json=json)
+    about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
+    emit_json(json, {"bench": "balance", **about, "slots": slots, "batch": batch, "rows": as_json(rows)})
+
+
+def parse_cases(text: str) -> list[Case]:
+    """``"plain,hot"`` -> ["plain", "hot"]."""
+    names = [part.strip() for part in text.split(",")]
+    if wrong := [name for name in names if name not in CASES]:
+        raise UserError(f"--cases has {wrong[0]!r}: use some of {', '.join(CASES)}")
+    return cast(list[Case], names)
+
+
+def result_table(rows: list[BalanceRow]) -> Any:
+    """What people read."""
+    off = {row.case: row.step_s_p95 for row in rows if row.policy == "off"}
+    cells = [
+        (
+            row.case,
+            row.policy,
+            f"{row.tokens_per_s:.0f}",
+            f"{row.step_s_median * 1e3:.2f}",
+            f"{row.step_s_p95 * 1e3:.2f}",
+            f"{off[row.case] / row.step_s_p95:.2f}",
+            f"{row.balancedness:.3f}",
+            row.placement_changes,
+        )
+        for row in rows
+    ]
+    return table(_COLUMNS, cells, title="medians over the rounds; p95 to off: higher is better")

@@ -1,0 +1,90 @@
+"""`antiphon placement`: which experts to copy and where, from the routing that a server recorded.
+
+The table's placement is made from the first half of the steps and judged on the second, because a placement is used on
+steps that come later. The one that is written is made from all steps. Rejected: the newest steps counting most, as
+`--balance window` has it: a file stays in use for longer than what was popular just now.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
+from antiphon.placement.place import matrix_of, owners_of, place
+from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.placement.split import FloatArray, IntArray, balancedness, split_rows
+from antiphon.specs.placement import ExpertPlacement, contiguous_placement, placement_to_json
+
+COLUMNS = ("layer", "contiguous", "placed, shared evenly", "placed, split", "5th percentile", "copies")
+
+
+def placement(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What antiphon serve --record-routing wrote.")],
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Expert workers.")],
+    slots: Annotated[int, typer.Option("--slots", metavar="S", help="Experts a worker holds in a layer.")],
+    speeds: Annotated[
+        str | None, typer.Option("--speeds", metavar="A,B,...", help="Rows/s of the workers, or only their ratios.")
+    ] = None,
+    knee: Annotated[
+        int, typer.Option("--knee", metavar="ROWS", help="Rows up to which an expert takes no longer than for one.")
+    ] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement, as JSON.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Place experts by recorded routing: copies of the popular ones, and how even the load becomes."""
+    check_output_file("--out", out)
+    if knee < 1:
+        raise UserError(f"--knee is {knee}: it must be at least 1 row")
+    recorded = read_routing_trace(trace)
+    counts = recorded.counts_of_steps()
+    if len(counts) < 2:
+        raise UserError(f"{trace} has {len(counts)} steps: record at least 2, one to place by and one to judge by")
+    ratios = _speeds(speeds, workers)
+    layers = [
+        _judged(number, steps, workers, slots, ratios, knee)
+        for number, steps in zip(recorded.header.layers, np.moveaxis(counts, 1, 0), strict=True)
+    ]
+    show(table(COLUMNS, [tuple(each.values()) for each in layers]), json=json)
+    if out is not None:
+        held = place(counts.sum(axis=0).astype(np.float64), workers, slots, speeds=ratios)
+        made = ExpertPlacement(workers, dict(zip(recorded.header.layers, map(owners_of, held), strict=True)))
+        with whole_file("--out", out) as fresh:
+            fresh.write_text(placement_to_json(made) + "\n")
+        show(f"{out}: for antiphon serve --placement, or POST /placement", json=json)
+    emit_json(json, {"bench": "placement", **provenance(), "steps": len(counts), "layers": layers})
+
+
+def _judged(
+    layer: int, steps: IntArray, num_workers: int, slots: int, speeds: FloatArray | None, knee: int
+) -> dict[str, float]:
+    """A row of the table, from the rows [T, E] of one layer: balancedness in the second half of the steps."""
+    half = len(steps) // 2
+    held = place(steps[:half].sum(axis=0).astype(np.float64), num_workers, slots, speeds=speeds)
+    num_experts = steps.shape[1]
+    plain = matrix_of(contiguous_placement(num_experts, num_workers, (layer,)).owners[layer], num_workers)
+    later = steps[half:]
+    even = held / held.sum(axis=1, keepdims=True) * later[..., None]
+    split = balancedness(split_rows(later, held, speeds, knee), speeds)
+    return {
+        "layer": layer,
+        "contiguous": float(balancedness(split_rows(later, plain, speeds, knee), speeds).mean()),
+        "even_shares": float(balancedness(even, speeds).mean()),
+        "split": float(split.mean()),
+        "split_p5": float(np.quantile(split, 0.05)),
+        "copies": int(held.sum()) - num_experts,
+    }
+
+
+def _speeds(text: str | None, num_workers: int) -> FloatArray | None:
+    if text is None:
+        return None
+    try:
+        speeds = np.array([float(part) for part in text.split(",")])
+    except ValueError as error:
+        raise UserError(f"--speeds {text}: write one number for each worker, for example 1,1,0.5") from error
+    if speeds.size != num_workers or not (np.isfinite(speeds) & (speeds > 0)).all():
+        raise UserError(f"--speeds {text}: give {num_workers} numbers above 0, one for each worker")
+    return speeds

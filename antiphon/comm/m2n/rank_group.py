@@ -1,0 +1,154 @@
+"""`RankGroup` over the native M2N library (`csrc/m2n/rank_group.h`): any of its transports, one machine or many.
+
+Every rank is a server and a client: it has an inbox with a source for each rank, whose ticket the others get from
+whoever starts the group, and an outbox to each of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from antiphon import _m2n
+from antiphon.base.errors import Interrupted, UserError
+from antiphon.comm.m2n.api import StepAborted
+from antiphon.comm.m2n.native import dtype_name, view_of
+from antiphon.comm.m2n.traffic import Traffic, read_traffic
+
+SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
+_CONNECT_S = 10.0  # for peers that are known to be there
+_Result = TypeVar("_Result")
+
+
+class NativeRankGroup:
+    """`RankGroup` of rank `rank` of `size`. `name`: of the group, for errors; ranks are `name[0]`, `name[1]`, ...
+
+    The endpoint is the group's own from now on. `timeout_s` bounds every wait for peers."""
+
+    def __init__(
+        self,
+        endpoint: _m2n.Endpoint,
+        rank: int,
+        size: int,
+        *,
+        name: str = "rank",
+        timeout_s: float = 30.0,
+        num_slots: int = _m2n.RANK_GROUP_SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise UserError(f"rank {rank} of {size}: ranks are 0 to {size - 1}")
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        names = [f"{name}[{other}]" for other in range(size)]
+        self._inbox = endpoint.inbox(size, num_slots, slot_bytes, names)
+        self._native = _m2n.RankGroup(rank, self._inbox)
+        self._outboxes: list[_m2n.Outbox | None] = [None] * size
+        self._tickets: list[bytes] = [b""] * size
+        self.rank = rank
+        self.size = size
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._native.bytes_sent
+
+    @property
+    def ticket(self) -> bytes:
+        return self._endpoint.ticket(self._inbox)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), "it is summed in place"
+        self._run(self._native.all_reduce, tensor.data_ptr(), tensor.numel(), dtype_name(tensor.dtype))
+
+    def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        tensor = tensor.contiguous()
+        out = self._room(tensor, rows_by_rank, rows_by_rank[self.rank])
+        num_bytes = _times(rows_by_rank, _row_elements(tensor) * tensor.itemsize)
+        self._run(self._native.all_gather, tensor.data_ptr(), out.data_ptr(), num_bytes)
+        return out
+
+    def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        tensor = tensor.contiguous()
+        out = self._room(tensor, rows_by_rank[self.rank : self.rank + 1], sum(rows_by_rank))
+        counts = _times(rows_by_rank, _row_elements(tensor))
+        self._run(self._native.reduce_scatter, tensor.data_ptr(), out.data_ptr(), counts, dtype_name(tensor.dtype))
+        return out
+
+    def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+        tensor = tensor.contiguous()
+        out = self._room(tensor, rows_from, sum(rows_to))
+        row_bytes = _row_elements(tensor) * tensor.itemsize
+        bytes_to, bytes_from = _times(rows_to, row_bytes), _times(rows_from, row_bytes)
+        self._run(self._native.all_to_all, tensor.data_ptr(), out.data_ptr(), bytes_to, bytes_from)
+        return out
+
+    def open_exchange(self) -> int:
+        return self._native.open_exchange()
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        pieces = [piece.contiguous() for piece in pieces]
+        self._run(self._native.post, exchange, peer, [(piece.data_ptr(), piece.nbytes) for piece in pieces])
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        address, num_bytes = self._run(self._native.take, exchange, peer)
+        return view_of(address, (num_bytes,), torch.uint8)
+
+    def release(self, exchange: int, peer: int) -> None:
+        self._native.release(exchange, peer)
+
+    def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
+        assert (payload is not None) == (root == self.rank), "the root gives the payload, the others get it"
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return _aborting(self._native.broadcast, payload, root, timeout_s)
+
+    def barrier(self) -> None:
+        self._run(self._native.barrier)
+
+    def abort(self, epoch: int) -> None:
+        self._native.abort(epoch)
+        self._endpoint.interrupt()
+
+    def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
+        if len(tickets) != self.size:
+            raise UserError(f"{len(tickets)} tickets for a group of {self.size} ranks: give one for each, in order")
+        for peer, ticket in enumerate(tickets):
+            outbox = self._outboxes[peer]
+            if peer == self.rank or (outbox is not None and not outbox.lost and ticket == self._tickets[peer]):
+                continue
+            outbox = self._endpoint.connect(ticket, self.rank, _CONNECT_S)
+            self._outboxes[peer], self._tickets[peer] = outbox, ticket
+            self._native.set_peer(peer, outbox)
+        self._run(self._native.begin, epoch)
+
+    def traffic(self) -> Traffic:
+        return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    def _room(self, tensor: Tensor, rows: Sequence[int], rows_given: int) -> Tensor:
+        """Space for a result of so many rows; checks what goes in."""
+        assert tensor.shape[0] == rows_given, f"{rows_given} rows are announced, {tensor.shape[0]} given"
+        return torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+
+    def _run(self, call: Callable[..., _Result], *arguments: object) -> _Result:
+        return _aborting(call, *arguments, self._timeout_s)
+
+
+def _aborting(call: Callable[..., _Result], *arguments: object) -> _Result:
+    try:
+        return call(*arguments)
+    except Interrupted as error:
+        raise StepAborted from error
+
+
+def _row_elements(tensor: Tensor) -> int:
+    elements = 1
+    for size in tensor.shape[1:]:
+        elements *= size
+    return elements
+
+
+def _times(rows: Sequence[int], factor: int) -> list[int]:
+    return [count * factor for count in rows]

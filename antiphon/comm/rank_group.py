@@ -1,0 +1,139 @@
+"""Ranks that work on one thing together, and the collectives between them, as a worker sees them.
+
+All ranks of a group make the same calls in the same order with sizes that fit each other. A call returns when this
+rank's part is done. It waits at most the group's timeout for any peer, and names whom it waited for: `PeerTimeout`,
+`PeerLost` as soon as a peer is gone, `StepAborted` once `abort` was called. After any of them the group is of no use
+until `reset`. One thread makes the calls; `abort` may come from any.
+
+Sums are made in float32, in the order of ranks, and rounded once. So every rank gets the same bits, at every size, over
+every transport.
+
+Rejected: `torch.distributed`. Its groups cannot lose a member and go on; its order of sums depends on size and on the
+number of ranks; a rank that dies is named after its timeout.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from antiphon.comm.m2n.traffic import Traffic
+
+
+class RankGroup(Protocol):
+    """One rank's end of a group. Tensors are on the CPU: bfloat16, float16 or float32 where they are summed, any type
+    elsewhere. Rows are entries of the first dimension; lists have one entry for each rank, zeros included."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that have left this rank for others."""
+
+    @property
+    def ticket(self) -> bytes:
+        """How the others reach this rank."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor`, which is contiguous and of the same shape on all ranks, by the sum over all ranks."""
+
+    def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        """[sum of `rows_by_rank`, ...]: the rows of all ranks in order; `tensor` has this rank's."""
+
+    def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        """[`rows_by_rank[rank]`, ...]: this rank's rows of the sum; `tensor` has all rows, in order of ranks."""
+
+    def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+        """[sum of `rows_from`, ...]: what the others had for this rank, in order; `tensor` has `rows_to[i]` for i."""
+
+    def open_exchange(self) -> int:
+        """Begin an exchange of messages of one pair at a time; something else may be done in between. All ranks open
+        the same ones in the same order, and in each a rank posts one message to every peer, of one slot at most, and
+        takes and releases the peer's."""
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        """Send a message, which is the bytes of `pieces` one after another. Waits only for a free slot."""
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        """The bytes of the peer's message where they were received, valid until `release`. May be called again."""
+
+    def release(self, exchange: int, peer: int) -> None:
+        """Give the message's slot back to the peer."""
+
+    def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
+        """`payload` of `root`, on every rank; the others give None. A rank whose wait ends with `PeerTimeout` before
+        anything came may call again: so an idle follower listens."""
+
+    def barrier(self) -> None:
+        """Until all ranks are here."""
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin. Every wait ends with `StepAborted`."""
+
+    def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
+        """Begin `epoch`, which is larger than the last, with the ranks that `tickets` lead to, this one's included.
+
+        Whatever was in flight is forgotten. Connects to those that are new or were lost, and returns when all have
+        begun this epoch too. `PeerTimeout` or `PeerLost` names one that has not."""
+
+    def traffic(self) -> Traffic:
+        """What this rank has carried since its start."""
+
+    def close(self) -> None:
+        """Say goodbye to the others; nothing may follow."""
+
+
+class Alone:
+    """A group of one: nothing travels."""
+
+    rank = 0
+    size = 1
+    bytes_sent = 0
+    ticket = b""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The sum of one is itself."""
+
+    def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        return tensor
+
+    def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+        return tensor
+
+    def open_exchange(self) -> int:
+        return 0
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        raise AssertionError("there is no peer")
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        raise AssertionError("there is no peer")
+
+    def release(self, exchange: int, peer: int) -> None:
+        raise AssertionError("there is no peer")
+
+    def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
+        assert payload is not None, "the only rank is the one that has it"
+        return payload
+
+    def barrier(self) -> None:
+        """Nobody else is awaited."""
+
+    def abort(self, epoch: int) -> None:
+        """Nothing waits."""
+
+    def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
+        """Nobody else is connected."""
+
+    def traffic(self) -> Traffic:
+        return Traffic(pairs=[], waits=[], round_trips=[])
+
+    def close(self) -> None:
+        """Nobody else is told."""

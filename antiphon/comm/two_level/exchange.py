@@ -1,0 +1,240 @@
+"""Rows to their experts and back over a `TwoLevel` topology: MixServe's fused AG-Dispatch and fused RS-Combine.
+
+Dispatch (Algorithm 2). All ranks of an attention group have the same rows, so each sends one shard of them, a slice of
+the hidden size, to the same place of every node that holds one of a row's experts; each row once a node's part. What
+arrives is gathered inside the expert group. Combine (Algorithm 1) mirrors it: partial sums are reduce-scattered inside,
+each rank returns its shard to where the rows came from, adds up what the nodes return, and the shards are gathered.
+
+Round i talks to the node i further. Fused: all sends are on their way before the first gather, and round i is gathered
+while the messages of later rounds travel; the combine posts round i's shard before it reduces round i + 1's.
+Synchronous (the ablation): a level begins when the other has ended. Results have the same bits: nodes are added in the
+order of their numbers.
+
+Algorithm 1 as printed sends before it reduces; what it sends would then be summed in the wrong group. Here the
+reduction comes first, as in the paper's Figure 8 and text. Rows of the own node need no message.
+
+Letters: T rows here, R rows received, H hidden, K choices, W = H / shards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.base.errors import UserError
+from antiphon.comm.rank_group import RankGroup
+from antiphon.comm.two_level.levels import Levels
+from antiphon.comm.two_level.topology import TwoLevel
+
+_CHOICE_BYTES = 8  # an id and a weight
+
+
+def message_bytes(topology: TwoLevel, max_rows: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
+    """The largest message between nodes. `UserError` if a row cannot be cut into the topology's shards."""
+    if hidden_size % topology.num_shards:
+        raise UserError(f"a hidden size of {hidden_size} cannot be cut into {topology.num_shards} equal shards")
+    return max_rows * (hidden_size // topology.num_shards * dtype.itemsize + _CHOICE_BYTES * top_k)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows with their choices: whole ones, or one shard of them."""
+
+    rows: Tensor
+    ids_RK: Tensor
+    weights_RK: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """Rows for the experts here. `ids_RK`: -1 where an expert is elsewhere. `counts[node][i]`: how many came from
+    attention group i of those of a node that this expert group serves, in the order in which they lie."""
+
+    rows_RH: Tensor
+    ids_RK: Tensor
+    weights_RK: Tensor
+    counts: list[list[int]]
+
+
+class Dispatch:
+    """Rows under way. Its creation sends this rank's; `wait` returns what came; then `combine` returns the results."""
+
+    def __init__(
+        self,
+        levels: Levels,
+        owners: Tensor,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        fused: bool = True,
+    ) -> None:
+        """`owners[turn][e]`: the part, of `expert_ep`, that serves expert e for rows whose index is `turn` modulo the
+        number of turns. Waits only for free slots."""
+        self._levels, self._fused = levels, fused
+        self._topology = levels.topology
+        self._num_rows, self._hidden = x_TH.shape
+        self._dtype, self._top_k = x_TH.dtype, ids_TK.shape[1]
+        turns_T1 = (torch.arange(self._num_rows) % owners.shape[0]).unsqueeze(1)
+        parts_TK = owners[turns_T1, ids_TK.long()]
+        self._rows_of: list[Tensor] = []
+        outgoing: list[_Rows] = []
+        for node in range(self._topology.num_nodes):
+            here_TK = parts_TK == self._topology.part_at(node, levels.rank)
+            rows = here_TK.any(dim=1).nonzero().squeeze(1)
+            self._rows_of.append(rows)
+            ids_RK = torch.where(here_TK, ids_TK, -1)[rows].to(torch.int32)
+            sent = x_TH if node == levels.node and not self._gathers_own else self._shard(x_TH)
+            outgoing.append(_Rows(sent[rows], ids_RK, weights_TK[rows].float()))
+        self._own = outgoing[levels.node]
+        self._exchange = levels.across.open_exchange()
+        for turn in range(1, self._topology.num_nodes):
+            node = self._after(turn)
+            self._post(node, outgoing[node])
+        self._counts: list[list[int]] = []
+
+    @property
+    def _gathers_own(self) -> bool:
+        """Whether rows of the own node lie on some ranks of the expert group only."""
+        return self._topology.sets_per_expert_group > 1
+
+    def wait(self) -> Arrived:
+        """Everything that came for the experts here, by node. Raises as the groups' collectives do."""
+        levels, num_nodes = self._levels, self._topology.num_nodes
+        arrived: list[list[_Rows]] = [[] for _ in range(num_nodes)]
+        turns = range(1, num_nodes)
+        if not self._fused:
+            for turn in turns:
+                levels.across.take(self._exchange, self._before(turn))
+        arrived[levels.node] = self._gather(self._own) if self._gathers_own else [self._own]
+        for turn in turns:
+            node = self._before(turn)
+            shard = self._unpack(levels.across.take(self._exchange, node))
+            arrived[node] = self._gather(shard)
+            levels.across.release(self._exchange, node)
+        self._counts = [[part.rows.shape[0] for part in parts] for parts in arrived]
+        flat = [part for parts in arrived for part in parts]
+        return Arrived(
+            rows_RH=torch.cat([part.rows for part in flat]),
+            ids_RK=torch.cat([part.ids_RK for part in flat]),
+            weights_RK=torch.cat([part.weights_RK for part in flat]),
+            counts=self._counts,
+        )
+
+    def combine(self, partial_RH: Tensor) -> Tensor:
+        """[T, H]: the sums of what all experts made of the rows. `partial_RH`: this rank's share of the weighted sums
+        of the rows that `wait` returned, in their order; ranks of an expert group are added. Raises as `wait` does."""
+        levels, num_nodes = self._levels, self._topology.num_nodes
+        exchange = levels.across.open_exchange()
+        partials = torch.split(partial_RH, [sum(counts) for counts in self._counts])
+        returned: dict[int, Tensor] = {}
+        for turn in range(1, num_nodes):
+            node = self._after(turn)
+            returned[node] = self._reduce(partials[node], self._counts[node])
+            if self._fused:
+                self._return(exchange, node, returned[node])
+        own = self._reduce(partials[levels.node], self._counts[levels.node])
+        if not self._fused:
+            for turn in range(1, num_nodes):
+                self._return(exchange, self._after(turn), returned[self._after(turn)])
+        total = torch.zeros(self._num_rows, self._hidden // self._topology.num_shards)
+        for node in range(num_nodes):
+            if node == levels.node:
+                total.index_add_(0, self._rows_of[node], own.float())
+                continue
+            came = levels.across.take(exchange, node).view(self._dtype).view(-1, total.shape[1])
+            total.index_add_(0, self._rows_of[node], came.float())
+            levels.across.release(exchange, node)
+        return self._complete(total.to(self._dtype))
+
+    # --- between nodes ---
+
+    def _after(self, turn: int) -> int:
+        return (self._levels.node + turn) % self._topology.num_nodes
+
+    def _before(self, turn: int) -> int:
+        return (self._levels.node - turn) % self._topology.num_nodes
+
+    def _shard(self, x_TH: Tensor) -> Tensor:
+        width = self._hidden // self._topology.num_shards
+        shard = self._topology.shard_of(self._levels.rank)
+        return x_TH[:, shard * width : (shard + 1) * width]
+
+    def _post(self, node: int, part: _Rows) -> None:
+        self._levels.across.post(self._exchange, node, [part.ids_RK, part.weights_RK, part.rows])
+        self._levels.ledger.sent("across.dispatch", part.rows.nbytes)
+        self._levels.ledger.sent("across.routing", part.ids_RK.nbytes + part.weights_RK.nbytes)
+
+    def _return(self, exchange: int, node: int, shard_RW: Tensor) -> None:
+        self._levels.across.post(exchange, node, [shard_RW])
+        self._levels.ledger.sent("across.combine", shard_RW.nbytes)
+
+    def _unpack(self, message: Tensor) -> _Rows:
+        """A shard, as views of the message."""
+        width = self._hidden // self._topology.num_shards
+        row_bytes = width * self._dtype.itemsize
+        num_rows = message.shape[0] // (row_bytes + _CHOICE_BYTES * self._top_k)
+        sizes = [num_rows * n for n in (4 * self._top_k, 4 * self._top_k, row_bytes)]
+        ids, weights, rows = torch.split(message, sizes)
+        return _Rows(
+            rows.view(self._dtype).view(num_rows, width),
+            ids.view(torch.int32).view(num_rows, self._top_k),
+            weights.view(torch.float32).view(num_rows, self._top_k),
+        )
+
+    # --- inside a node ---
+
+    def _gather(self, shard: _Rows) -> list[_Rows]:
+        """Whole rows from the shards of the expert group: those of each attention group it serves."""
+        group, shards = self._levels.experts, self._topology.num_shards
+        if group.size == 1:
+            return [_Rows(shard.rows.clone(), shard.ids_RK.clone(), shard.weights_RK.clone())]
+        num_rows = shard.rows.shape[0]
+        if not self._gathers_own:
+            blocks = self._all_gather(group, shard.rows, [num_rows] * group.size, "dispatch")
+            return [_Rows(_side_by_side(blocks), shard.ids_RK.clone(), shard.weights_RK.clone())]
+        counts = group.all_gather(torch.tensor([num_rows]), [1] * group.size).tolist()
+        blocks = self._all_gather(group, shard.rows, counts, "dispatch")
+        ids = self._all_gather(group, shard.ids_RK, counts, "routing")
+        weights = self._all_gather(group, shard.weights_RK, counts, "routing")
+        firsts = range(0, group.size, shards)
+        return [_Rows(_side_by_side(blocks[i : i + shards]), ids[i], weights[i]) for i in firsts]
+
+    def _all_gather(self, group: RankGroup, rows: Tensor, counts: Sequence[int], purpose: str) -> list[Tensor]:
+        self._levels.ledger.sent(f"inside.{purpose}", (group.size - 1) * rows.nbytes)
+        return list(torch.split(group.all_gather(rows, counts), list(counts)))
+
+    def _reduce(self, partial_RH: Tensor, counts: Sequence[int]) -> Tensor:
+        """This rank's shard of the sums over the expert group, of the rows of its own attention group."""
+        group, shards = self._levels.experts, self._topology.num_shards
+        if group.size == 1:
+            return partial_RH
+        width = self._hidden // shards
+        parts = torch.split(partial_RH, list(counts))
+        stacked = torch.cat([part.reshape(-1, shards, width).transpose(0, 1).reshape(-1, width) for part in parts])
+        rows_by_rank = [count for count in counts for _ in range(shards)]
+        shard = group.reduce_scatter(stacked, rows_by_rank)
+        self._levels.ledger.sent("inside.combine", stacked.nbytes - shard.nbytes)
+        return shard
+
+    def _complete(self, shard_TW: Tensor) -> Tensor:
+        """Whole rows from the shards of the attention group. Where it spans several expert groups, each has the sum
+        over its own part of the experts of every node, and they are added."""
+        group, shards = self._levels.attention, self._topology.num_shards
+        if group.size == 1:
+            return shard_TW
+        blocks = self._all_gather(group, shard_TW, [self._num_rows] * group.size, "combine")
+        if group.size == shards:
+            return _side_by_side(blocks)
+        columns = []
+        for shard in range(shards):
+            total = blocks[shard].float()
+            for block in blocks[shard + shards :: shards]:
+                total = total + block.float()
+            columns.append(total.to(self._dtype))
+        return _side_by_side(columns)
+
+
+def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:
+    return blocks[0].clone() if len(blocks) == 1 else torch.cat(list(blocks), dim=1)

@@ -1,0 +1,217 @@
+"""Which worker holds which experts: copies of the hot ones, packed so that a split of the rows can level the loads.
+
+    minimise  max_j C_j / speed_j,   C_j = sum_i x_ij max(a_i, K),   sum_j x_ij = 1,   x_ij = 0 where j has no copy of i
+
+(MegaScale-Infer section 6, "Load balance"; a_i what expert i's rows cost, K what it costs however few they are.)
+
+1. Spare slots become copies, one by one, of the expert with the largest cost per copy.
+2. Copies are placed in falling order of cost on the worker that is done first with it and has a slot for it. Two
+   surcharges: on workers that share experts with the expert's other owners already, because a chain of neighbours that
+   share passes a surprise on and a pair that shares twice does not; and on a worker that does not hold the expert now,
+   because its weights have to move.
+3. `placement.split` says what the rows' split makes of it. Where that is more than 1% above an even load, copies of the
+   busiest worker change places or replace others' second copies, as long as that helps.
+4. What is there now stays, unless the new map pays its moves.
+
+All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
+Rejected: an integer program. It is the yardstick in the tests, and takes seconds to minutes.
+
+Letters: L layers, E experts, W workers.
+"""
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, split_loads
+from antiphon.specs.placement import Owners
+
+SPREAD = 0.15  # surcharge, in mean loads of a worker, for each expert that two workers share already
+CLOSE = 1.01
+NUM_TRIED = 24  # changes of a map whose split is computed
+BEAM = 6  # maps that are changed further
+BEAM_NUMBERS = 1024  # experts times workers, up to which all of them are
+
+
+def place(
+    loads: FloatArray,
+    num_workers: int,
+    slots: int,
+    *,
+    speeds: FloatArray | None = None,
+    floor: float = 0.0,
+    present: BoolArray | None = None,
+    move_cost: float = 0.0,
+) -> BoolArray:
+    """Who holds a copy: [L, E, W] from `loads` [L, E] (or [E, W] from [E]), at most `slots` experts on a worker.
+
+    `speeds` [W]: loads a worker gets done in a second (None: all 1); `floor`: K. `present`: who holds what now.
+    `move_cost`: what moving one expert costs, as time of the busiest worker in one step. `UserError` if the experts do
+    not fit."""
+    costs = np.maximum(np.atleast_2d(np.asarray(loads, dtype=np.float64)), floor)
+    num_experts = costs.shape[1]
+    check_fit(num_experts, num_workers, slots)
+    speeds = np.ones(num_workers) if speeds is None else np.asarray(speeds, dtype=np.float64)
+    slots = min(slots, num_experts)
+    now = None if present is None else np.broadcast_to(present, (len(costs), num_experts, num_workers))
+    held = _greedy(costs, slots, speeds, now, move_cost)
+    for layer, worst in enumerate(_worst(costs, held, speeds)):
+        if worst > CLOSE * costs[layer].sum() / speeds.sum():
+            held[layer] = _improve(costs[layer], held[layer], slots, speeds)
+    if now is not None:
+        stays = _worst(costs, now, speeds) <= _worst(costs, held, speeds) + move_cost * num_moves(now, held)
+        held = np.where(stays[:, None, None], now, held)
+    return held.reshape(*np.shape(loads), num_workers)
+
+
+def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
+    """`UserError` unless so many workers with so many slots can hold all experts."""
+    if num_workers < 1:
+        raise UserError(f"{num_workers} workers: there must be at least 1")
+    needed = -(-num_experts // num_workers)
+    if slots < needed:
+        raise UserError(
+            f"{num_experts} experts do not fit in {num_workers} x {slots} slots: give each worker at least {needed}"
+        )
+
+
+def matrix_of(owners: Owners, num_workers: int) -> BoolArray:
+    """[E, W] from the owners of one layer."""
+    held = np.zeros((len(owners), num_workers), dtype=bool)
+    for expert, workers in enumerate(owners):
+        held[expert, list(workers)] = True
+    return held
+
+
+def owners_of(held: BoolArray) -> Owners:
+    """The owners of one layer from [E, W], ascending."""
+    return tuple(tuple(np.flatnonzero(workers).tolist()) for workers in held)
+
+
+def num_moves(before: BoolArray, after: BoolArray) -> IntArray:
+    """Experts [L] whose weights a worker has to fetch, from [L, E, W] to [L, E, W]."""
+    moves: IntArray = (after & ~before).sum(axis=(-2, -1))
+    return moves
+
+
+def recent_loads(window: FloatArray, half_life_steps: float = 4.0) -> FloatArray:
+    """Loads [L, E] to place for: the mean of counts [T, L, E] of the last T steps, where a step counts half of one
+    `half_life_steps` later. Popularity drifts, so an even mean over the window is stale."""
+    steps = np.asarray(window, dtype=np.float64)
+    weights = 0.5 ** (np.arange(len(steps))[::-1] / half_life_steps)
+    loads: FloatArray = np.tensordot(weights / weights.sum(), steps, axes=1)
+    return loads
+
+
+def _worst(costs: FloatArray, held: BoolArray, speeds: FloatArray) -> FloatArray:
+    """Time [L] of the busiest worker."""
+    worst: FloatArray = (split_loads(costs, held, speeds).sum(axis=-2) / speeds).max(axis=-1)
+    return worst
+
+
+def num_copies(costs: FloatArray, num_workers: int, slots: int) -> IntArray:
+    """Copies [L, E] of each expert, together as many as there are slots: step 1."""
+    copies = np.ones(costs.shape, dtype=np.int64)
+    layers = np.arange(len(costs))
+    shares = np.where(copies < num_workers, costs, -1.0)
+    for _ in range(num_workers * slots - costs.shape[1]):
+        most = np.argmax(shares, axis=1)
+        copies[layers, most] += 1
+        more = copies[layers, most]
+        shares[layers, most] = np.where(more < num_workers, costs[layers, most] / more, -1.0)
+    return copies
+
+
+def _greedy(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray | None, move_cost: float) -> BoolArray:
+    """Step 2. An expert's copies follow each other, so its first one always finds a slot; a later one that no worker
+    may take is left out."""
+    num_layers, num_experts = costs.shape
+    num_workers = speeds.size
+    copies = num_copies(costs, num_workers, slots)
+    pieces = costs / copies
+    queue = np.argsort(-pieces, axis=1, kind="stable")
+    queue = np.stack([np.repeat(queue[layer], copies[layer, queue[layer]]) for layer in range(num_layers)])
+    layers = np.arange(num_layers)
+    held = np.zeros((num_layers, num_experts, num_workers), dtype=bool)
+    loads, used = np.zeros((num_layers, num_workers)), np.zeros((num_layers, num_workers), dtype=np.int64)
+    shared = np.zeros((num_layers, num_workers, num_workers))
+    spread = SPREAD * costs.sum(axis=1) / speeds.sum()
+    for experts in queue.T:
+        holders, piece = held[layers, experts], pieces[layers, experts]
+        score = (loads + piece[:, None]) / speeds
+        if holders.any():
+            score += spread[:, None] * np.matmul(holders[:, None].astype(np.float64), shared)[:, 0]
+        if now is not None:
+            score += move_cost * ~now[layers, experts]
+        score[holders | (used >= slots)] = np.inf
+        chosen = np.argmin(score, axis=1)
+        fits = np.isfinite(score[layers, chosen])
+        here, experts, chosen = layers[fits], experts[fits], chosen[fits]
+        shared[here, :, chosen] += holders[fits]
+        shared[here, chosen, :] += holders[fits]
+        held[here, experts, chosen] = True
+        loads[here, chosen] += piece[fits]
+        used[here, chosen] += 1
+    return held
+
+
+def _improve(costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray) -> BoolArray:
+    """Step 3, for one layer [E, W]: the best BEAM maps of each round are changed again, also those that are no better
+    than before, because a copy often pays only after a second change. Large layers follow one map."""
+    width = int(np.clip(BEAM_NUMBERS // held.size, 1, BEAM))
+    enough = CLOSE * costs.sum() / speeds.sum()
+    parts = split_loads(costs, held, speeds)
+    best, worst, patience = held, float((parts.sum(axis=0) / speeds).max()), width
+    beam = [(held, parts)]
+    while patience and worst > enough:
+        patience -= 1
+        changed = np.concatenate([_changes(parts, held, slots, speeds) for held, parts in beam])
+        if width > 1:
+            changed = np.unique(changed, axis=0)
+        if not len(changed):
+            break
+        split = split_loads(np.broadcast_to(costs, (len(changed), costs.size)), changed, speeds)
+        times = (split.sum(axis=1) / speeds).max(axis=1)
+        order = np.argsort(times, kind="stable")[:width]
+        beam = [(changed[index], split[index]) for index in order]
+        if times[order[0]] < worst * (1 - 1e-6):
+            best, worst, patience = changed[order[0]], float(times[order[0]]), width
+    return best
+
+
+def _changes(parts: FloatArray, held: BoolArray, slots: int, speeds: FloatArray) -> BoolArray:
+    """Up to NUM_TRIED maps [N, E, W], one change away, that seem to relieve the busiest worker most.
+
+    A change takes an expert i of the busiest worker b and a worker w that lacks it. Either i moves to w, in exchange
+    for an expert j that b lacks; or w gets a copy of i in place of an expert j that others hold too. j may be an empty
+    slot."""
+    num_experts, num_workers = held.shape
+    loads = parts.sum(axis=0)
+    busiest = int(np.argmax(loads / speeds))
+    given = np.flatnonzero(held[:, busiest])
+    taken, workers = np.nonzero(np.vstack([held, held.sum(axis=0) < slots]))
+    away = workers != busiest
+    taken, workers = taken[away], workers[away]
+    ours = parts[given, busiest][:, None]
+    theirs = np.vstack([parts, np.zeros(num_workers)])[taken, workers]
+    lacks = ~held[given][:, workers]
+    is_empty, is_copied = taken == num_experts, np.append(held.sum(axis=1) > 1, True)[taken]
+    swaps = lacks & (is_empty | ~np.append(held[:, busiest], False)[taken])
+    here, there = loads[busiest], loads[workers]
+    swapped = np.maximum((here - ours + theirs) / speeds[busiest], (there - theirs + ours) / speeds[workers])
+    level = (here + there - theirs) / (speeds[busiest] + speeds[workers])
+    copied = np.maximum((here - ours) / speeds[busiest], level)
+    values = np.concatenate(
+        [np.where(swaps, swapped, np.inf).ravel(), np.where(lacks & is_copied, copied, np.inf).ravel()]
+    )
+    best = np.argsort(values, kind="stable")[:NUM_TRIED]
+    best = best[np.isfinite(values[best])]
+    maps = np.repeat(np.pad(held, ((0, 1), (0, 0)))[None], len(best), axis=0)
+    for number, index in enumerate(best):
+        is_copy, pair = divmod(int(index), swaps.size)
+        i, at = divmod(pair, len(taken))
+        maps[number, given[i], workers[at]] = True
+        maps[number, taken[at], workers[at]] = False
+        if not is_copy:
+            maps[number, given[i], busiest] = False
+            maps[number, taken[at], busiest] = True
+    return maps[:, :num_experts]

@@ -1,0 +1,154 @@
+"""Which experts the rows of real steps chose: what `antiphon serve --record-routing FILE` writes, and its reader.
+
+A file is a sequence of frames: 4 bytes of length (little endian), then so many bytes of MessagePack. The first frame is
+the `TraceHeader`, every other one a `RoutedRows`: the rows that one attention worker computed in one step.
+
+Ids are kept by row and layer, not only counted: counts follow from them, and what a row chose in earlier layers is
+what Lina's estimation reads (section 5.1). A file that was cut off reads up to its last whole frame.
+
+Rejected: an archive of NumPy arrays. It is written at its end or not at all, and a server may be killed.
+
+Letters: T rows, L MoE layers, K experts chosen by a row, E experts.
+"""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.base.errors import UserError
+
+_LENGTH = struct.Struct("<I")
+_FORMAT = "antiphon routing trace 1"
+_MAX_FRAME_BYTES = 1 << 30
+
+IdArray = NDArray[np.uint16]
+CountArray = NDArray[np.int64]
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trace is of: the model's name, the numbers of its MoE layers, its experts and choices of a row."""
+
+    format: str = _FORMAT
+    model: str
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return len(self.layers)
+
+
+class RoutedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one attention worker in one step of the group. `ids`: uint16 [L, T, K], little endian."""
+
+    step: int
+    worker: int
+    num_rows: int
+    ids: bytes
+
+
+class RoutingTrace:
+    """A trace read into memory."""
+
+    def __init__(self, header: TraceHeader, rows: list[RoutedRows]) -> None:
+        self.header = header
+        self.rows = rows
+
+    @property
+    def num_rows(self) -> int:
+        return sum(each.num_rows for each in self.rows)
+
+    def ids_of(self, rows: RoutedRows) -> IdArray:
+        """[L, T, K]"""
+        header = self.header
+        return np.frombuffer(rows.ids, dtype="<u2").reshape(header.num_layers, rows.num_rows, header.top_k)
+
+    def ids_LTK(self) -> IdArray:
+        """All rows, one step after the other."""
+        header = self.header
+        parts = [self.ids_of(rows) for rows in self.rows]
+        empty = np.zeros((header.num_layers, 0, header.top_k), dtype="<u2")
+        return np.concatenate([empty, *parts], axis=1)
+
+    def counts_of_steps(self) -> CountArray:
+        """[steps, L, E]: rows that chose each expert, of all workers together, steps ascending."""
+        header = self.header
+        numbers = {step: place for place, step in enumerate(sorted({rows.step for rows in self.rows}))}
+        counts = np.zeros((len(numbers), header.num_layers, header.num_experts), dtype=np.int64)
+        for rows in self.rows:
+            counts[numbers[rows.step]] += count_rows(self.ids_of(rows), header.num_experts)
+        return counts
+
+
+def count_rows(ids_LTK: NDArray[np.integer], num_experts: int) -> CountArray:
+    """[L, E]: how many (row, choice) pairs name each expert."""
+    num_layers = ids_LTK.shape[0]
+    places = ids_LTK.reshape(num_layers, -1).astype(np.int64) + np.arange(num_layers)[:, None] * num_experts
+    counts = np.bincount(places.ravel(), minlength=num_layers * num_experts)
+    return counts.reshape(num_layers, num_experts)
+
+
+class RoutingTraceWriter:
+    """Appends to a file, which it makes anew. `UserError` if it cannot be written."""
+
+    def __init__(self, path: Path, header: TraceHeader) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._header = header
+        try:
+            self._file: BinaryIO = path.open("wb", buffering=0)  # a server may be killed
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
+        self._write(header)
+
+    def append_step(self, step: int, worker: int, ids: bytes) -> None:
+        """Add the rows of one worker and step; `ids` as in `RoutedRows`."""
+        num_rows = len(ids) // (2 * self._header.num_layers * self._header.top_k)
+        self._write(RoutedRows(step=step, worker=worker, num_rows=num_rows, ids=ids))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, frame: TraceHeader | RoutedRows) -> None:
+        encoded = self._encode(frame)
+        self._file.write(_LENGTH.pack(len(encoded)) + encoded)
+        self._file.flush()  # a server may be killed
+
+
+def read_routing_trace(path: Path) -> RoutingTrace:
+    """`UserError` if the file is no trace, or holds ids of experts that do not exist."""
+    try:
+        frames = _frames(path.read_bytes())
+        first = next(frames, b"")
+        header = msgspec.msgpack.decode(first, type=TraceHeader)
+        rows = [msgspec.msgpack.decode(frame, type=RoutedRows) for frame in frames]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: not a routing trace: write one with antiphon serve --record-routing") from error
+    if header.format != _FORMAT or min(header.num_layers, header.num_experts, header.top_k) < 1:
+        raise UserError(f"{path}: its format is {header.format!r}, this program reads {_FORMAT!r}")
+    trace = RoutingTrace(header, rows)
+    for each in rows:
+        if len(each.ids) != 2 * header.num_layers * each.num_rows * header.top_k or each.num_rows < 0:
+            raise UserError(f"{path}: step {each.step} has {len(each.ids)} bytes of ids for {each.num_rows} rows")
+        if each.num_rows and int(trace.ids_of(each).max()) >= header.num_experts:
+            raise UserError(f"{path}: step {each.step} names an expert beyond {header.num_experts - 1}")
+    return trace
+
+
+def _frames(content: bytes) -> Iterator[bytes]:
+    at = 0
+    while at + _LENGTH.size <= len(content):
+        (length,) = _LENGTH.unpack_from(content, at)
+        at += _LENGTH.size
+        if length > _MAX_FRAME_BYTES or at + length > len(content):
+            return  # cut off while it was written
+        yield content[at : at + length]
+        at += length

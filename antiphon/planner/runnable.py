@@ -1,0 +1,30 @@
+"""Which candidates `antiphon serve` can run: the rules of the engine as a filter over columns.
+
+    all                  one pipeline stage; every rank has a head, some vocabulary and some columns to work on
+    disaggregated        as many attention workers as a batch's header can name
+    the colocated three  an instance is one replica, whose ranks split attention and experts alike
+
+Rejected: `serve/served_plan`, which judges one finished plan and names what is wrong with it. A search has a million
+candidates, and runs without torch.
+"""
+
+import numpy as np
+
+from antiphon.planner.candidates import DISAGGREGATED, BoolArray, Candidates
+from antiphon.specs.model import ModelSpec
+
+MAX_ATTENTION_WORKERS = 64  # as the native exchange has it
+
+
+def can_be_served(model: ModelSpec, candidates: Candidates) -> BoolArray:
+    """Whether each candidate is one that this engine runs."""
+    widths = model.feed_forward
+    local = [widths.shared_intermediate] if widths.shared_intermediate else []
+    local += [widths.dense_intermediate] if not all(model.moe_layers) else []
+    most_attention = min(model.attention.num_heads, model.vocab_size, *local)
+    has_parts = (candidates.attention_tp <= most_attention) & (candidates.expert_tp <= widths.intermediate)
+    apart = candidates.attention_dp <= MAX_ATTENTION_WORKERS
+    replica = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
+    replica &= candidates.attention_tp == candidates.expert_tp
+    shape = np.where(candidates.layout == DISAGGREGATED, apart, replica)
+    return np.asarray((candidates.pp == 1) & has_parts & shape)

@@ -1,0 +1,174 @@
+"""The dashboard's reading: the engine's counters a second apart, its last steps, its events.
+
+The server samples the counters once a second, so that the page shows the last minutes as soon as it is opened. All who
+look share a reading that is at most `_FRESH_S` old: ten open pages cost the workers as much as one.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from antiphon import __version__
+from antiphon.serve.api.dashboard_reading import (
+    DashboardReading,
+    History,
+    LastSteps,
+    LayerLoad,
+    Now,
+    ShownEvent,
+    WorkerLoad,
+    WorkerState,
+)
+from antiphon.serve.api.last_steps import last_steps
+from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.engine_api import AsyncEngine, EngineStats
+from antiphon.serve.worker.spans import Spans
+
+_HISTORY_S = 300
+_FRESH_S = 0.5
+_NUM_STEPS = 3  # one more than is drawn: workers answer while the last one runs
+_PATIENCE_S = 3.0  # with workers that are asked for their last steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    """Counters, and ratios of that moment."""
+
+    taken_s: float
+    num_answers: float
+    generation_tokens: int
+    prompt_tokens: int
+    exposed_s: float
+    num_running: int
+    num_waiting: int
+    attention_idle_ratio: float
+    expert_idle_ratio: float
+
+
+class Dashboard:
+    """Used from the event loop's thread only."""
+
+    def __init__(self, engine: AsyncEngine, metrics: ServerMetrics, model_name: str) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._model_name = model_name
+        self._started_s = time.monotonic()
+        self._samples: deque[_Sample] = deque(maxlen=_HISTORY_S + 1)
+        self._lock = asyncio.Lock()
+        self._last_steps: LastSteps | None = None
+        self._stepped_s = 0.0  # when the last steps were over
+        self._reading = b""
+        self._read_s = 0.0
+
+    def sample(self) -> None:
+        """Take the counters down. To be called once a second."""
+        stats = self._metrics.read_stats()
+        self._samples.append(
+            _Sample(
+                taken_s=time.monotonic(),
+                num_answers=self._metrics.num_answers,
+                generation_tokens=stats.generation_tokens,
+                prompt_tokens=stats.prompt_tokens,
+                exposed_s=stats.exposed_communication_s,
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                attention_idle_ratio=round(stats.attention_idle_ratio, 4),
+                expert_idle_ratio=round(stats.expert_idle_ratio, 4),
+            )
+        )
+
+    async def reading(self) -> bytes:
+        """A `DashboardReading` as JSON. Waits for the workers' spans, at most `_PATIENCE_S`."""
+        async with self._lock:
+            if time.monotonic() - self._read_s > _FRESH_S:
+                self._note_steps(await asyncio.to_thread(self._engine.last_steps, _NUM_STEPS, _PATIENCE_S))
+                self._reading = self._compose().model_dump_json().encode()
+                self._read_s = time.monotonic()
+            return self._reading
+
+    def _note_steps(self, spans: dict[str, Spans]) -> None:
+        """What busy workers have not told in time is told of next time; till then the steps before are shown."""
+        steps = last_steps(spans, time.monotonic_ns())
+        if steps is not None:
+            self._last_steps, self._stepped_s = steps, time.monotonic() - steps.ended_s_ago
+
+    def _compose(self) -> DashboardReading:
+        stats, steps = self._metrics.read_stats(), self._last_steps
+        info = self._engine.info
+        if steps is not None:
+            steps.ended_s_ago = time.monotonic() - self._stepped_s
+            steps.left_out = [name for name in stats.workers if name not in {worker.name for worker in steps.workers}]
+        return DashboardReading(
+            version=__version__,
+            model=self._model_name,
+            layout=info.layout,
+            num_micro_batches=info.num_micro_batches,
+            time_s=time.time(),
+            up_s=time.monotonic() - self._started_s,
+            status=stats.status,
+            healthy=stats.healthy,
+            workers=[WorkerState(name=name, state=state) for name, state in stats.workers.items()],
+            now=_now(stats, has_expert_workers=info.num_experts_workers > 0),
+            history=_history(list(self._samples), info.num_attention),
+            last_steps=steps,
+            load=_load(stats),
+            events=[ShownEvent.model_validate(event, from_attributes=True) for event in stats.events],
+        )
+
+
+def _now(stats: EngineStats, *, has_expert_workers: bool) -> Now:
+    looked_up = stats.prefix_cache_query_tokens
+    return Now(
+        num_requests_running=stats.num_running,
+        num_requests_waiting=stats.num_waiting,
+        kv_cache_usage_ratio=stats.kv_blocks_used / max(1, stats.kv_blocks_total),
+        prefix_cache_hit_ratio=stats.prefix_cache_hit_tokens / looked_up if looked_up else None,
+        attention_idle_ratio=stats.attention_idle_ratio,
+        expert_idle_ratio=stats.expert_idle_ratio if has_expert_workers else None,
+        num_steps=stats.num_steps,
+        num_preemptions=stats.num_preemptions,
+        num_worker_restarts=stats.num_worker_restarts,
+        num_placement_changes=stats.placement_changes,
+    )
+
+
+def _history(samples: list[_Sample], num_attention: int) -> History:
+    """One value for each two neighbours."""
+    pairs = list(pairwise(samples))
+    now_s = time.monotonic()
+
+    def rates(counter: Callable[[_Sample], float]) -> list[float]:
+        return [
+            round(max(0.0, counter(new) - counter(old)) / max(1e-3, new.taken_s - old.taken_s), 3) for old, new in pairs
+        ]
+
+    newest = [new for _, new in pairs]
+    return History(
+        ago_s=[round(now_s - new.taken_s, 2) for new in newest],
+        generation_tokens_per_s=rates(lambda sample: sample.generation_tokens),
+        prompt_tokens_per_s=rates(lambda sample: sample.prompt_tokens),
+        answers_per_s=rates(lambda sample: sample.num_answers),
+        num_requests_running=[new.num_running for new in newest],
+        num_requests_waiting=[new.num_waiting for new in newest],
+        attention_idle_ratio=[new.attention_idle_ratio for new in newest],
+        expert_idle_ratio=[new.expert_idle_ratio for new in newest],
+        exposed_ratio=[min(1.0, each / num_attention) for each in rates(lambda sample: sample.exposed_s)],
+    )
+
+
+def _load(stats: EngineStats) -> list[LayerLoad]:
+    return [
+        LayerLoad(
+            layer=layer,
+            balancedness=stats.balancedness_per_layer[layer],
+            workers=[
+                WorkerLoad(worker=worker, experts=list(held), rows=[round(rows) for rows in held.values()])
+                for worker, held in workers.items()
+            ],
+        )
+        for layer, workers in stats.rows_per_expert.items()
+        if layer in stats.balancedness_per_layer
+    ]

@@ -1,0 +1,94 @@
+"""Who decides where experts should be: nobody, once, or again and again, from the rows that the gates counted lately.
+
+    off       placement stays as it is (a client may still change it, `POST /placement`)
+    static    once, from the first `WINDOW_STEPS` steps
+    window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
+
+A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay (`placement.place`).
+With any policy but `off` expert workers' speeds are measured, too (`policy/worker_speeds`): a slow one gets fewer rows.
+"""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+
+from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
+from antiphon.placement.split import FloatArray
+from antiphon.serve.placement_control import PlacementControl
+from antiphon.serve.policy.worker_speeds import WorkerSpeeds
+from antiphon.serve.worker.messages import ExpertReport
+from antiphon.specs.placement import ExpertPlacement
+
+Policy = Literal["off", "static", "window"]
+POLICIES: tuple[Policy, ...] = ("off", "static", "window")
+WINDOW_STEPS = 40
+PERIOD_S = 5.0
+NEW_SPEED = 0.1  # of the fastest worker's speed; less is no news
+MOVE_COST = 0.02  # of an even load: what the busiest worker must gain for each expert that moves
+
+
+class Balancer:
+    """Used by the engine's thread. `first`: the placement that it starts with."""
+
+    def __init__(self, policy: Policy, first: ExpertPlacement) -> None:
+        self._policy = policy
+        self._layers = tuple(first.owners)
+        num_experts = len(first.owners[self._layers[0]])
+        self._shape = (len(self._layers), num_experts)
+        self._speeds = WorkerSpeeds(first.num_workers, num_experts, first.knee)
+        self._window: deque[FloatArray] = deque(maxlen=WINDOW_STEPS)
+        self._num_steps = 0
+        self._planned_s = 0.0
+        self._plan: Future[ExpertPlacement | None] | None = None
+        self._thread = ThreadPoolExecutor(1, "balancer")
+
+    def count(self, expert_rows: bytes) -> None:
+        """The rows of a step, as a worker counted them."""
+        if expert_rows:
+            self._window.append(np.frombuffer(expert_rows, dtype=np.int32).reshape(self._shape).astype(np.float64))
+            self._num_steps += 1
+
+    def note_busy(self, report: ExpertReport) -> None:
+        """What an expert worker did since its last report."""
+        self._speeds.add(report.index, report.num_batches, sum(report.rows_per_layer.values()), report.busy_s)
+
+    def advance(self, placing: PlacementControl) -> None:
+        """Begin a plan if it is time for one; hand over one that is ready. Never waits."""
+        if self._plan is not None and self._plan.done():
+            target, self._plan = self._plan.result(), None
+            if target is not None:
+                placing.aim(target)
+        elif self._is_due() and not placing.moving and self._plan is None:
+            self._planned_s, self._num_steps = time.monotonic(), 0
+            speeds = self._speeds.shares()
+            self._plan = self._thread.submit(
+                self._make_plan, np.stack(self._window), placing.current, placing.slots, speeds
+            )
+
+    def _is_due(self) -> bool:
+        if self._policy == "off" or self._num_steps < WINDOW_STEPS:
+            return False
+        if self._policy == "static":
+            return self._planned_s == 0.0
+        return time.monotonic() - self._planned_s > PERIOD_S
+
+    def _make_plan(
+        self, window: FloatArray, now: ExpertPlacement, slots: int, speeds: tuple[float, ...]
+    ) -> ExpertPlacement | None:
+        loads = recent_loads(window)
+        held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
+        even = float(loads.sum(axis=1).mean()) / now.num_workers
+        wanted = place(loads, now.num_workers, slots, speeds=np.array(speeds), present=held, move_cost=MOVE_COST * even)
+        if (wanted == held).all() and not _differ(speeds, now.speeds):
+            return None
+        owners = {layer: owners_of(wanted[number]) for number, layer in enumerate(self._layers)}
+        return ExpertPlacement(now.num_workers, owners, speeds=speeds, knee=now.knee)
+
+
+def _differ(speeds: tuple[float, ...], told: tuple[float, ...]) -> bool:
+    """By more than is worth telling the senders; none were told: all are equal."""
+    pairs = zip(speeds, told or (1.0,) * len(speeds), strict=True)
+    return any(abs(new - old) > NEW_SPEED for new, old in pairs)

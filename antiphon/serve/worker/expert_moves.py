@@ -1,0 +1,103 @@
+"""An expert worker's part in moving experts while it serves: it loads what a coming placement wants, and lets go later.
+
+    prepare   a thread reads the missing experts from the checkpoint into free slots, at most so many bytes a second
+    prepared  they count from now on; rows may come by the old map and by the new one
+    retire    the engine says that no more rows come by older maps: their slots are free again
+
+Slots are given and freed on the worker's own thread only; the loading thread writes weights that nobody reads yet.
+Rejected: a copy from another worker. The checkpoint is mapped into memory and shared by all processes of a machine.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from antiphon.base.errors import UserError
+from antiphon.models.expert_half import FREE, ExpertHalf
+from antiphon.specs.placement import ExpertPlacement
+
+LoadExpert = Callable[[int, int, int], int]  # layer, expert, slot -> bytes read
+BYTES_PER_S = 256 * 2**20  # of loading beside serving: a fraction of what a memory or a disk gives
+
+
+class ExpertMoves:
+    """`load` reads an expert into a slot. One placement is prepared at a time. Not thread-safe."""
+
+    def __init__(
+        self,
+        index: int,
+        half: ExpertHalf,
+        load: LoadExpert,
+        placement: ExpertPlacement,
+        bytes_per_s: float = BYTES_PER_S,
+    ) -> None:
+        self._index = index
+        self._half = half
+        self._load = load
+        self._bytes_per_s = bytes_per_s
+        self._placements = [placement]  # by which rows may come, oldest first
+        self._coming: ExpertPlacement | None = None
+        self._wanted: list[tuple[int, int, int]] = []  # layer, expert, slot
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._failure: str | None = None
+
+    def prepare(self, placement: ExpertPlacement) -> None:
+        """Begin to load what `placement` wants here and is missing; forgets one that was being prepared."""
+        self.close()
+        self._stop = threading.Event()
+        self._coming, self._failure, self._wanted = placement, None, []
+        for layer, ids in placement.experts_of(self._index).items():
+            free = [slot for slot, expert in enumerate(self._half.expert_ids[layer]) if expert == FREE]
+            missing = [expert for expert in ids if expert not in self._half.expert_ids[layer]]
+            if len(missing) > len(free):
+                self._failure = f"layer {layer}: {len(missing)} experts are to come, {len(free)} slots are free"
+                return
+            self._wanted += [(layer, expert, slot) for expert, slot in zip(missing, free, strict=False)]
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), name="expert-moves", daemon=True)
+        self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        try:
+            for layer, expert, slot in self._wanted:
+                started = time.monotonic()
+                num_bytes = self._load(layer, expert, slot)
+                if stop.wait(max(0.0, num_bytes / self._bytes_per_s - (time.monotonic() - started))):
+                    return
+        except (UserError, OSError) as error:
+            self._failure = str(error)
+
+    def finished(self) -> tuple[int, str | None] | None:
+        """(version, why it could not be prepared or None) when a preparation has ended, once; its experts count now."""
+        coming = self._coming
+        if coming is None or (self._thread is not None and self._thread.is_alive()):
+            return None
+        self._coming, self._thread = None, None
+        if self._failure is None:
+            for layer, expert, slot in self._wanted:
+                self._half.hold(layer, slot, expert)
+            self._placements.append(coming)
+        return coming.version, self._failure
+
+    def retire(self, version: int) -> None:
+        """No rows come any more by placements older than `version`: what only they name is let go."""
+        self._placements = [each for each in self._placements if each.version >= version]
+        kept = [each.experts_of(self._index) for each in self._placements]
+        for layer, ids in self._half.expert_ids.items():
+            for slot, expert in enumerate(ids):
+                if expert != FREE and not any(expert in of_layers[layer] for of_layers in kept):
+                    self._half.hold(layer, slot, FREE)
+
+    def check(self, versions: tuple[int, int]) -> None:
+        """Rows came by placements from the first to the second version: a bug unless this worker knows them."""
+        known = self._placements[0].version, self._placements[-1].version
+        message = f"rows by placements {versions}, {known} are held"
+        assert known[0] <= versions[0], message
+        assert versions[1] <= known[1], message
+
+    def close(self) -> None:
+        """Stop loading."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

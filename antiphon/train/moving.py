@@ -1,0 +1,98 @@
+"""What is trained goes from one division of the experts among ranks to another, bit for bit, over the wire.
+
+Both divisions are boxes of whole tensors, as a checkpoint has them (`train.boxes`). All ranks learn who holds which
+boxes and who needs which. Then each tensor of the experts makes one all-to-all: a rank sends, of the boxes that it is
+the first to hold, what others need. Everything else lies where it lay and is copied.
+
+Rejected: a checkpoint, written and read again. It is the same move by way of the disk.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.collectives import AllGather, AllToAll, gather_sizes, run
+from antiphon.comm.mesh import Group
+from antiphon.train.boxes import Boxes
+
+Offsets = tuple[int, ...]
+Place = tuple[Offsets, Offsets]  # of a box: offsets and sizes
+_EXPERTS = ".experts_"
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What box number `held` of one list and number `wanted` of another have in common: where it lies in either."""
+
+    held: int
+    wanted: int
+    in_held: Offsets
+    in_wanted: Offsets
+    sizes: Offsets
+
+
+def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> None:
+    """Fill the boxes of `new` from those of `old`, the same tensors in another division. All of `ranks` call it
+    together; with shards (ZeRO), a rank may have no box of a tensor before or after."""
+    held = _all_places({name: each.boxes if each.written else [] for name, each in old.items()}, ranks)
+    wanted = _all_places({name: each.boxes for name, each in new.items()}, ranks)
+    nothing = next(view for boxes in old.values() for _, view in boxes.boxes).new_empty(0)
+    for name, boxes in new.items():
+        if _EXPERTS not in name:
+            for (_, target), (_, source) in zip(boxes.boxes, old[name].boxes, strict=True):
+                target.copy_(source)
+    for name in sorted({name for places in wanted for name in places}):
+        sources, targets = ([view for _, view in of[name].boxes] if name in of else [] for of in (old, new))
+        leaving = [_common(held[ranks.index].get(name, []), each.get(name, [])) for each in wanted]
+        coming = [_common(each.get(name, []), wanted[ranks.index].get(name, [])) for each in held]
+        sent = [_cut(sources[each.held], each.in_held, each.sizes) for to in leaving for each in to]
+        filled = [_cut(targets[each.wanted], each.in_wanted, each.sizes) for of in coming for each in of]
+        exchange = AllToAll(ranks, "packing", _counts(leaving), _counts(coming))
+        came = run(exchange, torch.cat([nothing, *(part.flatten() for part in sent)]))
+        for part, values in zip(filled, torch.split(came, [part.numel() for part in filled]), strict=True):
+            part.copy_(values.view(part.shape))
+
+
+def _counts(common: Sequence[Sequence[_Common]]) -> tuple[int, ...]:
+    """Elements for each rank."""
+    return tuple(sum(math.prod(each.sizes) for each in of_rank) for of_rank in common)
+
+
+def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_Common]:
+    """Of two ranks' lists, in one order on both."""
+    found = []
+    for i, (mine, my_sizes) in enumerate(held):
+        for j, (theirs, their_sizes) in enumerate(wanted):
+            first = tuple(map(max, mine, theirs))
+            sizes = _minus(tuple(map(min, _plus(mine, my_sizes), _plus(theirs, their_sizes))), first)
+            if min(sizes) > 0:
+                found.append(_Common(i, j, _minus(first, mine), _minus(first, theirs), sizes))
+    return found
+
+
+def _plus(first: Offsets, second: Offsets) -> Offsets:
+    return tuple(a + b for a, b in zip(first, second, strict=True))
+
+
+def _minus(first: Offsets, second: Offsets) -> Offsets:
+    return tuple(a - b for a, b in zip(first, second, strict=True))
+
+
+def _cut(view: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        view = view.narrow(dim, offset, size)
+    return view
+
+
+def _all_places(boxes: Mapping[str, Sequence[tuple[Offsets, Tensor]]], ranks: Group) -> list[dict[str, list[Place]]]:
+    """Of the experts' tensors, by rank and name."""
+    of_experts = {name: each for name, each in boxes.items() if _EXPERTS in name}
+    places = {name: [(offsets, tuple(view.shape)) for offsets, view in each] for name, each in of_experts.items()}
+    own = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8)
+    sizes = gather_sizes(ranks, own.shape[0], own.device)
+    texts = torch.split(run(AllGather(ranks, "packing", sizes), own), list(sizes))
+    return [json.loads(bytes(each.tolist())) for each in texts]

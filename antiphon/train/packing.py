@@ -1,0 +1,156 @@
+"""Expert packing (Lina, sections 4.2 and 6.1): how many ranks share the experts, chosen while a run goes on.
+
+It begins with `parallel.expert` ranks. Behind step 10, and every 4 steps after that, the search of `comm.micro_ops` is
+told how long the experts work on a part of their rows and how long that part travels. While working is shorter, half as
+many ranks share the experts: each holds twice as many, fewer rows leave it, and every expert has twice the replicas. A
+time is the mean of the slowest rank since the last decision.
+
+What was decided stands in `OUTPUT/packing.json`. A run that goes on, or one that is given this file, takes its
+decisions from there: they depend on times, and another division rounds in another way.
+
+What Lina keeps in host memory when a device is short is there anyway on a CPU. Where a larger part does not fit,
+packing ends.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.logging import get_logger
+from antiphon.base.units import format_seconds
+from antiphon.comm.collectives import AllGather, run
+from antiphon.comm.mesh import Mesh
+from antiphon.comm.micro_ops import ExpertPacking
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import TrainConfig
+from antiphon.train.memory_check import check_memory, setup_of
+from antiphon.train.operators import whole_name
+from antiphon.train.ranks import local_ranks, sizes_of, world_size
+
+FILE = "packing.json"
+FIRST_STEP, EVERY = 10, 4
+_EXPERTS = ("fc1", "activation", "weigh", "fc2")
+_log = get_logger("train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """From `step` on, `expert` ranks share the experts; why: seconds of a part's work and of its way."""
+
+    step: int
+    expert: int
+    ffn_s: float
+    all_to_all_s: float
+
+
+class Packing:
+    """Of a run that begins as `config` says."""
+
+    def __init__(self, config: TrainConfig, spec: ModelSpec) -> None:
+        if config.parallel.expert % 2:
+            raise UserError(
+                f"communication.packing is true and parallel.expert is {config.parallel.expert}: packing halves it, so "
+                "make it even, or packing false"
+            )
+        self._config = config
+        self._spec = spec
+        self._file = Path(config.output.folder) / FILE
+        self._known = _read(self._file)
+        self._search = ExpertPacking(config.parallel.expert)
+        for each in self._known:
+            self._search.observe(each.ffn_s, each.all_to_all_s)
+        self._worked_s: list[float] = []
+        self._travelled_s: list[float] = []
+
+    def config_at(self, step: int) -> TrainConfig:
+        """How step `step` runs."""
+        return self._shared_by(next((each.expert for each in reversed(self._known) if each.step <= step), 0))
+
+    def is_measured(self, step: int) -> bool:
+        """Whether times of step `step` are wanted."""
+        return step > 0 and not self._is_decided(step + 1)
+
+    def observe(self, operator_s: Mapping[str, float], travelled_s: Mapping[str, Sequence[float]]) -> None:
+        """Of one step of this rank: seconds by operator, and of each exchange by name."""
+        exchanges = {name: each for name, each in travelled_s.items() if not name.endswith("backward")}
+        for name, each in exchanges.items():
+            self._travelled_s += each if name.startswith(("dispatch.", "combine.")) else []
+        parts = sum(len(each) for name, each in exchanges.items() if name.startswith("combine."))
+        forward_s = {name: seconds for name, seconds in operator_s.items() if not name.endswith("backward")}
+        worked_s = sum(forward_s[name] for name in forward_s if whole_name(name) in _EXPERTS)
+        self._worked_s.append(worked_s / max(1, parts))
+
+    def decide(self, step: int, mesh: Mesh) -> TrainConfig:
+        """How the steps from `step` on run. All ranks call it together, behind every step."""
+        is_due = step >= FIRST_STEP and (step - FIRST_STEP) % EVERY == 0
+        if is_due and not self._is_decided(step):
+            self._known.append(self._decision(step, mesh))
+            if mesh.rank == 0:
+                self._write()
+        return self.config_at(step)
+
+    def _is_decided(self, step: int) -> bool:
+        """Whether no search is needed at `step`: it has ended, or an earlier life of the run went further."""
+        if not self._known:
+            return False
+        *before, last = [self._config.parallel.expert, *(each.expert for each in self._known)]
+        return self._search.has_ended or last == before[-1] or step <= self._known[-1].step
+
+    def _decision(self, step: int, mesh: Mesh) -> Decision:
+        """The slowest rank's times count, and the one with the least memory."""
+        now = self.config_at(step).parallel.expert
+        own = torch.tensor([_mean(self._worked_s), _mean(self._travelled_s), float(not self._fits(now // 2))])
+        times = run(AllGather(mesh.world, "packing", (3,) * mesh.world.size), own.double()).view(-1, 3).amax(0)
+        ffn_s, travelled_s, is_short = times.tolist()
+        self._worked_s, self._travelled_s = [], []
+        self._search.observe(ffn_s, travelled_s)
+        expert = now if self._search.has_ended or is_short else now // 2
+        return Decision(step=step, expert=expert, ffn_s=ffn_s, all_to_all_s=travelled_s)
+
+    def _fits(self, expert: int) -> bool:
+        """Whether a rank has memory for its experts when so many ranks share them."""
+        if expert < 1:
+            return True
+        config = self._shared_by(expert)
+        setup = setup_of(config, sizes_of(config, self._spec, world_size()))
+        try:
+            check_memory(self._spec, config, setup, ranks_here=local_ranks())
+        except ResourceError as error:
+            _log.warning("experts are not packed further: %s", error)
+            return False
+        return True
+
+    def _shared_by(self, expert: int) -> TrainConfig:
+        """The configuration with this many ranks for the experts; 0: as many as it says."""
+        parallel = self._config.parallel
+        return replace(self._config, parallel=replace(parallel, expert=expert or parallel.expert))
+
+    def _write(self) -> None:
+        last = self._known[-1]
+        _log.info(
+            "a part keeps experts busy for %s and travels for %s: from step %d on %d ranks share the experts",
+            format_seconds(last.ffn_s),
+            format_seconds(last.all_to_all_s),
+            last.step,
+            last.expert,
+        )
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps([asdict(each) for each in self._known], indent=1) + "\n", encoding="utf-8")
+        partial.replace(self._file)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _read(file: Path) -> list[Decision]:
+    if not file.is_file():
+        return []
+    try:
+        return [Decision(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file}: no decisions about packing ({error}): remove it") from error

@@ -1,0 +1,434 @@
+#include "m2n/rank_group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "m2n/error.h"
+#include "m2n/row_sum.h"
+#include "m2n/token_exchange.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+constexpr uint32_t chunk_bits = 16;
+// Up to here one wait less is worth the bytes that the direct form sends more; counted in bytes beyond those of two
+// ranks, for which the direct form sends no more than the other.
+constexpr uint64_t direct_bytes = 128 * 1024;
+
+}  // namespace
+
+RankGroup::RankGroup(uint32_t rank, std::shared_ptr<Inbox> inbox)
+    : rank_(rank),
+      inbox_(std::move(inbox)),
+      chunk_bytes_(inbox_->spec().slot_bytes / 64 * 64),
+      peers_(inbox_->spec().sources),
+      expected_(size()),
+      arrived_(size()),
+      parts_(size()),
+      rooms_(size()) {
+    if (rank < size() && chunk_bytes_ > 0 && inbox_->spec().slots >= num_slots) return;
+    throw Error(Code::invalid, "rank " + std::to_string(rank) + " of " + std::to_string(size()) + " with " +
+                                   std::to_string(inbox_->spec().slots) + " slots of " +
+                                   std::to_string(inbox_->spec().slot_bytes) + " bytes: use at least " +
+                                   std::to_string(num_slots) + " slots of 64 bytes");
+}
+
+void RankGroup::set_peer(uint32_t rank, std::shared_ptr<Outbox> outbox) {
+    if (outbox->spec().slot_bytes != inbox_->spec().slot_bytes || outbox->spec().slots != inbox_->spec().slots) {
+        throw Error(Code::invalid, outbox->peer() + " has slots of " + std::to_string(outbox->spec().slot_bytes) +
+                                       " bytes, this rank of " + std::to_string(inbox_->spec().slot_bytes) +
+                                       ": give all ranks of a group the same");
+    }
+    peers_.at(rank) = std::move(outbox);
+}
+
+// --- epochs ---
+
+// Runs a call that waits. An interrupt left over from an epoch that has passed is ignored.
+template <class Wait>
+auto RankGroup::waiting(Wait&& wait) {
+    for (;;) {
+        if (aborted_.load() > epoch_) {
+            throw Error(Code::interrupted, "the epoch " + std::to_string(epoch_) + " of the group was given up");
+        }
+        try {
+            return wait();
+        } catch (const Error& error) {
+            if (error.code != Code::interrupted) throw;
+        }
+    }
+}
+
+void RankGroup::begin(uint32_t epoch, Deadline deadline) {
+    epoch_ = epoch;
+    number_ = 0;
+    usable_ = false;
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        if (peer != rank_ && peers_[peer] == nullptr) {
+            throw Error(Code::invalid, "no connection to rank " + std::to_string(peer) + ": set_peer first");
+        }
+    }
+    inbox_->discard_below(BatchKey::first_of(epoch));
+    sources_.clear();
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        if (peer == rank_) continue;
+        send(peer, 0, {}, deadline);
+        sources_.push_back(static_cast<SourceId>(peer));
+    }
+    // A rank that was started again may be known as lost until it connects: to have lost it before is no news.
+    for (bool met = sources_.empty(); !met;) {
+        waiting([&] { inbox_->wait_connected({0, sources_}, deadline); });
+        try {
+            waiting([&] { inbox_->wait(step(0), {0, sources_}, deadline); });
+            met = true;
+        } catch (const Error& error) {
+            if (error.code != Code::peer_lost || deadline.passed()) throw;
+        }
+    }
+    inbox_->release(step(0));
+    ++number_;
+    usable_ = true;
+}
+
+void RankGroup::abort(uint32_t epoch) {
+    uint32_t known = aborted_.load();
+    while (known < epoch && !aborted_.compare_exchange_weak(known, epoch)) {
+    }
+}
+
+void RankGroup::check_usable() const {
+    if (usable_) return;
+    throw Error(Code::invalid, "rank " + std::to_string(rank_) +
+                                   ": a collective of its group failed, or no epoch has begun: reset the group first");
+}
+
+template <class Work>
+void RankGroup::collective(Work&& work) {
+    check_usable();
+    usable_ = false;
+    work();
+    ++number_;
+    usable_ = true;
+}
+
+Step RankGroup::step_of(uint32_t number, uint64_t chunk) const {
+    if (chunk >> chunk_bits != 0) {
+        throw Error(Code::invalid, std::to_string(chunk * chunk_bytes_) + " bytes for one rank: a collective carries " +
+                                       std::to_string((uint64_t{1} << (chunk_bits - 1)) * chunk_bytes_));
+    }
+    return BatchKey::first_of(epoch_) | uint64_t{number} << chunk_bits | chunk;
+}
+
+// --- messages ---
+
+RankGroup::Part RankGroup::chunk_of(Part whole, uint64_t chunk) const {
+    const uint64_t begin = std::min(chunk * chunk_bytes_, whole.bytes);
+    return {whole.data + begin, std::min(chunk_bytes_, whole.bytes - begin)};
+}
+
+std::byte* RankGroup::slot_of(uint32_t peer, Deadline deadline) {
+    return waiting([&] { return peers_[peer]->slot(deadline); });
+}
+
+void RankGroup::commit(uint32_t peer, uint64_t number, uint64_t length, uint32_t word) {
+    MessageLabel label;
+    label.step = step(number);
+    label.user[0] = word;
+    peers_[peer]->commit(label, length);
+    bytes_sent_ += length;
+}
+
+void RankGroup::send(uint32_t peer, uint64_t number, Part part, Deadline deadline) {
+    std::byte* slot = slot_of(peer, deadline);
+    if (part.bytes > 0) std::memcpy(slot, part.data, part.bytes);
+    commit(peer, number, part.bytes);
+}
+
+void RankGroup::receive(uint64_t number, Deadline deadline) {
+    sources_.clear();
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        arrived_[peer] = nullptr;
+        if (expected_[peer] > 0) sources_.push_back(static_cast<SourceId>(peer));
+    }
+    if (sources_.empty()) return;
+    waiting([&] { inbox_->wait(step(number), {0, sources_}, deadline); });
+    inbox_->for_each(step(number), [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
+        if (header.length != expected_[source]) {
+            throw Error(Code::invalid, inbox_->name_of(source) + " sent " + std::to_string(header.length) +
+                                           " bytes where rank " + std::to_string(rank_) + " expects " +
+                                           std::to_string(expected_[source]) +
+                                           ": all ranks must make the same calls with sizes that fit");
+        }
+        arrived_[source] = payload;
+    });
+}
+
+// --- collectives ---
+
+void RankGroup::barrier(Deadline deadline) {
+    collective([&] {
+        sources_.clear();
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            if (peer == rank_) continue;
+            send(peer, 0, {}, deadline);
+            sources_.push_back(static_cast<SourceId>(peer));
+        }
+        if (sources_.empty()) return;
+        waiting([&] { inbox_->wait(step(0), {0, sources_}, deadline); });
+        inbox_->release(step(0));
+    });
+}
+
+void RankGroup::exchange(std::span<const Part> parts, std::span<const Room> rooms, Deadline deadline) {
+    uint64_t chunks = 0;
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        if (peer != rank_) chunks = std::max({chunks, num_chunks(parts[peer].bytes), num_chunks(rooms[peer].bytes)});
+    }
+    for (uint64_t turn = 0; turn <= chunks; ++turn) {
+        for (uint32_t next = 1; next < size() && turn < chunks; ++next) {
+            const uint32_t peer = (rank_ + next) % size();
+            const Part part = chunk_of(parts[peer], turn);
+            if (part.bytes > 0) send(peer, turn, part, deadline);
+        }
+        if (turn == 0) continue;
+        const uint64_t chunk = turn - 1;
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            expected_[peer] = peer == rank_ ? 0 : chunk_of({nullptr, rooms[peer].bytes}, chunk).bytes;
+        }
+        receive(chunk, deadline);
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            if (expected_[peer] == 0) continue;
+            std::memcpy(rooms[peer].data + chunk * chunk_bytes_, arrived_[peer], expected_[peer]);
+        }
+        inbox_->release(step(chunk));
+    }
+    const Part own = parts[rank_];
+    if (own.bytes > 0 && own.data != rooms[rank_].data) std::memcpy(rooms[rank_].data, own.data, own.bytes);
+}
+
+void RankGroup::all_gather(const std::byte* in, std::byte* out, std::span<const uint64_t> bytes, Deadline deadline) {
+    collective([&] {
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            parts_[peer] = {in, bytes[rank_]};
+            rooms_[peer] = {out, bytes[peer]};
+            out += bytes[peer];
+        }
+        exchange(parts_, rooms_, deadline);
+    });
+}
+
+void RankGroup::all_to_all(const std::byte* in, std::byte* out, std::span<const uint64_t> bytes_to,
+                           std::span<const uint64_t> bytes_from, Deadline deadline) {
+    collective([&] {
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            parts_[peer] = {in, bytes_to[peer]};
+            rooms_[peer] = {out, bytes_from[peer]};
+            in += bytes_to[peer];
+            out += bytes_from[peer];
+        }
+        exchange(parts_, rooms_, deadline);
+    });
+}
+
+void RankGroup::send_chunk_of_each(std::span<const Part> segments, uint64_t chunk, uint64_t number,
+                                   Deadline deadline) {
+    for (uint32_t next = 1; next < size(); ++next) {
+        const uint32_t peer = (rank_ + next) % size();
+        const Part part = chunk_of(segments[peer], chunk);
+        if (part.bytes > 0) send(peer, number, part, deadline);
+    }
+}
+
+// Own addend and those that arrived, in the order of ranks.
+void RankGroup::add_chunk(Part own, std::byte* out, std::span<std::byte* const> copies, RowType type) {
+    arrived_[rank_] = own.data;
+    sum_rows(type, arrived_, own.bytes / bytes_of(type), out, copies);
+}
+
+void RankGroup::reduce_scatter(const std::byte* in, std::byte* out, std::span<const uint64_t> counts, RowType type,
+                               Deadline deadline) {
+    collective([&] {
+        uint64_t chunks = 0;
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            parts_[peer] = {in, counts[peer] * bytes_of(type)};
+            in += parts_[peer].bytes;
+            chunks = std::max(chunks, num_chunks(parts_[peer].bytes));
+        }
+        for (uint64_t turn = 0; turn <= chunks; ++turn) {
+            if (turn < chunks) send_chunk_of_each(parts_, turn, turn, deadline);
+            if (turn == 0) continue;
+            const Part own = chunk_of(parts_[rank_], turn - 1);
+            if (own.bytes == 0) continue;
+            for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
+            receive(turn - 1, deadline);
+            add_chunk(own, out + (turn - 1) * chunk_bytes_, {}, type);
+            inbox_->release(step(turn - 1));
+        }
+    });
+}
+
+void RankGroup::all_reduce(std::byte* data, uint64_t count, RowType type, Deadline deadline) {
+    collective([&] {
+        const uint64_t bytes = count * bytes_of(type);
+        if (size() == 1 || count == 0) return;
+        if (bytes * (size() - 2) <= direct_bytes) {
+            direct_sum(data, bytes, type, deadline);
+        } else {
+            shared_sum(data, bytes, type, deadline);
+        }
+    });
+}
+
+void RankGroup::direct_sum(std::byte* data, uint64_t bytes, RowType type, Deadline deadline) {
+    const Part whole{data, bytes};
+    std::ranges::fill(parts_, whole);
+    const uint64_t chunks = num_chunks(bytes);
+    for (uint64_t turn = 0; turn <= chunks; ++turn) {
+        if (turn < chunks) send_chunk_of_each(parts_, turn, turn, deadline);
+        if (turn == 0) continue;
+        const Part own = chunk_of(whole, turn - 1);
+        for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
+        receive(turn - 1, deadline);
+        add_chunk(own, data + (turn - 1) * chunk_bytes_, {}, type);
+        inbox_->release(step(turn - 1));
+    }
+}
+
+// Turn t sends chunk t of every segment to its rank, adds chunk t - 1 of this rank's segment straight into the slots of
+// all, and takes in chunk t - 2 of the others' segments. Addends have even message numbers, sums odd ones.
+void RankGroup::shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadline deadline) {
+    const uint64_t count = bytes / bytes_of(type);
+    // Segments begin at multiples of a cache line.
+    const uint64_t line = 64 / bytes_of(type);
+    const uint64_t lines = (count + line - 1) / line;
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        const uint64_t begin = std::min(count, lines * peer / size() * line);
+        const uint64_t end = std::min(count, lines * (peer + 1) / size() * line);
+        parts_[peer] = {data + begin * bytes_of(type), (end - begin) * bytes_of(type)};
+    }
+    uint64_t chunks = 0;
+    for (const Part& part : parts_) chunks = std::max(chunks, num_chunks(part.bytes));
+    for (uint64_t turn = 0; turn < chunks + 2; ++turn) {
+        if (turn < chunks) send_chunk_of_each(parts_, turn, 2 * turn, deadline);
+        if (turn >= 1 && turn - 1 < chunks) {
+            const uint64_t chunk = turn - 1;
+            if (const Part own = chunk_of(parts_[rank_], chunk); own.bytes > 0) {
+                for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
+                receive(2 * chunk, deadline);
+                copies_.clear();
+                for (uint32_t next = 1; next < size(); ++next) {
+                    copies_.push_back(slot_of((rank_ + next) % size(), deadline));
+                }
+                add_chunk(own, const_cast<std::byte*>(own.data), copies_, type);
+                for (uint32_t next = 1; next < size(); ++next) commit((rank_ + next) % size(), 2 * chunk + 1, own.bytes);
+                inbox_->release(step(2 * chunk));
+            }
+        }
+        if (turn < 2) continue;
+        const uint64_t chunk = turn - 2;
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            expected_[peer] = peer == rank_ ? 0 : chunk_of(parts_[peer], chunk).bytes;
+        }
+        receive(2 * chunk + 1, deadline);
+        for (uint32_t peer = 0; peer < size(); ++peer) {
+            if (expected_[peer] == 0) continue;
+            std::memcpy(const_cast<std::byte*>(chunk_of(parts_[peer], chunk).data), arrived_[peer], expected_[peer]);
+        }
+        inbox_->release(step(2 * chunk + 1));
+    }
+}
+
+// --- one pair at a time ---
+
+uint32_t RankGroup::open_exchange() {
+    check_usable();
+    return number_++;
+}
+
+void RankGroup::post(uint32_t exchange, uint32_t peer, std::span<const Part> pieces, Deadline deadline) {
+    check_usable();
+    uint64_t length = 0;
+    for (const Part& piece : pieces) length += piece.bytes;
+    if (length > chunk_bytes_) {
+        throw Error(Code::invalid, std::to_string(length) + " bytes for " + peers_[peer]->peer() + ", whose slots hold " +
+                                       std::to_string(chunk_bytes_) + ": make the group with larger slots");
+    }
+    usable_ = false;
+    std::byte* slot = slot_of(peer, deadline);
+    for (const Part& piece : pieces) {
+        if (piece.bytes > 0) std::memcpy(slot, piece.data, piece.bytes);
+        slot += piece.bytes;
+    }
+    MessageLabel label;
+    label.step = step_of(exchange, 0);
+    peers_[peer]->commit(label, length);
+    bytes_sent_ += length;
+    usable_ = true;
+}
+
+RankGroup::Part RankGroup::take(uint32_t exchange, uint32_t peer, Deadline deadline) {
+    check_usable();
+    usable_ = false;
+    const SourceId source = static_cast<SourceId>(peer);
+    const Step step = step_of(exchange, 0);
+    waiting([&] { inbox_->wait(step, {0, {&source, 1}}, deadline); });
+    Part part;
+    inbox_->for_each(step, [&](const MessageHeader& header, SourceId from, const std::byte* payload) {
+        if (from == source) part = {payload, header.length};
+    });
+    usable_ = true;
+    return part;
+}
+
+void RankGroup::release(uint32_t exchange, uint32_t peer) {
+    inbox_->release(step_of(exchange, 0), static_cast<SourceId>(peer));
+}
+
+// --- control messages ---
+
+void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline) {
+    if (root >= size()) {
+        throw Error(Code::invalid, "root " + std::to_string(root) + " of a group of " + std::to_string(size()));
+    }
+    if (root == rank_) {
+        return collective([&] {
+            const Part whole{payload.data(), payload.size()};
+            const uint64_t chunks = std::max<uint64_t>(1, num_chunks(whole.bytes));
+            for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
+                for (uint32_t peer = 0; peer < size(); ++peer) {
+                    if (peer == rank_) continue;
+                    const Part part = chunk_of(whole, chunk);
+                    std::byte* slot = slot_of(peer, deadline);
+                    if (part.bytes > 0) std::memcpy(slot, part.data, part.bytes);
+                    commit(peer, chunk, part.bytes, chunk + 1 < chunks ? 1 : 0);
+                }
+            }
+        });
+    }
+    bool idle = false;
+    const auto take = [&] {
+        const SourceId source = static_cast<SourceId>(root);
+        payload.clear();
+        for (uint64_t chunk = 0, more = 1; more != 0; ++chunk) {
+            idle = chunk == 0;
+            waiting([&] { inbox_->wait(step(chunk), {0, {&source, 1}}, deadline); });
+            idle = false;
+            inbox_->for_each(step(chunk), [&](const MessageHeader& header, SourceId, const std::byte* bytes) {
+                payload.insert(payload.end(), bytes, bytes + header.length);
+                more = header.user[0];
+            });
+            inbox_->release(step(chunk));
+        }
+    };
+    try {
+        collective(take);
+    } catch (const Error& error) {
+        usable_ = usable_ || (idle && error.code == Code::timeout);
+        throw;
+    }
+}
+
+}  // namespace antiphon::m2n

@@ -1,0 +1,52 @@
+"""`antiphon bench collectives`: a small run, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.bench.collective_calls import CollectiveCase, check_result, expected_result
+from antiphon.cli.bench_collectives import collectives
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "antiphon.cli.main", "bench", "collectives", "--ranks", "2", "--repetitions", "1"]
+    sizes = ["--bytes", "1000", "--only", "all-reduce,reduce-scatter", "--quiet-timeout", "0"]
+    finished = subprocess.run(
+        [*command, *sizes, "--json", str(file)], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["collective"] for row in rows] == ["all-reduce", "reduce-scatter"]
+    assert all(row["bytes"] == 1024 and row["speedup_over_gloo"] > 0 for row in rows)
+
+
+def test_what_ranks_must_have() -> None:
+    case = {"num_ranks": 2, "num_bytes": 128}
+    given = [(torch.arange(32) + rank) % 17 for rank in range(2)]
+    expected = {
+        "all-reduce": given[0] + given[1],
+        "reduce-scatter": (given[0] + given[1])[16:],
+        "all-gather": torch.cat([given[0][:16], given[1][:16]]),
+        "all-to-all": torch.cat([given[0][16:], given[1][16:]]),
+    }
+    for collective, result in expected.items():
+        assert torch.equal(expected_result(CollectiveCase(collective=collective, **case), 1), result.float())
+
+
+def test_wrong_results_are_not_timed() -> None:
+    case = CollectiveCase(collective="all-gather", num_ranks=2, num_bytes=1)
+    with pytest.raises(ResourceError, match="gloo: all-gather of 128 bytes gives a wrong result"):
+        check_result("gloo", case, torch.ones(32), expected_result(case, 0))
+
+
+def test_sizes_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match="--ranks has 1: a group to measure has 2 to 64 ranks"):
+        collectives(ranks="1")
+    with pytest.raises(UserError, match="--only sum does not exist"):
+        collectives(only="sum")

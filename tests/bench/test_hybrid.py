@@ -1,0 +1,37 @@
+"""`antiphon bench hybrid`: a small run, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.bench.two_level import CONTESTANTS
+from antiphon.cli.bench_hybrid import hybrid
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "antiphon.cli.main", "bench", "hybrid", "--calls", "2", "--repetitions", "1"]
+    sizes = ["--tokens", "8", "--hidden", "64", "--experts", "4", "--top-k", "4"]
+    finished = subprocess.run(
+        [*command, *sizes, "--json", str(file)], capture_output=True, text=True, check=False, timeout=400
+    )
+    assert finished.returncode == 0, finished.stderr
+    rows = {row["contestant"]: row for row in json.loads(file.read_text())["rows"]}
+    assert tuple(rows) == CONTESTANTS
+    # A row goes to the other node once a part: hybrid half of it and back, expert parallel whole rows to one rank.
+    assert rows["fused"]["across_bytes"] == rows["synchronous"]["across_bytes"] == 2 * 8 * 64 * 4 // 2
+    assert rows["expert parallel"]["across_bytes"] == 2 * 8 * 64 * 4
+
+
+def test_sizes_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match="--hidden is 6: it must be a multiple of the 4 ranks"):
+        hybrid(hidden=6)
+    with pytest.raises(UserError, match="--experts is 3: give each of the 4 ranks one at least"):
+        hybrid(experts=3, top_k=1)
+    with pytest.raises(UserError, match="--across ucx does not exist: use shm, tcp, libfabric"):
+        hybrid(across="ucx")

@@ -1,0 +1,68 @@
+"""`antiphon placement`: from a recorded trace to a table and a file that a server takes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from antiphon.cli.main import app
+from antiphon.cli.output import run_command
+from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
+from antiphon.specs.placement import read_placement
+
+
+def call(*arguments: str) -> int:
+    return run_command(lambda: app(["placement", *arguments], prog_name="antiphon", standalone_mode=False))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """20 steps of 64 rows, two MoE layers (1 and 2) of 8 experts, of which the first takes half of all rows."""
+    file = tmp_path / "routing.trace"
+    writer = RoutingTraceWriter(file, TraceHeader(model="m", layers=(1, 2), num_experts=8, top_k=1))
+    random = np.random.default_rng(0)
+    for step in range(20):
+        ids = np.where(random.random((2, 64, 1)) < 0.5, 0, random.integers(1, 8, (2, 64, 1)))
+        writer.append_step(step, 0, ids.astype("<u2").tobytes())
+    writer.close()
+    return file
+
+
+def test_a_hot_expert_gets_copies(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = trace.with_name("placement.json")
+    assert call(str(trace), "--workers", "4", "--slots", "3", "--out", str(out), "--json", "-") == 0
+    payload = json.loads(capsys.readouterr().out)
+    assert [layer["layer"] for layer in payload["layers"]] == [1, 2]
+    for layer in payload["layers"]:
+        assert layer["copies"] == 4
+        assert layer["contiguous"] < 0.5
+        assert layer["contiguous"] < layer["even_shares"] <= layer["split"]
+        assert layer["split"] > 0.9
+        assert layer["split_p5"] <= layer["split"]
+    made = read_placement(out)
+    made.check_fits([1, 2], 8, 4, 3)
+    assert all(len(owners[0]) >= 3 for owners in made.owners.values())
+
+
+def test_the_table_names_its_columns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(trace), "--workers", "4", "--slots", "2", "--speeds", "1,1,1,0.5", "--knee", "2") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert " ".join(printed[0].split()) == "layer contiguous placed, shared evenly placed, split 5th percentile copies"
+    assert len(printed) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--workers", "2", "--slots", "3"), "8 experts do not fit in 2 x 3 slots: give each worker at least 4"),
+        (("--workers", "4", "--slots", "2", "--speeds", "1,2"), "--speeds 1,2: give 4 numbers above 0"),
+        (("--workers", "4", "--slots", "2", "--speeds", "1,x,1,1"), "--speeds 1,x,1,1: write one number"),
+        (("--workers", "4", "--slots", "2", "--knee", "0"), "--knee is 0"),
+    ],
+)
+def test_mistakes_are_named(
+    trace: Path, options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(str(trace), *options) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Experts move while requests run: the same greedy text, whoever decides and whoever dies meanwhile."""
+
+from collections.abc import Callable
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve import balancer
+from antiphon.serve.engine import Engine
+from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.placement import ExpertPlacement, Owners
+from tests.serve.engine_harness import (
+    GREEDY,
+    Prompts,
+    Run,
+    TinyModel,
+    Tokens,
+    complete,
+    config,
+    kill,
+    running,
+    wait_until,
+)
+
+# Five experts of each of two layers on two workers with four slots. From the first to the second all of them move.
+FIRST: Owners = ((0,), (0,), (0,), (1,), (1,))
+SECOND: Owners = ((1,), (1,), (0, 1), (0,), (0,))
+COPIES: Owners = ((0, 1), (0,), (0, 1), (1,), (1,))
+SPARES: Owners = ((0, 1), (0, 1), (0, 1), (0, 1), (0, 1))
+
+
+def placement(owners: Owners) -> ExpertPlacement:
+    return ExpertPlacement(2, {0: owners, 1: owners})
+
+
+def owners_of(engine: Engine) -> Owners:
+    placing = engine.workforce.groups[0].placing
+    assert placing is not None
+    return placing.current.owners[1]
+
+
+def at_outputs(*actions: Callable[[], object]) -> Callable[[int], None]:
+    """Do one after the other, each at the next output."""
+    left = list(actions)
+
+    def on_output(num_tokens: int) -> None:
+        if left:
+            left.pop(0)()
+
+    return on_output
+
+
+@pytest.mark.parametrize("policy", ["static", "window"])
+def test_the_same_text_whoever_decides(
+    policy: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balancer, "WINDOW_STEPS", 4)
+    monkeypatch.setattr(balancer, "PERIOD_S", 0.0)
+    with running(config(tiny_model, "2+2/m2", balance=policy, expert_slots=4)) as engine:
+        before = owners_of(engine)
+        assert complete(engine, prompts) == reference
+        wait_until(lambda: engine.stats().placement_changes > 0, "experts that moved")
+        assert owners_of(engine) != before
+        assert complete(engine, prompts) == reference
+
+
+def test_moves_while_requests_run_and_what_is_refused(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, "2+2/m2", expert_slots=4, placement=placement(FIRST))) as engine:
+        moves = [lambda: engine.place(placement(SECOND)), lambda: engine.place(placement(COPIES))]
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(*moves))
+        assert [request.token_ids for request in finished] == reference
+        wait_until(lambda: owners_of(engine) == COPIES, "the last placement asked for")
+        assert engine.place(placement(COPIES)) == 0
+        assert engine.place(placement(SECOND)) == 6  # three experts of each layer
+        wait_until(lambda: owners_of(engine) == SECOND, "the next one")
+        for wrong, message in (
+            (ExpertPlacement(2, {0: FIRST}), "the placement is for layers 0 to 0, this model has experts in 0 to 1"),
+            (placement(FIRST[:4]), "the placement has 4 experts in layer 0, this model has 5"),
+            (ExpertPlacement(3, {0: FIRST, 1: FIRST}), "the placement is for 3 expert workers, 2 run"),
+            (placement(SPARES), "the placement puts 5 experts of layer 0 on worker 0, which has 4 slots"),
+        ):
+            with pytest.raises(UserError, match=message):
+                engine.place(wrong)
+        assert complete(engine, prompts[:8]) == reference[:8]
+        assert owners_of(engine) == SECOND
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        [("attention", 0)],
+        [("experts", 0)],
+        pytest.param([("experts", 1)], marks=pytest.mark.slow),
+        pytest.param([("experts", 1), ("attention", 1)], marks=pytest.mark.slow),
+        pytest.param([("experts", 0), ("experts", 1)], marks=pytest.mark.slow),
+    ],
+)
+def test_deaths_in_the_middle_of_a_move_cost_no_token(
+    victims: list[tuple[str, int]], tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """All experts of worker 0 go to worker 1 and the other way round: each is an old and a new owner."""
+    with running(config(tiny_model, "2+2/m2", expert_slots=4, placement=placement(FIRST))) as engine:
+
+        def die() -> None:
+            for role, index in victims:
+                kill(engine, role, index)
+
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(lambda: engine.place(placement(SECOND)), die))
+        assert [request.error for request in finished] == [None] * len(prompts)
+        assert [request.token_ids for request in finished] == reference
+        wait_until(lambda: owners_of(engine) == SECOND, "a move that goes on")
+        assert engine.stats().num_worker_restarts == len(victims)
+        wait_until(lambda: engine.complete, "all workers are back")
+        assert complete(engine, prompts[:8]) == reference[:8]
+
+
+def test_a_copy_is_a_spare(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that dies does not come back; all others serve on, and moves wait for it."""
+    for name in ("_SECOND_DELAY_S", "_LONGEST_DELAY_S", "_LONGEST_DELAY_AFTER_KILL_S"):
+        monkeypatch.setattr(f"antiphon.serve.policy.restarts.{name}", 1000.0)
+    with running(config(tiny_model, "1+2/m2", expert_slots=5, placement=placement(SPARES))) as engine:
+        name = WorkerName("experts", 1)
+        first = kill(engine, "experts", 1)
+        wait_until(lambda: engine.worker_pid(name) != first, "a replacement")
+        kill(engine, "experts", 1)
+        wait_until(lambda: "restart in" in engine.stats().status, "a worker that waits for its restart")
+        assert complete(engine, prompts) == reference
+        stats = engine.stats()
+        assert stats.healthy
+        assert stats.missing == ("experts[1]",)
+        engine.place(placement(FIRST))
+        assert complete(engine, prompts[:4]) == reference[:4]
+        assert owners_of(engine) == SPARES
+
+
+def test_who_was_missing_is_taken_back(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    with running(config(tiny_model, "2+2/m2", expert_slots=5, placement=placement(SPARES))) as engine:
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(lambda: kill(engine, "experts", 0)))
+        assert [request.token_ids for request in finished] == reference
+        wait_until(lambda: engine.stats().status == "ok", "the worker is back")
+        placing = engine.workforce.groups[0].placing
+        wait_until(lambda: placing is not None and not placing.absent, "it gets rows again")
+        assert complete(engine, prompts[:8]) == reference[:8]

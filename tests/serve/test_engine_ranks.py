@@ -1,0 +1,135 @@
+"""Workers that are groups of ranks: the text is one process's, and the loss of any rank costs no token."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.config import OneRole
+from antiphon.serve.engine import Engine
+from antiphon.serve.launch import Launcher
+from antiphon.serve.worker.messages import Role
+from antiphon.serve.worker_process import WorkerName
+from tests.serve.engine_harness import (
+    GREEDY,
+    NUM_TOKENS,
+    Prompts,
+    Run,
+    TinyModel,
+    Tokens,
+    complete,
+    config,
+    kill,
+    running,
+    wait_until,
+    wait_until_idle,
+)
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["1t2", "1t3+1t2/m2", slow("1t3"), slow("2t2"), slow("1t2+1/m1"), slow("1+2t2/m2"), slow("2t2+2t3/m3")],
+)
+def test_ranks_equal_transformers(layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        assert complete(engine, prompts[:24]) == reference[:24]
+        wait_until_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim", "number"),
+    [
+        ("1t2", WorkerName("replica", 0, 1), signal.SIGKILL),
+        slow("1t3", WorkerName("replica", 0, 0), signal.SIGKILL),
+        slow("1t2", WorkerName("replica", 0, 1), signal.SIGSTOP),
+        ("2t2+1t2/m2", WorkerName("attention", 1, 1), signal.SIGSTOP),
+        slow("2t2+1t2/m2", WorkerName("attention", 0, 0), signal.SIGKILL),
+        slow("1+1t3/m2", WorkerName("experts", 0, 2), signal.SIGKILL),
+        slow("1+1t2/m2", WorkerName("experts", 0, 0), signal.SIGSTOP),
+    ],
+)
+def test_the_loss_of_a_rank_costs_no_token(
+    layout: str, victim: WorkerName, number: int, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """All ranks of the worker start again; the others keep their processes."""
+    with running(config(tiny_model, layout)) as engine:
+        first = {name: engine.worker_pid(name) for name in engine.workforce.names}
+        num_total = 24 * NUM_TOKENS
+        left = [lambda: kill(engine, victim.role, victim.index, number, rank=victim.rank)]
+
+        def on_output(num_tokens: int) -> None:
+            if left and num_tokens > 0.2 * num_total:
+                left.pop()()
+
+        finished = Run(engine, prompts[:24], GREEDY).finish(on_output)
+        assert [request.error for request in finished] == [None] * 24
+        assert [request.token_ids for request in finished] == reference[:24]
+        wait_until_idle(engine)
+        wait_until(lambda: engine.complete, "all workers are back")
+        changed = {name for name, pid in first.items() if engine.worker_pid(name) != pid}
+        assert changed == {name for name in first if name.leader == victim.leader}
+
+
+def test_instances_share_the_requests(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """Two groups of workers; one of them loses its experts while all stream."""
+    with running(config(tiny_model, "1+1/m2", num_instances=2)) as engine:
+        first = {name: engine.worker_pid(name) for name in engine.workforce.names}
+        assert [str(name) for name in first] == ["attention[0]", "experts[0]", "1/attention[0]", "1/experts[0]"]
+        left = [lambda: os.kill(first[WorkerName("experts", 0, instance=1)], signal.SIGKILL)]
+
+        def on_output(num_tokens: int) -> None:
+            if left and num_tokens > 5 * NUM_TOKENS:
+                left.pop()()
+
+        finished = Run(engine, prompts[:24], GREEDY).finish(on_output)
+        assert [request.token_ids for request in finished] == reference[:24]
+        wait_until(lambda: engine.complete, "all workers are back")
+        assert all(counters.generation_tokens > 0 for counters in of_schedulers(engine)), "both got requests"
+        assert sorted(engine.stats().expert_rows_per_s) == [0, 1]
+
+
+def of_schedulers(engine: Engine) -> list[Any]:
+    return [scheduler.counters for scheduler in engine.workforce.schedulers.values()]
+
+
+def test_roles_have_their_own_threads_and_dtypes(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """The first token of a prompt hardly ever hangs on the experts' rounding; with threads alone nothing is rounded."""
+    threads = config(tiny_model, "1+1t2/m1", of_experts=OneRole(num_threads=2))
+    assert (threads.own("experts").num_threads, threads.own("attention").num_threads) == (2, 1)
+    narrow = OneRole(dtype="bfloat16")
+    with running(config(tiny_model, "1t2+1t2/m1", of_experts=narrow)) as engine:
+        made = complete(engine, prompts[:16])
+    same = sum(tokens[0] == expected[0] for tokens, expected in zip(made, reference[:16], strict=True))
+    assert same >= 12
+    with pytest.raises(UserError, match="--expert-device, -dtype and -threads need --layout disaggregated"):
+        config(tiny_model, "1", of_experts=narrow)
+
+
+def test_cores_are_shared_out_by_threads(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    uneven = config(tiny_model, "1t2+2/m1", of_experts=OneRole(num_threads=3))
+    roles: list[Role] = ["attention", "attention", "experts", "experts"]
+    assert [uneven.cores_of(process, roles) for process in range(4)] == [[0], [1], [2, 3, 4], [5, 6, 7]]
+    assert uneven.cores_of(0, roles[:3]) == []
+
+
+def test_more_ranks_than_heads_are_refused_before_anything_starts(tiny_model: TinyModel) -> None:
+    with pytest.raises(UserError) as caught:
+        Launcher(config(tiny_model, "1t7"))
+    assert str(caught.value) == "--tp is 7: the model has 6 attention heads, so it must be at most 6"
+    with pytest.raises(UserError) as caught:
+        Launcher(config(tiny_model, "1+1t25"))
+    assert str(caught.value) == "--expert-tp is 25: the model has 24 columns in an expert, so it must be at most 24"
+
+
+def test_the_budget_counts_every_ranks_part(tiny_model: TinyModel) -> None:
+    """Six heads share two KV heads: two ranks have one each, three ranks hold four between them."""
+    blocks = [Launcher(config(tiny_model, layout, kv_bytes=1 << 20)).num_blocks for layout in ("1", "1t2", "1t3")]
+    assert blocks[0] == blocks[1]
+    assert blocks[2] == blocks[0] // 2

@@ -1,0 +1,76 @@
+"""What an expert worker counts, over an exchange that takes a batch's memory back with the reply."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.m2n.api import ExpertBatch
+from antiphon.comm.rank_group import Alone
+from antiphon.serve.worker.experts import ExpertRunner
+from antiphon.serve.worker.ranks import ExpertRanks
+from antiphon.serve.worker.spans import SpanRecorder
+
+HELD = (1, 3)
+
+
+class _Half:
+    """Computes nothing; holds experts 1 and 3 of four."""
+
+    spec = SimpleNamespace(router=SimpleNamespace(num_experts=4, top_k=2))
+    backend = SimpleNamespace(device=torch.device("cpu"))
+    expert_ids = {0: HELD, 5: HELD}  # noqa: RUF012
+
+    def to_local(self, layer: int, ids_RK: Tensor) -> Tensor:
+        return ids_RK
+
+    def forward(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        return torch.zeros_like(rows_RH)
+
+
+class _Exchange:
+    """Hands out batches; the ids of one that has been answered are overwritten, as a new message would."""
+
+    wait_s = 0.5
+
+    def __init__(self, batches: list[ExpertBatch]) -> None:
+        self._batches = batches
+
+    def receive(self, idle_s: float, timeout_s: float) -> ExpertBatch | None:
+        return self._batches.pop(0) if self._batches else None
+
+    def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
+        batch.ids_RK.fill_(1 << 20)
+
+
+def batch(layer: int, ids_RK: list[list[int]]) -> ExpertBatch:
+    num_rows = len(ids_RK)
+    return ExpertBatch(
+        step=1,
+        layer=layer,
+        micro_batch=0,
+        sources=(0,),
+        rows_per_source=(num_rows,),
+        placements=(0, 0),
+        rows_RH=torch.zeros(num_rows, 8),
+        ids_RK=torch.tensor(ids_RK, dtype=torch.int32).reshape(num_rows, 2),
+        weights_RK=torch.zeros(num_rows, 2),
+    )
+
+
+def test_rows_of_each_expert_are_counted_before_the_reply() -> None:
+    batches = [batch(0, [[1, 3], [1, -1]]), batch(0, []), batch(5, [[-1, 3]]), batch(0, [[1, -1]])]
+    exchange: Any = _Exchange(batches)
+    half: Any = _Half()
+    moves: Any = SimpleNamespace(check=lambda versions: None)
+    recorder = SpanRecorder(keeps_all=False)
+    runner = ExpertRunner(2, ExpertRanks(Alone(), half, moves, recorder), exchange, recorder)
+    assert runner.report() is None
+    while runner.serve_one(0.0, 1.0):
+        pass
+    report = runner.report()
+    assert report is not None
+    assert (report.index, report.rows_per_layer) == (2, {0: 3, 5: 1})
+    assert report.rows_per_expert == {0: {1: 3, 3: 1}, 5: {1: 0, 3: 1}}
+    assert runner.report() is None, "each row is reported once"

@@ -1,0 +1,33 @@
+"""Speeds of expert workers from what they did: a slow one is found, one that gets few rows is not called slow."""
+
+from antiphon.serve.policy.worker_speeds import WorkerSpeeds
+
+
+def test_without_reports_all_are_equal() -> None:
+    assert WorkerSpeeds(3, 12, 8).shares() == (1.0, 1.0, 1.0)
+
+
+def test_a_worker_at_half_speed_is_found_and_small_differences_are_not() -> None:
+    speeds = WorkerSpeeds(3, 12, 8)
+    for worker, busy_s in enumerate((1.0, 2.0, 1.1)):
+        speeds.add(worker, num_batches=100, num_rows=100_000, busy_s=busy_s)
+    assert speeds.shares() == (1.0, 0.5, 1.0)
+
+
+def test_few_rows_take_the_time_of_reading_weights() -> None:
+    """Below the knee the time does not depend on the rows, so the speeds must not either."""
+    speeds = WorkerSpeeds(2, 8, 64)
+    speeds.add(0, num_batches=100, num_rows=4000, busy_s=1.0)
+    speeds.add(1, num_batches=100, num_rows=2000, busy_s=1.0)
+    assert speeds.shares() == (1.0, 1.0)
+
+
+def test_old_reports_fade() -> None:
+    speeds = WorkerSpeeds(2, 8, 1)
+    for _ in range(50):
+        speeds.add(0, 10, 10_000, 1.0)
+        speeds.add(1, 10, 10_000, 2.0)
+    for _ in range(50):
+        speeds.add(0, 10, 10_000, 1.0)
+        speeds.add(1, 10, 10_000, 1.0)
+    assert speeds.shares() == (1.0, 1.0)
