@@ -186,7 +186,7 @@ class _LayerRun:
         self._here.weights.take()
 
     def _gradient(self, operator: Compute) -> None:
-        if operator.leads_to:
+        if operator.leads_to in self._collectives:  # what goes in tiles has a wire of its own
             self._make_way(self._collectives[operator.leads_to].group)
         found = {name: self._gradient_of(name) for name in operator.makes}
         grads = {name: grad for name, grad in found.items() if grad is not None}
