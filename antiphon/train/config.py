@@ -186,6 +186,11 @@ class TrainConfig:
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
         self.communication.check_dispatch(self.parallel.dispatch)
+        if self.overlap.inside and (self.communication.pipeline_experts or self.communication.packing):
+            raise UserError(
+                "overlap.inside cuts rows into tiles between fixed ranks: set communication.pipeline_experts and "
+                "packing to false, or overlap.inside"
+            )
         if self.communication.packing and (self.overlap.schedule or self.overlap.search):
             raise UserError(
                 "communication.packing changes how many ranks share the experts, and so a layer's operators: leave out "

@@ -4,22 +4,27 @@ leave by the operators of `way_operators`.
 Letters: T rows of this rank, K experts a row, R rows in order of expert, E experts, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.comm.dispatch.api import Dispatcher, weights_of_rows
+from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap
 from antiphon.specs.model import ModelSpec
 from antiphon.train.expert_parts import in_parts
 from antiphon.train.experts import Experts
-from antiphon.train.operators import Compute, Here, Operator, Product
+from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
 from antiphon.train.row_budget import Pieces, RowBudget, pass_over_budget
+from antiphon.train.tiled import Arriving, Leaving
 from antiphon.train.way_operators import end_of, way_operators
 from antiphon.train.weights import DOWN, GATE_UP, Weights
+
+_Kind = TypeVar("_Kind", bound=Operator)
 
 
 def dense_operators() -> list[Operator]:
@@ -48,6 +53,8 @@ def expert_operators(
     ]
     if parts > 1 and dispatcher.ways:
         experts = in_parts(experts, parts, end_of(len(dispatcher.ways) - 1))
+    if dispatcher.links is not None:
+        experts = _in_tiles(experts, dispatcher.links, end_of(len(dispatcher.ways) - 1))
     return [
         Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
         Compute(
@@ -77,6 +84,26 @@ def expert_operators(
             function=_add_experts,
         ),
     ]
+
+
+def _in_tiles(operators: Sequence[Operator], links: TileLinks, end: str) -> list[Operator]:
+    """`operators` of a MoE layer, with those on both sides of its exchange with the experts here made into tiled ones.
+    Where something stands between the second product and the sums (a bias that is weighted), these stay as they are."""
+    by_name = {each.name: each for each in operators}
+
+    def find(name: str, kind: type[_Kind]) -> _Kind:
+        found = by_name[name]
+        assert isinstance(found, kind)
+        return found
+
+    arriving = find(f"dispatch{end}", Exchange), find("scatter", Compute), find("fc1", Product)
+    leaving = find("fc2", Product), find("gather", Compute), find(f"combine{end}", Exchange)
+    takes_place: dict[str, Operator] = {"fc1": Arriving.of(*arriving, links)}
+    gone = {each.name for each in arriving}
+    if leaving[0].makes[0] == leaving[1].reads[0]:
+        takes_place[leaving[2].name] = Leaving.of(*leaving, links)
+        gone |= {each.name for each in leaving}
+    return [takes_place.get(each.name, each) for each in operators if each.name in takes_place or each.name not in gone]
 
 
 def _experts(spec: ModelSpec, weights: str | None, *, has_bias: bool) -> list[Operator]:

@@ -32,6 +32,9 @@ from antiphon.train.layer_schedule import (
     parse,
 )
 from antiphon.train.operators import Exchange, Graph, Operator, Product, part_name, whole_name
+from antiphon.train.tiled import Leaving, Tiled
+
+STARTED = (Exchange, Tiled)  # operators that are started and waited for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,10 @@ class LayerPlan:
         """Whether what the operator's backward needs is noted when it runs again, and not in forward."""
         return _records_again(operator, self.keeping.again)
 
+    def made_again(self, operator: Operator) -> frozenset[str]:
+        """What of it backward needs again."""
+        return frozenset(operator.makes) & self.graph.saved - self.keeping.kept
+
     @staticmethod
     def _of(graph: Graph, kept: Keeping, schedule: str, where: str) -> "LayerPlan":
         text = parse(schedule, where)
@@ -86,8 +93,8 @@ class LayerPlan:
         _check_all_there(forward, needed.forward, f"{where}, forward")
         backward = list(_with_again(graph, kept, backward))
         _check_all_there(backward, needed.backward, f"{where}, backward")
-        _check_order(graph, forward, f"{where}, forward", backward=False)
-        _check_order(graph, backward, f"{where}, backward", backward=True)
+        _check_order(graph, forward, kept.kept, f"{where}, forward", backward=False)
+        _check_order(graph, backward, kept.kept, f"{where}, backward", backward=True)
         return LayerPlan(
             graph,
             kept,
@@ -104,12 +111,12 @@ def _records_again(operator: Operator, again: Collection[str]) -> bool:
 def _needed(graph: Graph, kept: Keeping) -> Schedule:
     forward, backward = list[Action](), list[Action]()
     for name, operator in graph.operators.items():
-        exchanged = isinstance(operator, Exchange)
+        exchanged = isinstance(operator, STARTED)
         forward += [Action(verb, name) for verb in ((START, WAIT) if exchanged else (RUN,))]
         verbs: list[str] = []
         if operator.has_gradient:
             verbs += (START_GRADIENT, WAIT_GRADIENT) if exchanged else (GRADIENT,)
-        if isinstance(operator, Product):
+        if isinstance(operator, (Product, Tiled)):
             verbs.append(WEIGHTS)
         if name in kept.again:
             verbs += (START_AGAIN, WAIT_AGAIN) if exchanged else (AGAIN,)
@@ -133,6 +140,8 @@ def _check_all_there(actions: list[Action], needed: tuple[Action, ...], where: s
 def read_by(graph: Graph, action: Action) -> tuple[str, ...]:
     """Names of the values that must be there for `action`."""
     operator = graph.operators[action.operator]
+    if isinstance(operator, Tiled):
+        return operator.reads_at(action.verb)
     match action.verb:
         case "" | "start" | "again" | "start again":
             return operator.reads
@@ -161,7 +170,7 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
                 yield from again(maker)
 
     def again(operator: Operator) -> Iterator[Action]:
-        if isinstance(operator, Exchange):
+        if isinstance(operator, STARTED):
             if operator.name not in started:
                 yield from do(Action(START_AGAIN, operator.name))
             yield from do(Action(WAIT_AGAIN, operator.name))
@@ -188,10 +197,15 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
         yield from do(action)
 
 
-def needs(graph: Graph, actions: Sequence[Action], *, backward: bool) -> dict[Action, dict[Action, str]]:
-    """By action: those that have to come before it, and for what."""
+def needs(
+    graph: Graph, actions: Sequence[Action], kept: Collection[str], *, backward: bool
+) -> dict[Action, dict[Action, str]]:
+    """By action: those that have to come before it, and for what. `kept`: names that backward finds there."""
     making = (each for each in actions if each.verb in (RUN, WAIT, AGAIN, WAIT_AGAIN))
-    makers = {name: each for each in making for name in graph.operators[each.operator].makes}
+    there_already = kept if backward else ()
+    makers = {
+        name: each for each in making for name in graph.operators[each.operator].makes if name not in there_already
+    }
     readers, there = _readers(graph), set(actions)
     found: dict[Action, dict[Action, str]] = {}
     starts = _starts_of_parts(graph, actions)
@@ -204,10 +218,12 @@ def needs(graph: Graph, actions: Sequence[Action], *, backward: bool) -> dict[Ac
         again = Action(AGAIN, action.operator)
         if action.verb == GRADIENT and again in there and graph.operators[action.operator].saves:
             before[again] = "what its backward reads"
+        if action.verb == WEIGHTS and isinstance(graph.operators[action.operator], Leaving):
+            before[Action(WAIT_GRADIENT, action.operator)] = "the gradient of its product"
         if backward and action.verb in (GRADIENT, WEIGHTS, START_GRADIENT):
             for name in graph.operators[action.operator].makes:
                 for reader in readers.get(name, ()):
-                    last = Action(WAIT_GRADIENT if isinstance(reader, Exchange) else GRADIENT, reader.name)
+                    last = Action(WAIT_GRADIENT if isinstance(reader, STARTED) else GRADIENT, reader.name)
                     if last in there:
                         before[last] = f"the gradient of {name}"
     return found
@@ -226,9 +242,9 @@ def _starts_of_parts(graph: Graph, actions: Sequence[Action]) -> dict[Action, Ac
 _STARTED = {wait: start for start, wait in WAIT_OF.items()}
 
 
-def _check_order(graph: Graph, actions: Sequence[Action], where: str, *, backward: bool) -> None:
+def _check_order(graph: Graph, actions: Sequence[Action], kept: Collection[str], where: str, *, backward: bool) -> None:
     place = {action: index for index, action in enumerate(actions)}
-    for action, before in needs(graph, actions, backward=backward).items():
+    for action, before in needs(graph, actions, kept, backward=backward).items():
         for other, what in before.items():
             if place[other] > place[action]:
                 raise UserError(

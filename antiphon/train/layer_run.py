@@ -8,6 +8,7 @@ Communication is asynchronous: between the start and the wait of an exchange oth
 own order with hooks. It runs what was made last first, and there is no place to put work behind an exchange.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ from antiphon.train.layer_schedule import (
 from antiphon.train.operator_graph import Held, OperatorGraph, by_name, bytes_of
 from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
 from antiphon.train.spans import Spans
+from antiphon.train.tiled import Tiled, TiledRun
 
 
 def run_layer(plan: LayerPlan, here: Here, spans: Spans, held: Held, x: Tensor) -> Tensor:
@@ -73,6 +75,7 @@ class _LayerRun:
         self._collectives: dict[str, Collective] = {}
         self._flights: dict[tuple[str, bool], Flight] = {}  # by name and whether it is of backward
         self._half_done: set[str] = set()  # products
+        self._tiled: dict[str, TiledRun] = defaultdict(TiledRun)
 
     def forward(self, x: Tensor, *, recorded: bool) -> Tensor:
         plan, self._values = self._plan, {self._plan.graph.begin: x}
@@ -81,6 +84,8 @@ class _LayerRun:
             with self._spans.of(span_name(action), self._here.layer):
                 if isinstance(operator, Exchange):
                     self._exchange(operator, action.verb)
+                elif isinstance(operator, Tiled):
+                    self._tile(operator, action.verb, frozenset(operator.makes))
                 else:
                     self._run(operator, recorded=recorded and not plan.records_again(operator))
             for name in freed:
@@ -103,6 +108,7 @@ class _LayerRun:
             for name in freed:
                 self._values.pop(name, None)
         self._values.clear()
+        self._tiled.clear()
         self._held.add(-self._held_bytes)
         result = self._gradient_of(graph.begin)
         assert result is not None
@@ -110,6 +116,10 @@ class _LayerRun:
 
     def _do(self, operator: Operator, verb: str) -> None:
         match operator, verb:
+            case Tiled(), "start again" | "wait again":
+                self._tile(operator, verb.removesuffix(" again"), self._plan.made_again(operator))
+            case Tiled(), _:
+                self._tile_gradient(operator, verb)
             case Exchange(), "start again" | "wait again":
                 self._exchange(operator, verb.removesuffix(" again"))
             case Exchange(), _:
@@ -120,8 +130,6 @@ class _LayerRun:
                 self._product_gradient(operator, verb)
             case Compute(), _:
                 self._gradient(operator)
-
-    # forward
 
     def _run(self, operator: Operator, *, recorded: bool) -> None:
         values = [self._values[name] for name in operator.reads]
@@ -171,10 +179,14 @@ class _LayerRun:
         with torch.no_grad():
             return self._flights.pop((operator.name, backward)).land().transpose(0, operator.dim)
 
-    # backward
+    @torch.no_grad()
+    def _tile(self, operator: Tiled, verb: str, wanted: frozenset[str]) -> None:
+        step = operator.start if verb == START else operator.finish
+        self._values.update(step(self._here, self._values, self._tiled[operator.name], wanted))
+        self._here.weights.take()
 
     def _gradient(self, operator: Compute) -> None:
-        if operator.leads_to:
+        if operator.leads_to in self._collectives:  # what goes in tiles has a wire of its own
             self._make_way(self._collectives[operator.leads_to].group)
         found = {name: self._gradient_of(name) for name in operator.makes}
         grads = {name: grad for name, grad in found.items() if grad is not None}
@@ -230,6 +242,25 @@ class _LayerRun:
             self._launch(operator, grad, backward=True)
         else:
             self._add(operator, operator.reads[0], grad)
+
+    def _tile_gradient(self, operator: Tiled, verb: str) -> None:
+        run, made = self._tiled[operator.name], operator.makes[-1]
+        if verb == WEIGHTS:
+            grad = self._gradient_of(made) if run.product_grad is None else run.product_grad
+            assert grad is not None
+            self._weight_gradients(operator.product, [self._values[name] for name in operator.product.saves], grad)
+            return
+        with torch.no_grad():
+            if verb == WAIT_GRADIENT:
+                found = operator.finish_gradient(self._here, self._values, run)
+            else:
+                grad = self._gradient_of(made)
+                assert grad is not None
+                found = operator.start_gradient(self._here, self._values, run, grad)
+                del self._gradients[made]
+        self._here.weights.take()
+        for name, each in found.items():
+            self._add(operator, name, each)
 
     def _add(self, operator: Operator, name: str, grad: Tensor | None) -> None:
         if grad is not None and name not in self._constants:

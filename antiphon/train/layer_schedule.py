@@ -138,6 +138,7 @@ hop
 start routing
 send
 start dispatch           # behind it: half of the shared expert
+start dispatch_fc1
 shared_fc1
 shared_activation
 wait routing
@@ -148,24 +149,32 @@ hop_2
 start routing_2
 send_2
 start dispatch_2
+start dispatch_2_fc1
 wait routing_2
 arrive_2
 choices_2
 wait dispatch_2
 sort
 scatter
+wait dispatch_fc1
+wait dispatch_2_fc1
 fc1
 activation
 weigh
 fc2
+weigh_bias
 gather
 start combine_2
+start fc2_combine_2
 wait combine_2
+wait fc2_combine_2
 total_2
 start combine            # behind it: the other half
+start fc2_combine
 shared_fc2
 shared_gate
 wait combine
+wait fc2_combine
 total
 over_budget
 add
@@ -180,8 +189,10 @@ again ln2
 gradient over_budget
 gradient total
 start gradient combine   # behind it: rows are sent again, activations made again, the shared expert
+start gradient fc2_combine
 again send
 start again dispatch
+start again dispatch_fc1
 again activation
 again weigh
 gradient shared_gate
@@ -191,10 +202,14 @@ gradient shared_activation
 gradient shared_fc1
 weights shared_fc1
 wait gradient combine
+wait gradient fc2_combine
 gradient total_2
 start gradient combine_2
+start gradient fc2_combine_2
 wait gradient combine_2
+wait gradient fc2_combine_2
 gradient gather
+gradient weigh_bias
 gradient fc2
 gradient weigh
 gradient activation
@@ -204,18 +219,26 @@ gradient choices_2
 gradient arrive_2
 start gradient routing_2
 start gradient dispatch_2
+start gradient dispatch_2_fc1
 wait gradient routing_2
 gradient hop_2
 wait gradient dispatch_2
+wait gradient dispatch_2_fc1
 gradient send_2
 gradient choices
 gradient arrive
 start gradient routing
 start gradient dispatch  # behind it: gradients of the experts' weights, what attention needs again
+start gradient dispatch_fc1
 weights fc2
+weights fc2_combine
+weights fc2_combine_2
 wait again dispatch
+wait again dispatch_fc1
 again scatter
 weights fc1
+weights dispatch_fc1
+weights dispatch_2_fc1
 again rope
 again pack_heads
 start again heads_a2a
@@ -227,6 +250,7 @@ gradient hop
 gradient gate
 gradient widen
 wait gradient dispatch
+wait gradient dispatch_fc1
 gradient send
 gradient ln2
 gradient add_attention

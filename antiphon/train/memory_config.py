@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from antiphon.base.errors import UserError
+from antiphon.comm.tiles import check_tile_rows
 from antiphon.specs.strict_table import CountFromZero
 
 
@@ -41,13 +42,24 @@ class MemoryConfig:
 class OverlapConfig:
     """`schedule`: a file with the order of a layer's operators, as `train.layer_schedule` reads it (empty: its default
     one). `search`: find an order from times measured before the first step. `beside` False: the default order, but
-    each exchange is waited for where it is started."""
+    each exchange is waited for where it is started.
+
+    `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
+    `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`)."""
 
     schedule: str = ""
     search: bool = False
     beside: bool = True
+    inside: bool = False
+    tile_rows: int = 256
 
     def __post_init__(self) -> None:
+        check_tile_rows(self.tile_rows)
+        if self.inside and (self.search or not self.beside):
+            raise UserError(
+                "inside is true: a search measures exchanges and products apart, and without beside nothing overlaps: "
+                "leave out search and beside, or inside"
+            )
         if not self.beside and (self.schedule or self.search):
             raise UserError(
                 "beside is false, so nothing runs beside an exchange: leave out schedule and search, or beside"

@@ -10,7 +10,7 @@ Letters: B sequences, S positions, T = B * S rows, H hidden, E experts, W vocabu
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.float8 import RowFormat
 from antiphon.comm.mesh import Mesh, split_evenly
+from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
@@ -73,7 +74,8 @@ class Layers(nn.Module):
 
 
 class MoeModel(nn.Module):
-    """A decoder of `spec`: the parts of its parameters that the rank of `mesh` holds."""
+    """A decoder of `spec`: the parts of its parameters that the rank of `mesh` holds. `links`: what carries rows in
+    tiles, None: they travel in whole; `close` when the model is done with."""
 
     cos_PR: Tensor
     sin_PR: Tensor
@@ -89,10 +91,12 @@ class MoeModel(nn.Module):
         parallel: ParallelConfig = ParallelConfig(),
         communication: CommunicationConfig = CommunicationConfig(),
         options: PlanOptions = PlanOptions(),
+        links: TileLinks | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.mesh = mesh
+        self.links = links
         self.dtype = dtype
         self.spans = Spans()
         self.share = Share.of(spec, mesh.sizes, mesh.rank)
@@ -101,6 +105,7 @@ class MoeModel(nn.Module):
         outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
         register(self, outer, "outer", first, partial(part_of, spec, self.share))
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel, communication, dtype)
+        dispatcher = replace(dispatcher, links=links)
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
         if isinstance(options.keep, tuple):
@@ -115,6 +120,11 @@ class MoeModel(nn.Module):
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)
+
+    def close(self) -> None:
+        """Say goodbye to other ranks."""
+        if self.links is not None:
+            self.links.close()
 
     def _holds(self, purpose: str) -> bool:
         """Whether a stage of this rank has this parameter of those outside of layers."""

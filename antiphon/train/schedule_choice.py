@@ -72,7 +72,7 @@ def choose_schedules(
         orders = []
         for actions, backward in ((plan.schedule.forward, False), (plan.schedule.backward, True)):
             times = _times(actions, of_kind, model.mesh, backward=backward)
-            found = search(actions, needs(plan.graph, actions, backward=backward), times)
+            found = search(actions, needs(plan.graph, actions, plan.keeping.kept, backward=backward), times)
             choices.append(Choice(kind, backward, seconds_of(actions, times), found))
             orders.append(found.order)
         text = str(Schedule(*orders))

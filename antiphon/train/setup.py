@@ -7,7 +7,9 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.comm.float8_rows import SCALE_BYTES
+from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.comm.tile_flight import TileLinks
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.strict_table import read_text
 from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
@@ -15,6 +17,7 @@ from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.layer_schedule import one_by_one, parse
 from antiphon.train.memory_check import setup_of
+from antiphon.train.memory_config import OverlapConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.tokens import tokenize
 from antiphon.train.weights import FirstValues
@@ -38,18 +41,31 @@ def prepare_data(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: Mesh | None = None) -> MoeModel:
-    """The model with its first weights: what the rank of `mesh` holds of it; None: all."""
+    """The model with its first weights: what the rank of `mesh` holds of it; None: all. Waits for the ranks of `mesh`
+    where rows travel in tiles."""
+    mesh = connect(Sizes(), 0) if mesh is None else mesh
     model = MoeModel(
         spec,
-        connect(Sizes(), 0) if mesh is None else mesh,
+        mesh,
         max_positions=max_positions,
         dtype=_DTYPES[config.dtype],
         first=FirstValues(config.seed, config.model.initializer_range),
         parallel=config.parallel,
         communication=config.communication,
-        options=plan_options(spec, config, Sizes() if mesh is None else mesh.sizes),
+        options=plan_options(spec, config, mesh.sizes),
+        links=connect_tiles(spec, config.overlap, mesh) if config.overlap.inside else None,
     )
     return model.double() if config.dtype == "float64" else model
+
+
+def connect_tiles(spec: ModelSpec, overlap: OverlapConfig, mesh: Mesh) -> TileLinks | None:
+    """Links between the ranks whose rows the experts here work on; None where there are no others. They wait for each
+    other."""
+    group = mesh.group("expert") if mesh.sizes.expert > 1 else mesh.group("expert_tensor")
+    if group.size == 1:
+        return None
+    widest_bytes = 8 * spec.hidden_size  # float64; E4M3 with its scales is narrower than float32
+    return M2nTileLinks.connect(group, overlap.tile_rows, widest_bytes, mesh.timeout_s)
 
 
 def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:

@@ -140,10 +140,7 @@ class Trainer:
                 if self.packing is not None:
                     self._pack(self.packing, watch, measured=measured)
         finally:
-            self.saver.close()
-            if metrics is not None:
-                metrics.close()
-            watch.close()
+            self._close(metrics, watch)
         self.saver.finish()
         barrier(self.mesh.world)
         self.mesh.close()
@@ -157,6 +154,14 @@ class Trainer:
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
+
+    def _close(self, metrics: Metrics | None, watch: Watch) -> None:
+        """What was opened, however the run ended."""
+        self.saver.close()
+        if metrics is not None:
+            metrics.close()
+        watch.close()
+        self.model.close()
 
     @property
     def is_first(self) -> bool:
@@ -255,7 +260,7 @@ class Trainer:
         return (step + 1) % self.config.output.log_every == 0 or step + 1 == self.config.steps
 
     def _record(self, metrics: Metrics, result: StepResult, watch: Watch) -> None:
-        tokens = self.config.tokens_per_step
+        rate = self.config.tokens_per_step / result.duration_s
         metrics.write(
             result.step,
             {
@@ -263,10 +268,8 @@ class Trainer:
                 "gradient_norm": result.norm,
                 "learning_rate": result.rate,
                 "balance_loss": result.balance,
-                "tokens_per_s": tokens / result.duration_s,
-                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length)
-                * tokens
-                / result.duration_s,
+                "tokens_per_s": rate,
+                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length) * rate,
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,
                 "expert_rows": result.counts_LE.tolist(),

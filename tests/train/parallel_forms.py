@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
@@ -47,6 +48,7 @@ class Form:
     losses: LossConfig = LOSSES
     communication: CommunicationConfig = PLAIN
     keep: str = "none"
+    inside: bool = False
     parts: int = 1
 
     def __str__(self) -> str:
@@ -118,6 +120,12 @@ SOME_FAMILIES = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="selective"),
     Form(tensor=2, expert=4, dispatch="gather_scatter", keep="full"),
     Form(pipeline=2, virtual_stages=2, sequence=2, expert=2, keep="full"),
+    Form(sequence=4, expert=4, inside=True),  # here and below, rows pass experts in tiles
+    Form(sequence=2, expert=2, deduplicate=False, row_budget=0.3, losses=DROPPING, keep="selective", inside=True),
+    Form(tensor=4, expert_tensor=4, keep="selective", inside=True),
+    Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="full", inside=True),
+    Form(tensor=2, expert=4, dispatch="gather_scatter", losses=DROPPING, inside=True),
+    Form(pipeline=2, virtual_stages=2, expert=2, row_budget=0.5, communication=EARLY, inside=True),
     Form(expert=2, communication=FIXED),  # here and below, gradients are summed beside backward
     Form(sequence=2, expert=2, communication=PRIORITY),
     Form(sequence=2, expert=2, communication=CHUNKS),
@@ -145,6 +153,10 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     """The parameters with the gradients of a step, what its passes say, and the norm of the gradient. What `form` says
     of ranks is in `mesh` already."""
     parallel = form.parallel if mesh.sizes.world_size > 1 else ParallelConfig()
+    links = None
+    if form.inside and mesh.sizes.world_size > 1:  # more tiles than one for a rank
+        group = mesh.group("expert") if form.expert > 1 else mesh.group("expert_tensor")
+        links = M2nTileLinks.connect(group, tile_rows=3, row_bytes=8 * spec.hidden_size, timeout_s=60)
     model = MoeModel(
         spec,
         mesh,
@@ -154,6 +166,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
         parallel=parallel,
         communication=form.communication,
         options=PlanOptions(keep=form.keep, parts=form.parts) if mesh.sizes.world_size > 1 else PlanOptions(),
+        links=links,
     )
     model.double()
     size = BATCH // form.micro_batches
@@ -164,6 +177,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     passed = Passes(model, form.losses, Spans()).run(batches, shards)
     assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards.reduce()
+    model.close()
     return shards.pieces, passed, shards.norm()
 
 

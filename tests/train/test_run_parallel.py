@@ -133,11 +133,12 @@ def test_sequences_that_ranks_cannot_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("switches", [OVERLAPPED, ("overlap.inside=true",)], ids=["overlapped", "inside"])
+def test_a_killed_rank_is_started_again(tmp_path: Path, switches: tuple[str, ...]) -> None:
     """In the middle of a step whose sums and rows overlap: torchrun starts the ranks anew, they go on from the
     checkpoint, and the curve is the undisturbed one, bit for bit."""
     alone, killed = write_run(tmp_path / "alone"), write_run(tmp_path / "killed")
-    fixed = ("parallel.expert=2", "parallel.sequence=2", "output.checkpoint_every=2", "steps=40", *OVERLAPPED)
+    fixed = ("parallel.expert=2", "parallel.sequence=2", "output.checkpoint_every=2", "steps=40", *switches)
     train(alone, 2, *fixed)
     options = [option for change in fixed for option in ("--set", change)]
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(killed), *options, "--nproc", "2"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config import LossConfig, ParallelConfig
@@ -17,10 +18,12 @@ from tests.comm.ranks import on_ranks
 from tests.train.harness import CONFIG
 
 PASSES, LENGTH = 40, 12
-FORMS = (
-    (ParallelConfig(), LossConfig(balance=0.1, z=0.01)),
-    (ParallelConfig(row_budget=0.5, deduplicate=False), LossConfig(balance=0.1)),
-    (ParallelConfig(row_budget=0.5, dispatch="gather_scatter"), LossConfig(capacity=1.0)),
+FORMS = (  # and whether rows pass experts in tiles
+    (ParallelConfig(), LossConfig(balance=0.1, z=0.01), False),
+    (ParallelConfig(row_budget=0.5, deduplicate=False), LossConfig(balance=0.1), False),
+    (ParallelConfig(row_budget=0.5, dispatch="gather_scatter"), LossConfig(capacity=1.0), False),
+    (ParallelConfig(), LossConfig(balance=0.1, z=0.01), True),
+    (ParallelConfig(row_budget=0.5, dispatch="gather_scatter"), LossConfig(capacity=1.0), True),
 )
 
 
@@ -29,11 +32,12 @@ def bits(rank: int) -> list[set[str]]:
     return [set(digests(rank, *form)) for form in FORMS]
 
 
-def digests(rank: int, parallel: ParallelConfig, losses: LossConfig) -> list[str]:
+def digests(rank: int, parallel: ParallelConfig, losses: LossConfig, inside: bool) -> list[str]:
     spec = model_spec(CONFIG)
     mesh = connect(Sizes(world_size=2, sequence=2, expert=2), rank, 60)
     first = FirstValues(1, 0.2)
-    model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel)
+    links = M2nTileLinks.connect(mesh.group("expert"), 5, 4 * spec.hidden_size, 60) if inside else None
+    model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel, links=links)
     passes, shards = Passes(model, losses, Spans()), Shards(model)
     ids = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH).expand(2, LENGTH), None)

@@ -78,6 +78,7 @@ def _msm(case: LadderCase) -> tuple[Variant, ...]:
         Variant(name="TP + TP", tables=tensor, overlaps=False),
         Variant(name="SP + EP", tables=rows, overlaps=False),
         Variant(name="+ between operators", tables=rows),
+        Variant(name="+ inside operators", tables=rows | {"overlap": {"inside": True}}),
     )
 
 

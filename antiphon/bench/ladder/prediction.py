@@ -5,29 +5,47 @@ bytes take on the links, and the schedule says what runs beside what.
    of an operator takes its part of the whole's time, unless it was measured itself.
 2. Bytes are those of the formulas (`wire`), not those that were counted.
 3. `train.schedule_search` goes through the layer's schedule with one processor and one wire.
-4. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
+4. An operator in tiles takes the longer of its work and its exchange, and a rank's part of the other one: the first
+   rows are made before any can go, the last ones are worked on when all have come.
+5. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
    simulator of Lina's figures goes through it (`beside`).
 
 Not in it: latencies, and exchanges of counts. Rejected: measured waiting times. They are what is to be predicted.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from antiphon.bench.ladder.beside import LayerTimes, backward_s
-from antiphon.bench.ladder.wire import Links, exchanges, sums_s
+from antiphon.bench.ladder.wire import Links, Sent, exchanges, sums_s
 from antiphon.comm.mesh import Sizes
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_run import span_name
-from antiphon.train.layer_schedule import START_GRADIENT, WAIT_OF, Action
+from antiphon.train.layer_schedule import (
+    GRADIENT,
+    RUN,
+    START,
+    START_GRADIENT,
+    WAIT,
+    WAIT_GRADIENT,
+    WAIT_OF,
+    WEIGHTS,
+    Action,
+)
 from antiphon.train.memory_check import setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.schedule_search import Times, seconds_of
+from antiphon.train.tiled import Arriving, Leaving, Tiled
 
 SUMS = "gradient sum"
+_START_OF = {wait: start for start, wait in WAIT_OF.items()}
+_WORKS_AT = {  # in which step a tiled operator does what its operators do in which
+    Arriving: {WAIT: RUN, START_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
+    Leaving: {START: RUN, WAIT_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
+}
 
 
 def predicted_step_s(
@@ -75,6 +93,7 @@ class _Costs:
             for action in order
             for name in (_label(action, backward=backward), _label(_whole(action), backward=backward))
         }
+        names |= {_label(action, backward=backward) for backward, action in _in_their_place(self.plans)}
         return sum(seconds for name, seconds in self.operator_s.items() if name not in names and name != SUMS)
 
     @property
@@ -85,8 +104,13 @@ class _Costs:
     def of(self, plan: LayerPlan, *, backward: bool) -> Times:
         order = plan.schedule.backward if backward else plan.schedule.forward
         parts = Counter(map(whole_name, plan.graph.operators))
-        sent, computing, travelling = exchanges(self.spec, self.config, self.sizes), dict[Action, float](), {}
+        sent = exchanges(self.spec, self.config, self.sizes)
+        computing, travelling = dict[Action, float](), dict[Action, float]()
         for action in order:
+            operator = plan.graph.operators[action.operator]
+            if isinstance(operator, Tiled):
+                self._in_tiles(operator, action, sent, computing, travelling, backward=backward)
+                continue
             whole, count = _whole(action), parts[whole_name(action.operator)]
             if action.verb in WAIT_OF and whole.operator in sent:
                 each = sent[whole.operator]
@@ -98,9 +122,48 @@ class _Costs:
                 computing[action] = found / len(self.plans)
         return Times(computing, travelling)
 
+    def _in_tiles(
+        self,
+        operator: Tiled,
+        action: Action,
+        sent: Mapping[str, Sent],
+        computing: dict[Action, float],
+        travelling: dict[Action, float],
+        *,
+        backward: bool,
+    ) -> None:
+        """What a tiled step does beside its own exchange is taken off the exchange."""
+        verb = _WORKS_AT[type(operator)].get(action.verb)
+        labels = [] if verb is None else [_label(Action(verb, part), backward=backward) for part in operator.parts]
+        work_s = sum(self.operator_s.get(label, 0.0) for label in labels) / len(self.plans)
+        if action.verb not in WAIT_OF.values():
+            computing[action] = work_s
+        if action.verb in WAIT_OF:
+            each = sent[operator.exchange.name]
+            num_bytes = each.backward_bytes if action.verb == START_GRADIENT else each.forward_bytes
+            travelling[action] = self.links.seconds(each.pattern, self.sizes.groups(each.axes), num_bytes)
+            start = action
+        else:
+            start = Action(_START_OF.get(action.verb, ""), action.operator)
+        if start in travelling and verb not in (None, WEIGHTS):
+            beside = 1 - 1 / max(self.sizes.expert, self.sizes.expert_tensor)
+            if action.verb in WAIT_OF:
+                travelling[start] -= min(travelling[start], work_s) * beside
+            else:  # its work stands behind what is left of the exchange
+                travelling[start] = max(travelling[start], work_s) + min(travelling[start], work_s) * (1 - beside)
+
 
 def _whole(action: Action) -> Action:
     return replace(action, operator=whole_name(action.operator))
+
+
+def _in_their_place(plans: Sequence[LayerPlan]) -> Iterator[tuple[bool, Action]]:
+    """What tiled operators stand for."""
+    for plan in plans:
+        for operator in plan.graph.operators.values():
+            for part in operator.parts if isinstance(operator, Tiled) else ():
+                yield from ((False, Action(verb, part)) for verb in (RUN, START, WAIT))
+                yield from ((True, Action(verb, part)) for verb in (GRADIENT, WEIGHTS, START_GRADIENT, WAIT_GRADIENT))
 
 
 def _label(action: Action, *, backward: bool) -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import Collective, Done, Pending, run, start
+from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 
 
@@ -63,11 +64,13 @@ class Way(Protocol):
 @dataclass(frozen=True)
 class Dispatcher:
     """The way to all experts: through `ways`, in order, to experts 0 to `num_experts` - 1 here. `early_weights`: the
-    experts weight their results."""
+    experts weight their results. `links`: where the last way's rows pass the experts in tiles, who carries these; what
+    is over a row budget passes in whole."""
 
     num_experts: int
     ways: tuple[Way, ...] = ()
     early_weights: bool = False
+    links: TileLinks | None = None
 
     def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> "Dispatched":
         """Send each row to its experts. `weights_TK`: what their results count in the sum."""

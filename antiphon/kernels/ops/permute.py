@@ -68,7 +68,7 @@ class _ToExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
         rows: RowMap = ctx.rows
         present = None if rows.present_TK is None else rows.present_TK.to(grad_RH.dtype)
-        return _sum_rows(grad_RH, rows.place_TK, present), None
+        return sum_rows(grad_RH, rows.place_TK, present), None
 
 
 class _Combine(torch.autograd.Function):
@@ -78,7 +78,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
         ctx.save_for_backward(y_RH if ctx.needs_input_grad[1] else None, weights_TK)
         ctx.rows = rows
-        return _sum_rows(y_RH, rows.place_TK, rows.without_absent(weights_TK))
+        return sum_rows(y_RH, rows.place_TK, rows.without_absent(weights_TK))
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -94,7 +94,7 @@ class _Combine(torch.autograd.Function):
         return grad_RH, grad_weights_TK, None
 
 
-def _sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """[T, H]: the sum over k of row `places_TK[t, k]`, times its weight, without holding the T * K rows."""
     if not places_TK.numel() or not x_RH.shape[0]:
         return x_RH.new_zeros(places_TK.shape[0], x_RH.shape[1])

@@ -1,0 +1,214 @@
+"""One collective under way in tiles, in place of `collectives.Flight`: sent piece by piece, received as pieces come.
+
+`TileLinks` is the seam: who carries tiles. On the CPU that is the M2N library (`comm/m2n/tile_links`): one-sided writes
+and counted arrivals, no collective for each tile.
+
+    flight.send(tile, rows)            # as soon as these rows are made
+    for tile in flight.arrivals():     # own tiles first, then as they come; rows lie in `flight.received`
+        ...
+    flight.land()                      # all of it: as the collective's result
+
+What comes is added in order of rank, so sums have the same bits however tiles arrive. Bytes are counted as those of the
+collective. Rejected: tiles over the process group. Each would be a call that all ranks make in one order.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.collectives import AllGather, AllToAll, Collective, ReduceScatter
+from antiphon.comm.float8 import Float8AllGather, Float8AllToAll, Float8ReduceScatter
+from antiphon.comm.float8_rows import (
+    SCALE_BYTES,
+    decode_by_channel,
+    decode_by_token,
+    encode_by_channel,
+    encode_by_token,
+    rows_by_channel,
+)
+from antiphon.comm.mesh import Group
+from antiphon.comm.tiles import Tile, outgoing, tiles_of
+
+
+class TileLinks(Protocol):
+    """Who carries tiles between the ranks of `group`. All ranks begin their flights in one order."""
+
+    group: Group
+    tile_rows: int
+
+    def begin(self) -> int:
+        """The number of the next flight."""
+
+    def post(self, flight: int, tile: Tile, wire: Tensor) -> None:
+        """Send a tile's bytes; returns before they are there. `wire` may change on return."""
+
+    def next(self, flight: int, name: str, missing: Sequence[int]) -> tuple[int, int, Tensor]:
+        """The next tile that came for a flight: its rank, its number and its bytes, valid until `release`. Waits;
+        `PeerLost` and `PeerTimeout` name the collective, `name`, and the ranks, of which those at places `missing` have
+        not sent all."""
+
+    def release(self, flight: int, rank: int, number: int) -> None:
+        """Its bytes may be overwritten."""
+
+    def finish(self, flight: int, name: str) -> None:
+        """All tiles of `flight` have come. Waits until those that it sends are on their way; errors as of `next`."""
+
+    def close(self) -> None:
+        """Say goodbye to all ranks."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows travel: as they are, or as E4M3 with scales; they come out in `out`."""
+
+    scales: Literal["none", "token", "channel"]
+    out: torch.dtype
+
+    def encode(self, x_TH: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        match self.scales:
+            case "token":
+                return encode_by_token(x_TH)
+            case "channel":
+                return encode_by_channel(x_TH, (x_TH.shape[0],))
+        return x_TH.contiguous(), (0, 0)
+
+    def decode(self, wire: Tensor, rows: int, width: int) -> Tensor:
+        """[rows, width] from bytes."""
+        match self.scales:
+            case "token":
+                return decode_by_token(wire.view(rows, width + SCALE_BYTES), self.out)
+            case "channel":
+                return decode_by_channel(wire.view(rows_by_channel(rows), width), (rows,), self.out)
+        return wire.view(self.out).view(rows, width)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """`send[i]` rows go to rank i, `receive[i]` come from it. `same`: all ranks get the same rows. `adds`: each rank's
+    rows are added."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    same: bool
+    adds: bool
+    format: Format
+
+    @staticmethod
+    def of(collective: Collective, dtype: torch.dtype) -> "Routes":
+        """Of rows in `dtype`."""
+        size, own = collective.group.size, collective.group.index
+        form, by_channel = Format("none", dtype), False
+        if isinstance(collective, (Float8AllToAll, Float8AllGather, Float8ReduceScatter)):
+            by_channel = collective.by_channel
+            form = Format("channel" if by_channel else "token", collective.out)
+        match collective:
+            case AllToAll() | Float8AllToAll():
+                return Routes(collective.send, collective.receive, False, False, form)
+            case AllGather() | Float8AllGather():
+                return Routes((collective.sizes[own],) * size, collective.sizes, True, False, form)
+            case ReduceScatter() | Float8ReduceScatter():
+                return Routes(collective.sizes, (collective.sizes[own],) * size, False, True, form)
+        raise AssertionError(f"{collective.name} has no tiles")
+
+
+class TileFlight:
+    """`collective` on rows of `width` numbers in `dtype`, which all its ranks begin in one order."""
+
+    def __init__(self, collective: Collective, links: TileLinks, width: int, dtype: torch.dtype) -> None:
+        self.routes = Routes.of(collective, dtype)
+        self._collective = collective
+        self._links = links
+        self._own = collective.group.index
+        self._number = links.begin()
+        self._tiles = [tiles_of(rank, rows, links.tile_rows) for rank, rows in enumerate(self.routes.receive)]
+        self._to_come = {rank: len(tiles) for rank, tiles in enumerate(self._tiles) if tiles and rank != self._own}
+        self.received = torch.empty(sum(self.routes.receive), width, dtype=self.routes.format.out)
+        self._begins = [sum(self.routes.receive[:rank]) for rank in range(len(self.routes.receive))]
+
+    @property
+    def tile_rows(self) -> int:
+        return self._links.tile_rows
+
+    @property
+    def to_send(self) -> list[Tile]:
+        """In the order in which they should go."""
+        return outgoing(self.routes.send, self._own, self.tile_rows)
+
+    def begin_of(self, tile: Tile) -> int:
+        """Of an arriving tile: where its rows begin in `received`."""
+        return self._begins[tile.rank] + tile.first
+
+    def send(self, tile: Tile, rows_TH: Tensor) -> None:
+        """These rows are made, so they go."""
+        self._send(tile, self._encoded(rows_TH))
+
+    def send_all(self, x_TH: Tensor) -> None:
+        """Of rows that are all there: for each rank in order, or for all."""
+        assert x_TH.shape[0] == (self.routes.send[0] if self.routes.same else sum(self.routes.send))
+        begins = [0 if self.routes.same else sum(self.routes.send[:rank]) for rank in range(len(self.routes.send))]
+        for_all: dict[int, Tensor] = {}
+        for tile in self.to_send:
+            wire = for_all.get(tile.number)
+            if wire is None:
+                wire = self._encoded(x_TH[begins[tile.rank] + tile.first : begins[tile.rank] + tile.last])
+            if self.routes.same:
+                for_all[tile.number] = wire
+            self._send(tile, wire)
+
+    def arrivals(self) -> Iterator[Tile]:
+        """Each tile once its rows are in `received`: own ones, which have to be sent by now, then as they come."""
+        yield from self._tiles[self._own]
+        while self._to_come:
+            begin_s = time.perf_counter()
+            rank, number, wire = self._links.next(self._number, self._collective.name, list(self._to_come))
+            self._collective.group.ledger.waited(self._collective.name, time.perf_counter() - begin_s)
+            tile = self._tiles[rank][number]
+            self._put(tile, wire)
+            self._links.release(self._number, rank, number)
+            self._to_come[rank] -= 1
+            if not self._to_come[rank]:
+                del self._to_come[rank]
+            yield tile
+        self._links.finish(self._number, self._collective.name)
+
+    def land(self) -> Tensor:
+        """The collective's result."""
+        for _ in self.arrivals():
+            pass
+        if not self.routes.adds:
+            return self.received
+        first, *others = self.received.chunk(len(self.routes.receive)) if self.received.shape[0] else [self.received]
+        total = first.clone()
+        for each in others:
+            total += each
+        return total
+
+    def _encoded(self, rows_TH: Tensor) -> Tensor:
+        wire, (clipped, flushed) = self.routes.format.encode(rows_TH)
+        if self.routes.format.scales != "none":
+            purpose, _, _ = self._collective.name.partition(".")
+            self._collective.group.ledger.lost(f"{purpose}.clipped", clipped)
+            self._collective.group.ledger.lost(f"{purpose}.flushed", flushed)
+        return wire
+
+    def _send(self, tile: Tile, wire: Tensor) -> None:
+        if tile.rank == self._own:
+            self._put(tile, wire.view(torch.uint8))
+            return
+        self._collective.group.ledger.sent(self._collective.name, wire.numel() * wire.element_size())
+        self._links.post(self._number, tile, wire)
+
+    def _put(self, tile: Tile, wire: Tensor) -> None:
+        begin, rows = self.begin_of(tile), tile.last - tile.first
+        self.received[begin : begin + rows] = self.routes.format.decode(wire.flatten(), rows, self.received.shape[1])
+
+
+def launch_in_tiles(collective: Collective, links: TileLinks, x_TH: Tensor) -> TileFlight:
+    """Begin it on rows that are all there."""
+    flight = TileFlight(collective, links, x_TH.shape[1], x_TH.dtype)
+    flight.send_all(x_TH)
+    return flight
