@@ -52,7 +52,7 @@ def test_tiles_that_cut_groups_of_scales_are_refused(rows: int) -> None:
 
 
 def test_a_search_beside_tiles_is_refused() -> None:
-    with pytest.raises(UserError, match="inside and search are true"):
+    with pytest.raises(UserError, match="inside is true: a search measures exchanges and products apart"):
         OverlapConfig(inside=True, search=True)
 
 
