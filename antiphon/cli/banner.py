@@ -10,7 +10,6 @@ from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.launch import describe
 from antiphon.specs.model import ModelSpec
 
 EXAMPLE_BODY = '{"prompt": "class Stack:", "max_tokens": 32}'
@@ -25,7 +24,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
     return {
         "version": __version__,
         "model": name,
-        "architecture": describe(spec),
+        "architecture": _describe(spec),
         "dtype": dtype,
         "device": config.device,
         "layout": info.layout,
@@ -90,3 +89,9 @@ def workers_line(workers: Sequence[dict[str, Any]]) -> str:
 def plural(count: int, one: str, many: str = "") -> str:
     """``plural(2, "replica")`` -> ``"2 replicas"``."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _describe(spec: ModelSpec) -> str:
+    """One line about a model, for logs."""
+    router = spec.router
+    return f"{spec.family}, {spec.num_layers} layers, {router.num_experts} experts, top-{router.top_k}"

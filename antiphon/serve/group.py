@@ -1,4 +1,4 @@
-"""Workers that step together: attention workers and the experts they share, or one colocated replica.
+"""Workers that step together: attention and expert workers, or a replica; long because its phases are one machine.
 
 A step: every attention worker with work gets its plan, cut into micro-batches; the engine names for each micro-batch
 who takes part, so experts wait for exactly those and an idle worker delays nobody.
@@ -29,8 +29,9 @@ from enum import Enum
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.balancer import Balancer
-from antiphon.serve.exchange_control import ExchangeControl, RanksOf
+from antiphon.serve.exchange_control import ExchangeControl
 from antiphon.serve.fleet import Fleet
+from antiphon.serve.members import Members
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
@@ -66,9 +67,7 @@ class StepGroup:
     def __init__(
         self,
         *,
-        attention: list[WorkerName],
-        experts: list[WorkerName],
-        ranks_of: RanksOf,
+        members: Members,
         schedulers: list[Scheduler],
         num_micro_batches: int,
         fleet: Fleet,
@@ -79,16 +78,11 @@ class StepGroup:
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes], None] | None = None,
     ) -> None:
-        """`ranks_of`: the processes of every worker, its leader first. `placing`: where experts are, if they are apart
-        from attention; `balancer`: who decides where they should be. `record` takes step, worker and the experts that
-        its rows chose."""
-        self.attention = attention
-        self.experts = experts
-        self.ranks_of = ranks_of
-        self.members = tuple(name for ranks in ranks_of.values() for name in ranks)
-        self.schedulers = dict(zip(attention, schedulers, strict=True))
-        alone = len(self.members) == 1
-        self._control = None if alone else ExchangeControl(fleet, experts, ranks_of)
+        """`placing`: where experts are, if they are apart from attention; `balancer`: who decides where they should be.
+        `record` takes step, worker and the experts that its rows chose."""
+        self.members = members
+        self.schedulers = dict(zip(members.attention, schedulers, strict=True))
+        self._control = None if len(members.processes) == 1 else ExchangeControl(fleet, members)
         self.placing = placing
         self._balancer = balancer
         self._record = record
@@ -110,7 +104,7 @@ class StepGroup:
         """The attention workers that can step now: none while an expert worker is missing or a recovery goes on."""
         if self._phase is not Phase.STEPPING:
             return []
-        return [name for name in self.attention if self._joined.issuperset(self.ranks_of[name])]
+        return [name for name in self.members.attention if self._joined.issuperset(self.members.ranks_of[name])]
 
     @property
     def ready(self) -> bool:
@@ -120,7 +114,7 @@ class StepGroup:
     @property
     def complete(self) -> bool:
         """All workers can step."""
-        return len(self.live_attention) == len(self.attention) and not self._absent
+        return len(self.live_attention) == len(self.members.attention) and not self._absent
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -145,14 +139,14 @@ class StepGroup:
         """Take back expert workers that were missing; let experts move on."""
         if self.placing is None or self._phase is not Phase.STEPPING:
             return
-        missing = self._missing_experts()
+        members, missing = self.members, self.members.missing_experts()
         if self.placing.absent - missing:
             self._begin_recovery()
             self._advance()
         elif not missing:
             if self._balancer is not None:
                 self._balancer.advance(self.placing)
-            self.placing.advance(self._loaded_attention(), self._ranks(self.experts))
+            self.placing.advance(members.loaded_attention(), members.ranks(members.experts))
 
     def withdraw(self) -> list[Request]:
         """Take all requests back, and the plans that failed with them. Only while no step runs."""
@@ -167,7 +161,7 @@ class StepGroup:
         if isinstance(message, StepResult):
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
-            self._statistics.record_experts(worker.name.instance * len(self.experts) + message.index, message)
+            self._statistics.record_experts(worker.name.instance * len(self.members.experts) + message.index, message)
             if self._balancer is not None:
                 self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):
@@ -229,13 +223,14 @@ class StepGroup:
         if self._control is None:
             self._joined.add(worker.name)
             self._phase = Phase.STEPPING
-        elif leader in self.attention and self._phase in (Phase.STEPPING, Phase.JOINING) and self._is_loaded(leader):
+        elif leader in self.members.attention and self._phase in (Phase.STEPPING, Phase.JOINING):
             self._call_into_epoch(leader)
         self._advance()
 
     def _call_into_epoch(self, leader: WorkerName) -> None:
+        """If all its ranks are up."""
         assert self._control is not None, "only workers of an exchange join an epoch"
-        for name in self.ranks_of[leader]:
+        for name in self.members.ranks_of[leader] if self.members.is_loaded(leader) else ():
             self._fleet.send(self._fleet.workers[name], self._control.reset(self._epoch, name, self._absent))
 
     def _on_reset_done(self, worker: WorkerProcess, epoch: int) -> None:
@@ -253,7 +248,7 @@ class StepGroup:
         if self._phase is Phase.STEPPING:
             owners = [name] if computes else self._step.workers
             failure = self._step.failure(name, f"{worker.name} died: {reason}", owners)
-        self._joined.difference_update(self.ranks_of[name])
+        self._joined.difference_update(self.members.ranks_of[name])
         homeless = self._step.lose(name) if computes else []
         if self._control is None:
             self._phase = Phase.LOADING
@@ -276,7 +271,7 @@ class StepGroup:
         waited_s = self._fleet.clock.now_s - self._waiting_since_s
         owing = set(self._step.workers)
         if self._phase is Phase.JOINING:
-            owing |= {worker.name for worker in self._loaded()} - self._joined
+            owing |= {worker.name for worker in self._called()} - self._joined
         for name in owing:
             blamed = not self._unresponsive.isdisjoint(name.among_peers[name.rank > 0 :])
             unresponsive = blamed and self._phase is not Phase.STEPPING
@@ -297,15 +292,9 @@ class StepGroup:
         self._num_asked.clear()
         self._waiting_since_s = self._fleet.clock.now_s
 
-    def _loaded(self) -> list[WorkerProcess]:
-        """The processes of workers of which all ranks are up, and that this epoch does not leave out."""
-        left_out = {name for name in self.experts if name.index in self._absent}
-        leaders = [leader for leader in self.ranks_of if leader not in left_out and self._is_loaded(leader)]
-        return [self._fleet.workers[name] for leader in leaders for name in self.ranks_of[leader]]
-
-    def _is_loaded(self, leader: WorkerName) -> bool:
-        workers = self._fleet.workers
-        return all(name in workers and workers[name].ready for name in self.ranks_of[leader])
+    def _called(self) -> list[WorkerProcess]:
+        """The processes that belong to this epoch, as far as they are up."""
+        return self.members.loaded(self._absent)
 
     def _advance(self) -> None:
         """Go as far through recovery as answers allow."""
@@ -316,10 +305,10 @@ class StepGroup:
         if self._phase is Phase.LOADING and self._experts_loaded():
             self._enter(Phase.JOINING)
             if self.placing is not None:
-                self.placing.leave_out(self._missing_experts(), self._loaded_attention())
-            for worker in self._loaded():
+                self.placing.leave_out(self.members.missing_experts(), self.members.loaded_attention())
+            for worker in self._called():
                 self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
-        everyone_joined = all(worker.name in self._joined for worker in self._loaded())
+        everyone_joined = all(worker.name in self._joined for worker in self._called())
         if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
             self._unresponsive.clear()
             self._was_complete = True
@@ -329,19 +318,10 @@ class StepGroup:
     def _experts_loaded(self) -> bool:
         """All expert workers are up; or those that once were and are missing have only experts of which others have
         copies."""
-        missing = self._missing_experts()
+        missing = self.members.missing_experts()
         return not missing or (self._was_complete and self.placing is not None and self.placing.spares(missing))
 
     @property
     def _absent(self) -> Collection[int]:
         """Expert workers without which this epoch began."""
         return frozenset() if self.placing is None else self.placing.absent
-
-    def _missing_experts(self) -> frozenset[int]:
-        return frozenset(name.index for name in self.experts if not self._is_loaded(name))
-
-    def _loaded_attention(self) -> list[WorkerName]:
-        return [name for name in self.attention if self._is_loaded(name)]
-
-    def _ranks(self, leaders: list[WorkerName]) -> list[WorkerName]:
-        return [name for leader in leaders for name in self.ranks_of[leader]]

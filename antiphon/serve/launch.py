@@ -29,6 +29,7 @@ from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.joining import exchange_secret
+from antiphon.serve.members import Members
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
@@ -38,7 +39,6 @@ from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row
-from antiphon.specs.model import ModelSpec
 
 _log = get_logger("launch")
 # Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
@@ -117,14 +117,14 @@ class Launcher:
         )
         tracked = TrackedRequests()
         groups = []
-        membership = self._membership()
-        record = self._routing_record(len(membership))
+        membership, path = self._membership(), config.record_routing
+        record = None if path is None else RoutingRecord(path, self._info().model_name, self.spec, len(membership))
         for number, (attention, experts) in enumerate(membership):
             placing = self._place_experts(experts, statistics)
+            ranks_of = {name: self._ranks_of(name) for name in (*attention, *experts)}
+            balances = placing is not None and config.balance != "off"
             group = StepGroup(
-                attention=attention,
-                experts=experts,
-                ranks_of={name: self._ranks_of(name) for name in (*attention, *experts)},
+                members=Members(attention, experts, ranks_of, self.fleet),
                 schedulers=[Scheduler(limits) for _ in attention],
                 num_micro_batches=config.num_micro_batches,
                 fleet=self.fleet,
@@ -132,7 +132,7 @@ class Launcher:
                 tracked=tracked,
                 timeout_s=config.timeout_s,
                 placing=placing,
-                balancer=self._balancer() if placing is not None else None,
+                balancer=Balancer(config.balance, self._placement) if balances else None,
                 record=None if record is None else partial(record.add, number),
             )
             groups.append(group)
@@ -146,21 +146,12 @@ class Launcher:
             relaunch=self.launch,
         )
 
-    def _routing_record(self, num_groups: int) -> RoutingRecord | None:
-        path = self.config.record_routing
-        return None if path is None else RoutingRecord(path, self._info().model_name, self.spec, num_groups)
-
     def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
         if not experts:
             return None
         placing = PlacementControl(self.spec, self._placement, self._slots, self.fleet, statistics)
         self._placing[experts[0].instance] = placing
         return placing
-
-    def _balancer(self) -> Balancer | None:
-        if self.config.balance == "off":
-            return None
-        return Balancer(self.config.balance, self._placement)
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""
@@ -301,9 +292,3 @@ def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> E
         engine.stop()
         raise
     return engine
-
-
-def describe(spec: ModelSpec) -> str:
-    """One line about a model, for logs."""
-    router = spec.router
-    return f"{spec.family}, {spec.num_layers} layers, {router.num_experts} experts, top-{router.top_k}"

@@ -49,7 +49,7 @@ class Workforce:
         self._fleet = fleet
         self._statistics = statistics
         self._relaunch = relaunch
-        self._group_of = {name: group for group in groups for name in group.members}
+        self._group_of = {name: group for group in groups for name in group.members.processes}
         self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, Ready] = {}
         self._restarts = {name: Restarts() for name in self._group_of}
@@ -167,9 +167,9 @@ class Workforce:
         group = self._group_of[worker.name]
         failure = group.on_message(worker, message)
         if isinstance(message, StepResult):
-            self._begin_count(name for leader in (worker.name, *group.experts) for name in group.ranks_of[leader])
+            self._begin_count(group.members.ranks((worker.name, *group.members.experts)))
         elif failure is not None:
-            self._begin_count(group.members)
+            self._begin_count(group.members.processes)
         return failure
 
     def _on_refusal(self, worker: WorkerProcess, failure: Failure) -> None:
@@ -187,13 +187,13 @@ class Workforce:
         self._statistics.events.note("lost", event.reason, str(event.worker.name))
         failure, homeless = group.on_death(event.worker, event.reason)
         if failure is not None:
-            self._begin_count(group.members)
+            self._begin_count(group.members.processes)
         self._kill_ranks_beside(event.worker.name, blameless=event.worker.was_killed_from_outside)
         return failure, homeless
 
     def _kill_ranks_beside(self, dead: WorkerName, *, blameless: bool) -> None:
         """What the other ranks of its worker hold is of no use without its part: all of them start again."""
-        for name in self._group_of[dead].ranks_of[dead.leader]:
+        for name in self._group_of[dead].members.ranks_of[dead.leader]:
             rank = self._fleet.workers.get(name)
             if name != dead and rank is not None and rank.channel is not None:
                 rank.ready = False
@@ -217,7 +217,7 @@ class Workforce:
         """Start the workers whose time has come, all ranks of one together. What the system cannot start now is tried
         again later."""
         for group in self.groups:
-            for ranks in group.ranks_of.values():
+            for ranks in group.members.ranks_of.values():
                 due_s = [self._restarts[name].due_s for name in ranks]
                 if all(each is not None and self._fleet.clock.now_s >= each for each in due_s):
                     self._start(ranks)

@@ -106,7 +106,7 @@ class AttentionEnd:
         self._spec = load_model_spec(order.model)
         self._dtype = resolve_dtype(order.dtype)
         shape = exchange_shape(self._spec, self._dtype, 1, 1, 1, order.max_rows)
-        placement = contiguous_placement(self._spec.router.num_experts, 1, range(self._spec.num_layers))
+        placement = contiguous_placement(self._spec.router.num_experts, 1, (0, _LATE_COMBINE, _LATE_RECEIVE))
         self._exchange = NativeAttentionExchange(_endpoint(order), shape, 0, placement, _TIMEOUT_S)
         self._step = 0
         self._work = _Work()

@@ -8,7 +8,6 @@ Epochs number the incarnations of the exchange. The engine begins a new one when
 of the old one at once, `reset` forgets what was in flight and renews the connections that broke.
 """
 
-import ctypes
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,6 +19,7 @@ from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
+from antiphon.comm.m2n.host_memory import dtype_name, on_host, view_of
 from antiphon.comm.m2n.traffic import Traffic, read_traffic
 from antiphon.specs.placement import ExpertPlacement
 
@@ -30,30 +30,6 @@ SPIN_S = 0.02
 _CONNECT_S = 10.0  # for peers that are known to be there
 _MAX_VIEWS = 1024  # far more than slots times usual batch sizes
 _Result = TypeVar("_Result")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As the native library spells it: `bfloat16`, `float16`, `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor on memory of the library's; valid as long as the library says."""
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    if num_bytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    memory = (ctypes.c_char * num_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in host memory, of this type, without gaps; itself if it is all that. Asking first saves two passes
-    through PyTorch's dispatcher, which is cold whenever weights have just passed through the caches."""
-    if tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous():
-        return tensor
-    return tensor.to(device="cpu", dtype=dtype).contiguous()
 
 
 class _End:
@@ -177,8 +153,8 @@ class NativeAttentionExchange(_End):
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         rows_TH = rows_TH if rows_TH.is_cpu else rows_TH.cpu()
-        ids_TK = _on_host(ids_TK, torch.int32)
-        weights_TK = _on_host(weights_TK, torch.float32)
+        ids_TK = on_host(ids_TK, torch.int32)
+        weights_TK = on_host(weights_TK, torch.float32)
         num_rows = len(rows_TH)
         row_stride, column_stride = rows_TH.stride()
         assert column_stride == 1
@@ -306,6 +282,6 @@ class NativeExpertExchange(_End):
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
         received = self._batch
         assert received is not None, "one reply to one batch"
-        partial_RH = _on_host(partial_RH, self._shape.dtype)
+        partial_RH = on_host(partial_RH, self._shape.dtype)
         self._waiting(self._side.reply, received, partial_RH.data_ptr(), *computed_ns, _CONNECT_S)
         self._batch = None

@@ -28,7 +28,7 @@ from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, gather_sizes, run
-from antiphon.comm.m2n.native import view_of
+from antiphon.comm.m2n.host_memory import view_of
 from antiphon.comm.mesh import Group
 from antiphon.comm.tiles import Tile
 

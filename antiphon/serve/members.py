@@ -1,0 +1,50 @@
+"""The workers of one group, the processes they consist of, and which of those are up."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from antiphon.serve.fleet import Fleet
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
+
+
+class Members:
+    """`ranks_of`: the processes of every worker, its leader first, by the leader's name."""
+
+    def __init__(
+        self,
+        attention: Sequence[WorkerName],
+        experts: Sequence[WorkerName],
+        ranks_of: Mapping[WorkerName, tuple[WorkerName, ...]],
+        fleet: Fleet,
+    ) -> None:
+        self.attention = attention
+        self.experts = experts
+        self.ranks_of = ranks_of
+        self.processes = tuple(name for ranks in ranks_of.values() for name in ranks)
+        self._fleet = fleet
+
+    def ranks(self, leaders: Collection[WorkerName]) -> list[WorkerName]:
+        """The processes of these workers."""
+        return [name for leader in leaders for name in self.ranks_of[leader]]
+
+    def is_ready(self, name: WorkerName) -> bool:
+        """This process has loaded its part and can be spoken to."""
+        worker = self._fleet.workers.get(name)
+        return worker is not None and worker.ready
+
+    def is_loaded(self, leader: WorkerName) -> bool:
+        """All ranks of a worker are up."""
+        return all(map(self.is_ready, self.ranks_of[leader]))
+
+    def loaded(self, absent: Collection[int]) -> list[WorkerProcess]:
+        """The processes of workers of which all ranks are up, without the expert workers `absent`."""
+        left_out = {name for name in self.experts if name.index in absent}
+        leaders = [leader for leader in self.ranks_of if leader not in left_out and self.is_loaded(leader)]
+        return [self._fleet.workers[name] for name in self.ranks(leaders)]
+
+    def loaded_attention(self) -> list[WorkerName]:
+        """Attention workers of which all ranks are up."""
+        return [name for name in self.attention if self.is_loaded(name)]
+
+    def missing_experts(self) -> frozenset[int]:
+        """Expert workers of which not all ranks are up."""
+        return frozenset(name.index for name in self.experts if not self.is_loaded(name))
