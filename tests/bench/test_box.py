@@ -520,8 +520,8 @@ def test_command_says_in_one_line_what_is_wrong() -> None:
     )
     far = box_command("--nodes", "2", "--mbit", "100", "--until", "2", "--", "true")
     assert (far.returncode, far.stderr) == (2, "box: --until 2: this box has nodes 0 to 1\n")
-    code = "import sys; sys.path[0] = sys.argv.pop(1); import box.keeper as k; k.TOOL_PATH = ''; import box.run as r"
-    command = [sys.executable, "-c", f"{code}; sys.exit(r.main())", str(ROOT / "benchmarks")]
+    code = "import sys; from antiphon.bench.box import keeper, run; keeper.TOOL_PATH = ''"
+    command = [sys.executable, "-c", f"{code}; sys.exit(run.main())"]
     command += ["--nodes", "1", "--mbit", "1", "--", "true"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
