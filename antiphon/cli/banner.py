@@ -74,9 +74,13 @@ def layout_line(facts: dict[str, Any]) -> str:
     if facts["layout"] == "colocated":
         replicas = plural(facts["num_attention"], "replica") + attention_ranks
         return f"colocated: {replicas} with attention and experts {'on each' if attention_ranks else 'in one process'}"
+    instances = f"{facts['num_instances']} times " if facts["num_instances"] > 1 else ""
+    if facts["layout"] == "hybrid":
+        replicas = plural(facts["num_attention"], "replica") + attention_ranks
+        shared = plural(facts["expert_tp"], "rank")
+        return f"hybrid: {instances}{replicas} that share their experts, each expert on {shared}"
     experts = plural(facts["num_experts_workers"], "expert worker") + expert_ranks
     batches = plural(facts["num_micro_batches"], "micro-batch", "micro-batches")
-    instances = f"{facts['num_instances']} times " if facts["num_instances"] > 1 else ""
     return (
         f"disaggregated: {instances}{facts['num_attention']} attention{attention_ranks} + {experts}, {batches} in turn"
     )

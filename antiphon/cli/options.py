@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -35,7 +35,7 @@ class CapacityOptions:
 class WorkerOptions:
     """Which workers run a model, and how. What is None (or "auto") was left out: the choice is ours."""
 
-    layout: Annotated[str, typer.Option(metavar="NAME", help="auto, colocated or disaggregated.")] = "auto"
+    layout: Annotated[str, typer.Option(metavar="NAME", help="auto, colocated, disaggregated, hybrid.")] = "auto"
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers, or replicas.")] = 1
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
@@ -122,10 +122,17 @@ class WorkerOptions:
         return 2 if layout == "disaggregated" else 1
 
     def _resolve_layout(self) -> Layout:
-        if self.layout not in {"auto", "colocated", "disaggregated"}:
-            raise UserError(f"--layout {self.layout} does not exist: use auto, colocated or disaggregated")
+        if self.layout not in {"auto", *get_args(Layout)}:
+            raise UserError(f"--layout {self.layout} does not exist: use auto, {', '.join(get_args(Layout))}")
         if self.layout == "disaggregated":
             return "disaggregated"
+        if self.layout == "hybrid":
+            if self.experts is not None:
+                raise UserError(
+                    f"--experts {self.experts} does not apply to --layout hybrid: its replicas hold the experts, each "
+                    f"on --expert-tp ranks"
+                )
+            return "hybrid"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
         several = self.micro_batches is not None and self.micro_batches > 1
         apart = (

@@ -42,11 +42,11 @@ def planned_config(
     planned = replace(
         workers,
         layout=served.layout,
-        instances=served.num_instances if served.layout == "disaggregated" else None,
+        instances=served.num_instances if served.layout != "colocated" else None,
         attention=served.num_attention,
         experts=served.num_experts if served.layout == "disaggregated" else None,
         tp=served.attention_tp,
-        expert_tp=served.expert_tp if served.layout == "disaggregated" else None,
+        expert_tp=served.expert_tp if served.layout != "colocated" else None,
         micro_batches=served.num_micro_batches,
     )
     room = capacity.max_batch_tokens

@@ -2,7 +2,7 @@
 
     all                  one pipeline stage; every rank has a head, some vocabulary and some columns to work on
     disaggregated        as many attention workers as a batch's header can name
-    the colocated three  an instance is one replica, whose ranks split attention and experts alike
+    the colocated three  one TP degree divides the other, and rows can be cut into as many equal pieces as the smaller
 
 Rejected: `serve/served_plan`, which judges one finished plan and names what is wrong with it. A search has a million
 candidates, and runs without torch.
@@ -24,7 +24,10 @@ def can_be_served(model: ModelSpec, candidates: Candidates) -> BoolArray:
     most_attention = min(model.attention.num_heads, model.vocab_size, *local)
     has_parts = (candidates.attention_tp <= most_attention) & (candidates.expert_tp <= widths.intermediate)
     apart = candidates.attention_dp <= MAX_ATTENTION_WORKERS
-    replica = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
-    replica &= candidates.attention_tp == candidates.expert_tp
-    shape = np.where(candidates.layout == DISAGGREGATED, apart, replica)
+    wide = np.maximum(candidates.attention_tp, candidates.expert_tp)
+    narrow = np.minimum(candidates.attention_tp, candidates.expert_tp)
+    together = apart & (wide % narrow == 0) & (candidates.attention_dp * candidates.attention_tp % wide == 0)
+    is_one = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
+    together &= is_one | (model.hidden_size % narrow == 0)
+    shape = np.where(candidates.layout == DISAGGREGATED, apart, together)
     return np.asarray((candidates.pp == 1) & has_parts & shape)

@@ -9,11 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
 from antiphon.serve.balancer import POLICIES, Policy
 from antiphon.serve.joining import refuse_wildcard
@@ -22,7 +23,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES
 
-Layout = Literal["colocated", "disaggregated"]
+Layout = Literal["colocated", "disaggregated", "hybrid"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
 MAX_INSTANCES = 64
@@ -42,8 +43,9 @@ class OneRole:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """One running server. `num_attention` counts attention workers, or replicas in the colocated layout. Disaggregated,
-    there are `num_instances` of all attention and expert workers, which know nothing of each other.
+    """One running server. `num_attention` counts attention workers, or replicas in the colocated layout. Disaggregated
+    and hybrid, there are `num_instances` of all workers, which know nothing of each other. In a hybrid instance
+    `num_attention` replicas of `attention_tp` ranks share one set of experts, each expert on `expert_tp` of all ranks.
 
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
@@ -87,7 +89,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.layout in ("colocated", "disaggregated"), "layout", self.layout, "colocated or disaggregated"),
+            (self.layout in get_args(Layout), "layout", self.layout, ", ".join(get_args(Layout))),
             (
                 1 <= self.num_attention <= MAX_ATTENTION_WORKERS,
                 "attention",
@@ -166,7 +168,9 @@ class ServeConfig:
             if not 0 <= joined <= all_workers:
                 raise UserError(f"--join-workers has {joined} {name}: it must be 0 to --{name}, which is {all_workers}")
         num_joined = self.joined_attention + self.joined_experts
-        if self.num_instances > 1 and self.layout != "disaggregated":
+        if self.layout == "hybrid":
+            self._check_hybrid()
+        if self.num_instances > 1 and self.layout == "colocated":
             raise UserError(
                 "--instances needs --layout disaggregated: colocated, an instance is a replica (--attention)"
             )
@@ -182,6 +186,32 @@ class ServeConfig:
             refuse_wildcard("--join-address", self.join_address, split_address(self.join_address)[0])
         if num_joined and self.exchange == "shm":
             raise UserError("--transport shm does not reach other machines: use tcp or libfabric")
+
+    def _check_hybrid(self) -> None:
+        if self.device != "cpu":
+            raise UserError(
+                f"--device {self.device} does not run --layout hybrid: its ranks exchange rows in host memory"
+            )
+        wide, narrow = max(self.attention_tp, self.expert_tp), min(self.attention_tp, self.expert_tp)
+        num_ranks = self.num_attention * self.attention_tp
+        if wide % narrow or num_ranks % wide:
+            raise UserError(
+                f"--layout hybrid with --attention {self.num_attention}, --tp {self.attention_tp} and --expert-tp "
+                f"{self.expert_tp}: one TP degree must divide the other, and the larger the {num_ranks} ranks"
+            )
+
+    @property
+    def topology(self) -> TwoLevel:
+        """The ranks of a hybrid instance."""
+        num_ranks, node = self.num_attention * self.attention_tp, max(self.attention_tp, self.expert_tp)
+        return TwoLevel(num_nodes=num_ranks // node, attention_tp=self.attention_tp, expert_tp=self.expert_tp)
+
+    @property
+    def num_expert_parts(self) -> int:
+        """Into how many parts the experts of an instance are dealt."""
+        if self.layout == "hybrid":
+            return self.topology.expert_ep
+        return self.num_experts if self.layout == "disaggregated" else 1
 
     @property
     def num_workers(self) -> int:
@@ -237,10 +267,9 @@ class ServeConfig:
         """The given placement, checked against the model, or a contiguous one."""
         num_experts = spec.router.num_experts
         moe_layers = list(spec.expert_layers)
-        num_workers = self.num_experts if self.layout == "disaggregated" else 1
         if self.placement is None:
-            return contiguous_placement(num_experts, num_workers, moe_layers)
-        self.placement.check_fits(moe_layers, num_experts, num_workers, self.expert_slots or num_experts)
+            return contiguous_placement(num_experts, self.num_expert_parts, moe_layers)
+        self.placement.check_fits(moe_layers, num_experts, self.num_expert_parts, self.expert_slots or num_experts)
         return self.placement
 
     def slots_of(self, placement: ExpertPlacement) -> int:

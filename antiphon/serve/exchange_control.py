@@ -38,5 +38,5 @@ class ExchangeControl:
         return Reset(
             epoch,
             tickets=[b"" if expert.index in absent else self._ready[expert].ticket for expert in self._members.experts],
-            rank_tickets=[self._ready[rank].rank_ticket for rank in self._members.ranks_of[name.leader]],
+            rank_tickets=[self._ready[rank].rank_ticket for rank in self._members.peers_of(name)],
         )

@@ -89,7 +89,7 @@ class StepGroup:
         self._was_complete = False
         self._fleet = fleet
         self._statistics = statistics
-        self._step = RunningStep(self.schedulers, num_micro_batches, tracked)
+        self._step = RunningStep(self.schedulers, num_micro_batches, tracked, all_take_part=members.share_experts)
         self._timeout_s = timeout_s
         self._phase = Phase.LOADING
         self._epoch = 0
@@ -318,6 +318,8 @@ class StepGroup:
     def _experts_loaded(self) -> bool:
         """All expert workers are up; or those that once were and are missing have only experts of which others have
         copies."""
+        if self.members.others_missing():
+            return False
         missing = self.members.missing_experts()
         return not missing or (self._was_complete and self.placing is not None and self.placing.spares(missing))
 

@@ -14,6 +14,7 @@ import torch
 from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
+from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
@@ -83,9 +84,12 @@ class Launcher:
 
     def _check_ranks(self) -> None:
         """`UserError` unless every rank of every worker has something to work on."""
-        tp, colocated = self.config.attention_tp, not self._disaggregated
-        check_ranks(self.spec, "--tp", tp, attention=True, experts=colocated)
-        check_ranks(self.spec, "--expert-tp", self.config.expert_tp, attention=False, experts=not colocated)
+        config, spec = self.config, self.spec
+        colocated = config.layout == "colocated"
+        check_ranks(spec, "--tp", config.attention_tp, attention=True, experts=colocated)
+        check_ranks(spec, "--expert-tp", config.expert_tp, attention=False, experts=not colocated)
+        if config.layout == "hybrid":
+            message_bytes(config.topology, config.max_batch_tokens, spec.hidden_size, spec.router.top_k, self._dtype)
 
     def _kv_block_bytes(self) -> int:
         """Bytes of a KV block on all ranks of an attention worker together."""
@@ -124,7 +128,7 @@ class Launcher:
             ranks_of = {name: self._ranks_of(name) for name in (*attention, *experts)}
             balances = placing is not None and config.balance != "off"
             group = StepGroup(
-                members=Members(attention, experts, ranks_of, self.fleet),
+                members=Members(attention, experts, ranks_of, self.fleet, share_experts=config.layout == "hybrid"),
                 schedulers=[Scheduler(limits) for _ in attention],
                 num_micro_batches=config.num_micro_batches,
                 fleet=self.fleet,
@@ -156,6 +160,10 @@ class Launcher:
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:
         """(attention workers, expert workers) of each group that steps together."""
         config = self.config
+        if config.layout == "hybrid":
+            replicas = range(config.num_attention)
+            instances = range(config.num_instances)
+            return [([WorkerName("replica", i, instance=each) for i in replicas], []) for each in instances]
         if not self._disaggregated:
             return [([WorkerName("replica", index)], []) for index in range(config.num_attention)]
         return [
@@ -214,7 +222,7 @@ class Launcher:
         own = config.own(name.role)
         exchange = None
         num_ranks = len(self._ranks_of(name.leader))
-        if self._disaggregated or num_ranks > 1:
+        if self._disaggregated or num_ranks > 1 or config.layout == "hybrid":
             exchange = ExchangeConfig(
                 transport=config.transport,
                 host=config.exchange_host,
@@ -248,6 +256,7 @@ class Launcher:
             count_rows=config.balance != "off",
             record_routing=config.record_routing is not None,
             exchange=exchange,
+            hybrid_expert_tp=config.expert_tp if config.layout == "hybrid" else None,
             timeout_s=config.timeout_s,
             trace=config.trace,
         )

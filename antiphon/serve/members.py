@@ -7,7 +7,8 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 
 class Members:
-    """`ranks_of`: the processes of every worker, its leader first, by the leader's name."""
+    """`ranks_of`: the processes of every worker, its leader first, by the leader's name. `share_experts`: attention
+    workers hold experts for each other (layout hybrid), so that none can step without the others."""
 
     def __init__(
         self,
@@ -15,12 +16,19 @@ class Members:
         experts: Sequence[WorkerName],
         ranks_of: Mapping[WorkerName, tuple[WorkerName, ...]],
         fleet: Fleet,
+        *,
+        share_experts: bool = False,
     ) -> None:
         self.attention = attention
         self.experts = experts
         self.ranks_of = ranks_of
         self.processes = tuple(name for ranks in ranks_of.values() for name in ranks)
+        self.share_experts = share_experts
         self._fleet = fleet
+
+    def peers_of(self, name: WorkerName) -> Sequence[WorkerName]:
+        """The processes that reach each other as ranks: those of one worker, or of all that share experts."""
+        return self.processes if self.share_experts else self.ranks_of[name.leader]
 
     def ranks(self, leaders: Collection[WorkerName]) -> list[WorkerName]:
         """The processes of these workers."""
@@ -48,3 +56,7 @@ class Members:
     def missing_experts(self) -> frozenset[int]:
         """Expert workers of which not all ranks are up."""
         return frozenset(name.index for name in self.experts if not self.is_loaded(name))
+
+    def others_missing(self) -> bool:
+        """Where attention workers share experts: one of them is not up."""
+        return self.share_experts and len(self.loaded_attention()) < len(self.attention)

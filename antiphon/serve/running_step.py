@@ -31,7 +31,9 @@ class StepFailure:
 
 @dataclass(frozen=True)
 class _Part:
-    plan: StepPlan
+    """`plan` None: the worker has no rows, and takes part because others need its experts."""
+
+    plan: StepPlan | None
     micro_batches: list[list[SequenceStep]]
 
 
@@ -43,7 +45,11 @@ class RunningStep:
         schedulers: Mapping[WorkerName, Scheduler],
         num_micro_batches: int,
         tracked: TrackedRequests,
+        *,
+        all_take_part: bool = False,
     ) -> None:
+        """`all_take_part`: every worker computes in every micro-batch, with or without rows of its own."""
+        self._all_take_part = all_take_part
         self._schedulers = schedulers
         self._num_micro_batches = num_micro_batches
         self._tracked = tracked
@@ -64,6 +70,7 @@ class RunningStep:
     def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, RunStep]:
         """What to send to each of `workers` that has something to compute: a part that failed, or a new plan."""
         assert not self._running, "a step is running"
+        workers = list(workers)
         for name in workers:
             if (failed := self._failed.pop(name, None)) is not None:
                 self._running[name] = failed
@@ -72,6 +79,9 @@ class RunningStep:
             if (plan := scheduler.schedule()) is not None:
                 ratio = scheduler.config.context_tokens_per_row
                 self._running[name] = _Part(plan, micro_batch_steps(plan.sequences, self._num_micro_batches, ratio))
+        if self._all_take_part and self._running:
+            for name in workers:
+                self._running.setdefault(name, _Part(None, []))
         participants = self._participants()
         self._num_steps += bool(self._running)
         return {name: self._message(part, participants) for name, part in self._running.items()}
@@ -84,15 +94,16 @@ class RunningStep:
         ]
 
     def _message(self, part: _Part, participants: list[list[int]]) -> RunStep:
-        bitmasks = {}
-        for sequence in part.plan.sequences:
+        plan, bitmasks = part.plan, {}
+        for sequence in plan.sequences if plan is not None else ():
             if sequence.samples and (mask := self._tracked.bitmask_of(sequence.request_id)) is not None:
                 bitmasks[sequence.request_id] = mask
+        missing = len(participants) - len(part.micro_batches) if self._all_take_part else 0
         return RunStep(
             step=self._num_steps,
-            released=list(part.plan.released),
-            starts=list(part.plan.starts),
-            micro_batches=part.micro_batches,
+            released=list(plan.released) if plan is not None else [],
+            starts=list(plan.starts) if plan is not None else [],
+            micro_batches=part.micro_batches + [[]] * missing,
             participants=participants,
             bitmasks=bitmasks,
         )
@@ -100,6 +111,8 @@ class RunningStep:
     def commit(self, name: WorkerName, result: StepResult) -> None:
         """A worker has computed its part: move its requests forward and hand out what they got."""
         part = self._running.pop(name)
+        if part.plan is None:
+            return
         scheduler = self._schedulers[name]
         sampled = {entry.request_id: entry for entry in result.requests}
         tokens = []
@@ -114,7 +127,7 @@ class RunningStep:
 
     def fail(self, name: WorkerName) -> None:
         """A worker has not computed its part, if it had one: the same again, next time."""
-        if (part := self._running.pop(name, None)) is not None:
+        if (part := self._running.pop(name, None)) is not None and part.plan is not None:
             self._failed[name] = part
 
     def lose(self, name: WorkerName) -> list[Request]:
@@ -136,7 +149,8 @@ class RunningStep:
         blamed = []
         for owner in owners:
             requests = self._schedulers[owner].requests
-            for sequence in self._running[owner].plan.sequences if owner in self._running else ():
+            plan = self._running[owner].plan if owner in self._running else None
+            for sequence in plan.sequences if plan is not None else ():
                 request = requests[sequence.request_id]
                 if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
                     blamed.append(Blamed(request, sequence.start + len(sequence.token_ids)))

@@ -126,34 +126,48 @@ def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
 
 
 def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
-    """Without data and expert parallelism inside an instance the three colocated layouts are one: replicas that hold
-    the whole model, each on its ranks."""
+    """Whatever its name in the plan: replicas that hold the whole model, each on its ranks, or, with data or expert
+    parallelism inside an instance, hybrid ones, which share their experts."""
     sizes = phase.parallel
-    why = f"this engine runs {phase.layout} only as replicas of the whole model"
-    _refuse_above_one(file, sizes, ("attention_dp", "expert_ep", "pp"), why)
-    if sizes.expert_tp != sizes.attention_tp:
-        raise UserError(
-            f"{file} has attention_tp {sizes.attention_tp} and expert_tp {sizes.expert_tp}: a replica splits both over "
-            f"the same ranks, so they must be equal"
-        )
-    check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=True)
-    if not 1 <= phase.num_instances <= MAX_ATTENTION_WORKERS:
+    _refuse_above_one(file, sizes, ("pp",), "this engine runs all layers on every worker")
+    is_hybrid = sizes.attention_dp > 1 or sizes.expert_ep > 1 or sizes.expert_tp != sizes.attention_tp
+    if is_hybrid:
+        _check_hybrid(sizes, file)
+        _check_instances(phase, file)
+    elif not 1 <= phase.num_instances <= MAX_ATTENTION_WORKERS:
         raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_ATTENTION_WORKERS}")
+    check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=not is_hybrid)
+    check_ranks(spec, f"{file}: expert_tp", sizes.expert_tp, attention=False, experts=True)
     return ServedPlan(
         file=file,
-        layout="colocated",
-        num_instances=1,
+        layout="hybrid" if is_hybrid else "colocated",
+        num_instances=phase.num_instances if is_hybrid else 1,
         attention_tp=sizes.attention_tp,
-        expert_tp=1,
-        num_attention=phase.num_instances,
+        expert_tp=sizes.expert_tp if is_hybrid else 1,
+        num_attention=sizes.attention_dp if is_hybrid else phase.num_instances,
         num_experts=1,
         num_micro_batches=_micro_batches(phase, file),
-        max_running=_per_worker(phase, 1, file),
-        placement=None,
+        max_running=_per_worker(phase, sizes.attention_dp, file),
+        placement=_placement(phase, spec, file) if is_hybrid else None,
         predicted=phase.predicted,
         devices=_devices(phase),
-        notes=(),
+        notes=_uneven_replicas(phase) if is_hybrid else (),
     )
+
+
+def _check_hybrid(sizes: Parallel, file: Path) -> None:
+    """Attention and experts are dealt out over the same ranks, in groups of which one kind divides the other."""
+    num_ranks, of_experts = sizes.attention_dp * sizes.attention_tp, sizes.expert_ep * sizes.expert_tp
+    if num_ranks != of_experts:
+        raise UserError(
+            f"{file} has attention on {num_ranks} ranks and experts on {of_experts}: colocated, they are the same ranks"
+        )
+    wide, narrow = max(sizes.attention_tp, sizes.expert_tp), min(sizes.attention_tp, sizes.expert_tp)
+    if wide % narrow or num_ranks % wide:
+        raise UserError(
+            f"{file} has attention_tp {sizes.attention_tp} and expert_tp {sizes.expert_tp} on {num_ranks} ranks: one "
+            f"must divide the other, and the larger the number of ranks"
+        )
 
 
 def _check_instances(phase: PhasePlan, file: Path) -> None:
@@ -183,10 +197,12 @@ def _per_worker(phase: PhasePlan, num_workers: int, file: Path) -> int:
 def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement:
     """The workers with a share of each expert become its owners, in every layer."""
     owners = tuple(tuple(worker for worker, fraction in shares if fraction > 0) for shares in phase.placement)
-    if idle := set(range(phase.parallel.expert_workers)) - {worker for workers in owners for worker in workers}:
+    sizes = phase.parallel
+    num_workers = sizes.expert_workers if phase.layout == "disaggregated" else sizes.expert_ep
+    if idle := set(range(num_workers)) - {worker for workers in owners for worker in workers}:
         raise UserError(f"{file}: expert workers {sorted(idle)} hold no expert: use at most {len(owners)} workers")
     try:
-        return ExpertPlacement(phase.parallel.expert_workers, dict.fromkeys(spec.expert_layers, owners))
+        return ExpertPlacement(num_workers, dict.fromkeys(spec.expert_layers, owners))
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 

@@ -34,7 +34,20 @@ def slow(*values: object) -> object:
 
 @pytest.mark.parametrize(
     "layout",
-    ["1t2", "1t3+1t2/m2", slow("1t3"), slow("2t2"), slow("1t2+1/m1"), slow("1+2t2/m2"), slow("2t2+2t3/m3")],
+    [
+        "1t2",
+        "1t3+1t2/m2",
+        "2t2*2",
+        slow("2*1"),
+        slow("1t2*1"),
+        slow("2*2/m2"),
+        slow("4t1*2"),
+        slow("1t3"),
+        slow("2t2"),
+        slow("1t2+1/m1"),
+        slow("1+2t2/m2"),
+        slow("2t2+2t3/m3"),
+    ],
 )
 def test_ranks_equal_transformers(layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
     with running(config(tiny_model, layout)) as engine:
@@ -52,6 +65,7 @@ def test_ranks_equal_transformers(layout: str, tiny_model: TinyModel, prompts: P
         slow("2t2+1t2/m2", WorkerName("attention", 0, 0), signal.SIGKILL),
         slow("1+1t3/m2", WorkerName("experts", 0, 2), signal.SIGKILL),
         slow("1+1t2/m2", WorkerName("experts", 0, 0), signal.SIGSTOP),
+        slow("2t2*2", WorkerName("replica", 1, 1), signal.SIGKILL),
     ],
 )
 def test_the_loss_of_a_rank_costs_no_token(
@@ -126,6 +140,13 @@ def test_more_ranks_than_heads_are_refused_before_anything_starts(tiny_model: Ti
     with pytest.raises(UserError) as caught:
         Launcher(config(tiny_model, "1+1t25"))
     assert str(caught.value) == "--expert-tp is 25: the model has 24 columns in an expert, so it must be at most 24"
+
+
+def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:
+    with pytest.raises(UserError, match="one TP degree must divide the other, and the larger the 6 ranks"):
+        config(tiny_model, "2t3*2")
+    with pytest.raises(UserError, match="one TP degree must divide the other, and the larger the 3 ranks"):
+        config(tiny_model, "3*2")
 
 
 def test_the_budget_counts_every_ranks_part(tiny_model: TinyModel) -> None:

@@ -88,6 +88,11 @@ def test_ranks_and_instances_of_a_plan() -> None:
     together = replace(TOGETHER, layout="tp_pp", parallel=Parallel(attention_tp=2, expert_tp=2))
     served = obey(plan(together), SPEC, FILE)
     assert (served.num_attention, served.attention_tp, served.expert_tp) == (2, 2, 1)
+    sizes = Parallel(attention_dp=4, attention_tp=2, expert_ep=2, expert_tp=4)
+    served = obey(plan(replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT)), SPEC, FILE)
+    assert (served.layout, served.num_instances, served.num_attention) == ("hybrid", 2, 4)
+    assert (served.attention_tp, served.expert_tp, served.max_running) == (2, 4, 16)
+    assert served.placement == ExpertPlacement(num_workers=2, owners=((0,), (0, 1), (1,), (1,), (0,)))
 
 
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
@@ -109,7 +114,6 @@ def whole(**changes: int) -> PhasePlan:
 
 
 ALL_LAYERS = "this engine runs all layers on every worker, so it must be 1; plan again without it"
-REPLICAS = "this engine runs dp_ep only as replicas of the whole model, so it must be 1; plan again without it"
 REFUSED: list[tuple[Plan, str]] = [
     (
         plan(APART, phases={"prefill": APART}),
@@ -140,10 +144,11 @@ REFUSED: list[tuple[Plan, str]] = [
         plan(sizes(expert_tp=25)),
         "plan.json: expert_tp is 25: the model has 24 columns in an expert, so it must be at most 24",
     ),
+    (plan(whole(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
     (
-        plan(whole(attention_tp=2)),
-        "plan.json has attention_tp 2 and expert_tp 1: a replica splits both over the same ranks, so they must be "
-        "equal",
+        plan(whole(attention_dp=2, attention_tp=3, expert_tp=2, expert_ep=3)),
+        "plan.json has attention_tp 3 and expert_tp 2 on 6 ranks: one must divide the other, and the larger the number "
+        "of ranks",
     ),
     (plan(sizes(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
     (plan(replace(APART, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
@@ -159,8 +164,10 @@ REFUSED: list[tuple[Plan, str]] = [
     ),
     (plan(replace(APART, micro_batches=65)), "plan.json has 65 micro-batches: it must be 1 to 64"),
     (plan(replace(APART, batch=0)), "plan.json has a batch of 0: it must be at least 1"),
-    (plan(whole(expert_ep=2)), f"plan.json has expert_ep 2: {REPLICAS}"),
-    (plan(whole(attention_dp=2)), f"plan.json has attention_dp 2: {REPLICAS}"),
+    (
+        plan(whole(expert_ep=2)),
+        "plan.json has attention on 1 ranks and experts on 2: colocated, they are the same ranks",
+    ),
     (plan(replace(TOGETHER, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
 ]
 

@@ -61,7 +61,9 @@ class AttentionExchange(Protocol):
     """The attention worker's end. `exposed_s`: the part of `wait_s` in which the experts waited for did not compute."""
 
     wait_s: float
-    exposed_s: float
+
+    @property
+    def exposed_s(self) -> float: ...
 
     @property
     def bytes_sent(self) -> int: ...

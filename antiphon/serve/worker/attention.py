@@ -103,8 +103,12 @@ class AttentionRunner:
         timeout_s: float,
         counts: RowCounts | None = None,
         routing: RoutingRecorder | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
-        """`sampler` None: another rank of this worker samples."""
+        """`sampler` None: another rank of this worker samples. `shared`: other workers' rows are computed in `experts`
+        too, so that every micro-batch goes there, rows or none; what comes back is the whole sum, on every rank."""
+        self._shared = shared
         self._half = half
         self._counts = counts
         self._routing = routing
@@ -115,6 +119,7 @@ class AttentionRunner:
         self._sampler = sampler
         self._recorder = recorder
         self._timeout_s = timeout_s
+        self._served: dict[int, int] = {}  # by micro-batch without rows here: the layer under way
 
     @torch.inference_mode()
     def run(self, step: RunStep) -> StepResult:
@@ -133,6 +138,7 @@ class AttentionRunner:
                 self._sampler.remove(request_id)
             for start in step.starts:
                 self._sampler.add(start)
+        self._served.clear()
         micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
         experts.begin_step(step.step, step.participants)
         self._run_layers(micro_batches)
@@ -165,9 +171,25 @@ class AttentionRunner:
                 if micro_batch is not None:
                     self._collect(index, micro_batch)
                     self._attend(layer, index, micro_batch)
+                elif self._shared:
+                    self._serve_others(layer, index)
         for index, micro_batch in enumerate(micro_batches):
             if micro_batch is not None:
                 self._collect(index, micro_batch)
+            elif self._shared:
+                self._serve_others(self._half.spec.num_layers, index)
+
+    def _serve_others(self, layer: int, index: int) -> None:
+        """A micro-batch in which other workers have rows and this one has none: its experts are needed all the same."""
+        half = self._half
+        before = self._served.pop(index, None)
+        if before is not None:
+            self._experts.combine(before, index, self._timeout_s)
+        if layer < half.spec.num_layers and half.routes(layer):
+            nothing_K = torch.empty(0, half.spec.router.top_k)
+            rows_TH = torch.empty(0, half.spec.hidden_size, dtype=half.backend.dtype)
+            self._experts.dispatch(layer, index, rows_TH, nothing_K.int(), nothing_K)
+            self._served[index] = layer
 
     def _attend(self, layer: int, index: int, micro_batch: _MicroBatch) -> None:
         """Attention and gate of one layer, then the dispatch; a dense layer is finished here."""
@@ -206,9 +228,11 @@ class AttentionRunner:
         delta_TH = self._experts.combine(layer, index, self._timeout_s)
         if delta_TH.device != micro_batch.x_TH.device:
             delta_TH = delta_TH.to(micro_batch.x_TH.device)
-        if micro_batch.local_TH is not None:
-            delta_TH = delta_TH + micro_batch.local_TH
-        delta_TH = self._half.sum_over_ranks(delta_TH)
+        local_TH = micro_batch.local_TH
+        if self._shared and local_TH is not None:
+            delta_TH = delta_TH + self._half.sum_over_ranks(local_TH)
+        elif not self._shared:
+            delta_TH = self._half.sum_over_ranks(delta_TH if local_TH is None else delta_TH + local_TH)
         micro_batch.delta_TH, micro_batch.local_TH, micro_batch.in_flight = delta_TH, None, None
         self._recorder.add(COMBINE, start_ns, layer, index, micro_batch.batch.num_tokens)
 

@@ -13,6 +13,7 @@ from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchan
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from antiphon.models.weights import ReportProgress
 from antiphon.serve.worker.attention import AttentionRunner, BlockTables
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
+from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_levels
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
@@ -83,10 +85,13 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
     spec = load_model_spec(configure.model)
     checkpoint = Checkpoint(configure.model)
     recorder = SpanRecorder(configure.trace)
-    ranks = _rank_group(configure)
     if configure.role == "experts":
+        ranks = _rank_group(configure)
         return _build_experts(configure, backend, spec, checkpoint, ranks, recorder, progress)
-    return _build_attention(configure, backend, spec, checkpoint, ranks, recorder, progress)
+    levels = None
+    if configure.hybrid_expert_tp is not None:
+        levels = hybrid_levels(configure, spec, backend.dtype, lambda name: _endpoint(configure, name))
+    return _build_attention(configure, backend, spec, checkpoint, levels, recorder, progress)
 
 
 def _rank_group(configure: Configure) -> RankGroup:
@@ -185,10 +190,11 @@ def _build_attention(
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    ranks: RankGroup,
+    levels: Levels | None,
     recorder: SpanRecorder,
     progress: ReportProgress,
 ) -> AttentionWorker | Follower:
+    ranks = _rank_group(configure) if levels is None else levels.attention
     is_replica = configure.role == "replica"
     # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
     expected = 0 if not is_replica else sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
@@ -202,15 +208,21 @@ def _build_attention(
     )
     exchange: AttentionExchange
     if is_replica:
+        expert_ids: dict[int, tuple[int, ...]] | None = None  # all
+        share = share_of(spec, ranks.rank, ranks.size)
+        if levels is not None:
+            expert_ids, share = hybrid_experts(levels, spec, configure.placement)
         expert_half = load_expert_half(
             checkpoint,
             spec,
             backend,
-            tuple(range(spec.router.num_experts)),
+            expert_ids,
             lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
-            share=share_of(spec, ranks.rank, ranks.size),
+            share=share,
         )
         exchange = LocalExperts(expert_half)
+        if levels is not None:
+            exchange = hybrid_exchange(levels, configure.placement, expert_half)
     elif ranks.rank > 0:
         exchange = LeadersExperts()
     else:
@@ -227,8 +239,19 @@ def _build_attention(
     sampler = RowSampler(backend) if ranks.rank == 0 else None
     counts = RowCounts(spec) if configure.count_rows and ranks.rank == 0 else None
     routing = RoutingRecorder(spec.expert_layers) if configure.record_routing and ranks.rank == 0 else None
-    runner = AttentionRunner(half, exchange, cache, tables, sampler, recorder, configure.timeout_s, counts, routing)
-    links = Links(exchange, ranks)
+    runner = AttentionRunner(
+        half,
+        exchange,
+        cache,
+        tables,
+        sampler,
+        recorder,
+        configure.timeout_s,
+        counts,
+        routing,
+        shared=levels is not None,
+    )
+    links = Links(exchange, ranks) if levels is None else Links(None, levels)
     if ranks.rank > 0:
         return Follower(FollowingAttention(ranks, runner), recorder, links, None, backend.name, configure.timeout_s)
     return AttentionWorker(LeadingAttention(ranks, runner), recorder, exchange, links, backend.name)

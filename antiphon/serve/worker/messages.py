@@ -41,6 +41,8 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
     `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
 
+    `hybrid_expert_tp`: replicas hold experts for each other, each expert on so many ranks (layout hybrid); None: not.
+
     A worker is a group of `num_ranks` processes; this is number `rank`, and 0 leads: it gets the steps.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
@@ -64,6 +66,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     count_rows: bool
     record_routing: bool = False
     exchange: ExchangeConfig | None
+    hybrid_expert_tp: int | None = None
     timeout_s: float
     trace: bool
 

@@ -1,0 +1,62 @@
+"""The hybrid layout in a process: its groups on both levels, and the part of the experts that it computes for all.
+
+A hybrid instance is several replicas that deal out one set of experts among all their ranks (MixServe, section III):
+attention is split inside a replica, rows travel to the ranks with their experts and back (`comm/two_level`).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from antiphon import _m2n
+from antiphon.comm.two_level.exchange import message_bytes
+from antiphon.comm.two_level.hybrid import HybridExchange
+from antiphon.comm.two_level.levels import Levels, open_levels
+from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.shares import Share, share_of
+from antiphon.serve.worker.messages import Configure
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.placement import ExpertPlacement
+
+
+def hybrid_levels(
+    configure: Configure, spec: ModelSpec, dtype: torch.dtype, endpoint: Callable[[str], _m2n.Endpoint]
+) -> Levels:
+    """This process among all ranks of its instance, not yet connected."""
+    exchange = configure.exchange
+    assert exchange is not None, "ranks of an instance reach each other"
+    assert configure.hybrid_expert_tp is not None, "only hybrid replicas share experts"
+    node = max(configure.num_ranks, configure.hybrid_expert_tp)
+    topology = TwoLevel(
+        num_nodes=exchange.num_attention * configure.num_ranks // node,
+        attention_tp=configure.num_ranks,
+        expert_tp=configure.hybrid_expert_tp,
+    )
+    return open_levels(
+        topology,
+        configure.index * configure.num_ranks + configure.rank,
+        inside=endpoint,
+        across=endpoint,
+        message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
+        num_micro_batches=exchange.num_micro_batches,
+        timeout_s=configure.timeout_s,
+    )
+
+
+def hybrid_experts(
+    levels: Levels, spec: ModelSpec, placement: ExpertPlacement
+) -> tuple[dict[int, tuple[int, ...]], Share]:
+    """Which experts of each layer this rank holds, and its columns of each."""
+    share = share_of(spec, levels.experts.rank, levels.experts.size)
+    return placement.experts_of(levels.topology.part_of(levels.rank)), share
+
+
+def hybrid_exchange(levels: Levels, placement: ExpertPlacement, half: ExpertHalf) -> HybridExchange:
+    """The exchange of this rank; `half` computes what arrives."""
+
+    def compute(layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        return half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
+
+    return HybridExchange(levels, placement, compute)
