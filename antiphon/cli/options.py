@@ -35,7 +35,7 @@ class CapacityOptions:
 class WorkerOptions:
     """Which workers run a model, and how. What is None (or "auto") was left out: the choice is ours."""
 
-    layout: Annotated[str, typer.Option(metavar="NAME", help="auto, colocated, disaggregated, hybrid.")] = "auto"
+    layout: Annotated[str, typer.Option(metavar="NAME", help="colocated, disaggregated, hybrid.")] = "auto"
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers, or replicas.")] = 1
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")

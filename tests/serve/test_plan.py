@@ -92,7 +92,7 @@ def test_ranks_and_instances_of_a_plan() -> None:
     served = obey(plan(replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT)), SPEC, FILE)
     assert (served.layout, served.num_instances, served.num_attention) == ("hybrid", 2, 4)
     assert (served.attention_tp, served.expert_tp, served.max_running) == (2, 4, 16)
-    assert served.placement == ExpertPlacement(num_workers=2, owners=((0,), (0, 1), (1,), (1,), (0,)))
+    assert served.placement == ExpertPlacement(2, dict.fromkeys(SPEC.expert_layers, ((0,), (0, 1), (1,), (1,), (0,))))
 
 
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
