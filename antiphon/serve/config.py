@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from antiphon.base.errors import ResourceError, UserError
-from antiphon.base.units import format_bytes
+from antiphon.base.errors import UserError
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.comm.two_level.topology import TwoLevel
-from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of
 from antiphon.serve.balancer import POLICIES, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.worker.messages import Role
@@ -288,21 +286,3 @@ class ServeConfig:
         if self.max_model_len > spec.max_position:
             raise UserError(f"--max-model-len is {self.max_model_len}: the model's context ends at {spec.max_position}")
         return self.max_model_len
-
-
-def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: int, free_bytes: int) -> int:
-    """KV blocks of each attention worker within the budget; `ResourceError` if not even one sequence fits.
-
-    Without a budget, 30% of the memory free now, but no more than every running request at full length needs."""
-    blocks_per_sequence = blocks_of(context_length, config.block_size)
-    budget = int(free_bytes * 0.3) if config.kv_bytes is None else config.kv_bytes
-    num_blocks = blocks_in_budget(budget // config.num_kv_caches, block_bytes)
-    if config.kv_bytes is None:
-        num_blocks = min(num_blocks, config.max_running * blocks_per_sequence)
-    if num_blocks < blocks_per_sequence:
-        needed = blocks_per_sequence * block_bytes * config.num_kv_caches
-        raise ResourceError(
-            f"--kv-bytes {format_bytes(budget)} is too small: one sequence of {context_length} tokens on each of "
-            f"{config.num_kv_caches} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
-        )
-    return num_blocks

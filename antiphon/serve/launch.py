@@ -15,21 +15,21 @@ from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.two_level.exchange import message_bytes
-from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out
-from antiphon.models.shares import check_ranks, share_of
+from antiphon.models.shares import check_ranks
 from antiphon.models.weights import ReportProgress
 from antiphon.serve.balancer import Balancer
-from antiphon.serve.config import ServeConfig, kv_blocks_per_worker
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.door import Door
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.joining import exchange_secret
+from antiphon.serve.kv_budget import kv_block_bytes, kv_blocks_per_worker
 from antiphon.serve.members import Members
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.limits import SchedulerConfig
@@ -62,7 +62,7 @@ class Launcher:
         self._slots = config.slots_of(self._placement)
         self._placing: dict[int, PlacementControl] = {}  # by instance
         self._check_ranks()
-        block_bytes = self._kv_block_bytes()
+        block_bytes = kv_block_bytes(config, self.spec, self._dtype.itemsize)
         free_bytes = free_memory_bytes(config.own("attention").device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
         self.kv_bytes = self.num_blocks * block_bytes * config.num_kv_caches
@@ -90,12 +90,6 @@ class Launcher:
         check_ranks(spec, "--expert-tp", config.expert_tp, attention=False, experts=not colocated)
         if config.layout == "hybrid":
             message_bytes(config.topology, config.max_batch_tokens, spec.hidden_size, spec.router.top_k, self._dtype)
-
-    def _kv_block_bytes(self) -> int:
-        """Bytes of a KV block on all ranks of an attention worker together."""
-        num_ranks = self.config.attention_tp
-        parts = [share_of(self.spec, rank, num_ranks).local_spec(self.spec) for rank in range(num_ranks)]
-        return sum(kv_cache_block_bytes(part, self.config.block_size, self._dtype.itemsize) for part in parts)
 
     @property
     def _disaggregated(self) -> bool:
