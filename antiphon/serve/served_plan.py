@@ -7,7 +7,7 @@
 2. its parallel sizes are ones the engine has: one pipeline stage, experts whole on one worker or on each of its ranks
 3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker
 
-What the engine does differently without being wrong (replicas take even turns whatever the fractions) is a note, which
+What the engine does differently without being wrong (rows are split by load, whatever the fractions) is a note, which
 the caller shows. Rejected: running the nearest thing to a plan that cannot be run. The prediction beside it would then
 be of something else.
 """
