@@ -123,7 +123,8 @@ class WorkerOptions:
 
     def _resolve_layout(self) -> Layout:
         if self.layout not in {"auto", *get_args(Layout)}:
-            raise UserError(f"--layout {self.layout} does not exist: use auto, {', '.join(get_args(Layout))}")
+            *first, last = get_args(Layout)
+            raise UserError(f"--layout {self.layout} does not exist: use auto, {', '.join(first)} or {last}")
         if self.layout == "disaggregated":
             return "disaggregated"
         if self.layout == "hybrid":

@@ -69,7 +69,7 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
     ),
     ("--token-ids 1 --temperature -1", 2, "temperature is -1.0: it must be between 0 and 100"),
     ("--token-ids 1 --logprobs 50", 2, "logprobs is 50: it must be between 0 and 20"),
-    ("--token-ids 1 --layout apart", 2, "--layout apart does not exist: use auto, colocated or disaggregated"),
+    ("--token-ids 1 --layout apart", 2, "--layout apart does not exist: use auto, colocated, disaggregated or hybrid"),
     (
         "--token-ids 1 --layout colocated --experts 2",
         2,
