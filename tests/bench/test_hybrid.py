@@ -23,9 +23,11 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     rows = {row["contestant"]: row for row in json.loads(file.read_text())["rows"]}
     assert tuple(rows) == CONTESTANTS
-    # A row goes to the other node once a part: hybrid half of it and back, expert parallel whole rows to one rank.
-    assert rows["fused"]["across_bytes"] == rows["synchronous"]["across_bytes"] == 2 * 8 * 64 * 4 // 2
-    assert rows["expert parallel"]["across_bytes"] == 2 * 8 * 64 * 4
+    # A row goes to the other node once a part: hybrid half of it and back, expert parallel whole rows to one rank. Its
+    # choices and weights go with it.
+    routing = 8 * 4 * (4 + 4)
+    assert rows["fused"]["across_bytes"] == rows["synchronous"]["across_bytes"] == 2 * 8 * 64 * 4 // 2 + routing
+    assert rows["expert parallel"]["across_bytes"] == 2 * 8 * 64 * 4 + routing
 
 
 def test_sizes_that_do_not_fit() -> None:
