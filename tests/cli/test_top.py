@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,19 +118,25 @@ def test_live_until_interrupted(server: Live) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "antiphon.cli.main", "top", server.url, "--interval", "0.1"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    # A shell's background jobs ignore SIGINT, and so would what they start.
+    hears = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, preexec_fn=hears)
+    try:
         os.close(theirs)
-        seen = b""
+        seen, deadline = b"", time.monotonic() + 60.0
         while seen.count(b"Antiphon: ") < 3:
             assert select.select([ours], [], [], 60)[0], seen
             seen += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
-        while process.poll() is None:  # it may still be writing
+        while process.poll() is None and time.monotonic() < deadline:  # it may still be writing
             if select.select([ours], [], [], 0.1)[0]:
                 try:
                     seen += os.read(ours, 65536)
                 except OSError:  # the other end is closed
                     break
         assert process.wait(60) == 0, seen
+    finally:
+        process.kill()
+        process.wait(60)
     os.close(ours)
     assert b"error" not in seen
