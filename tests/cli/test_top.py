@@ -116,11 +116,12 @@ def test_a_key_from_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_live_until_interrupted(server: Live) -> None:
     """In a terminal of its own: frames come anew, Ctrl-C ends it without an error."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "antiphon.cli.main", "top", server.url, "--interval", "0.1"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     # A shell's background jobs ignore SIGINT, and so would what they start.
-    hears = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, preexec_fn=hears)
+    hears = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{hears}; runpy.run_module('antiphon.cli.main', run_name='__main__')"
+    command = [sys.executable, "-c", code, "top", server.url, "--interval", "0.1"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     try:
         os.close(theirs)
         seen, deadline = b"", time.monotonic() + 60.0
