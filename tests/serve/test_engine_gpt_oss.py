@@ -48,7 +48,9 @@ def test_64_greedy_tokens_twice_the_second_time_from_the_prefix_cache(layout: st
         assert complete(engine, prompts) == expected
         hits = engine.stats().prefix_cache_hit_tokens
         assert complete(engine, prompts) == expected
-        assert engine.stats().prefix_cache_hit_tokens >= hits + 3 * (64 + 32 + 96)
+        # Of several attention workers one with less to do may be worth more than a short hit.
+        short = 3 * 32 if not layout.startswith("2") else 0
+        assert engine.stats().prefix_cache_hit_tokens >= hits + 3 * (64 + 96) + short
 
 
 @pytest.mark.parametrize("role", [pytest.param("attention", marks=pytest.mark.slow), "experts"])
