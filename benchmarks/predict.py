@@ -31,12 +31,14 @@ from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
-from antiphon.planner.local_prediction import LocalChoice, LocalPrediction, predict_decode
+from antiphon.planner.local_prediction import LocalPrediction, predict_decode
 from antiphon.specs.model import ModelSpec
 
 DEFAULT_GRID = (
     "colocated:1,4,16,64,128",
     "colocated*2:2,16,64,128",
+    "colocated/t2:1,16,64",
+    "colocated/p2:2,16,64",
     "1+1/m1:1,16,64,128",
     "1+1/m2:16,64,128",
     "1+1/m3:64,128",
@@ -44,7 +46,7 @@ DEFAULT_GRID = (
     "2+1/m2:32,128",
 )
 MISS = 0.3
-GOAL = 0.15
+GOAL = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
 
 
 def predict(times: LocalTimes, spec: ModelSpec, point: Point, context: float) -> LocalPrediction:
-    layout, num_attention, num_experts, num_micro_batches = parse_contestant(point.contestant)
-    choice = LocalChoice(
-        layout=layout,
-        num_attention=num_attention,
-        num_experts=max(1, num_experts),
-        num_micro_batches=num_micro_batches,
-    )
+    choice = parse_contestant(point.contestant)
     return predict_decode(times, spec, choice, concurrency=point.concurrency, context=context)
 
 
@@ -149,14 +145,9 @@ def row_of(point: Point, predictions: Sequence[LocalPrediction], measured: Seque
     """What the table and the JSON say of a point."""
     tpot_s = median(each.tpot_s for each in measured)
     predicted_s = sum(each.tpot_s for each in predictions) / len(predictions)
-    layout, num_attention, num_experts, num_micro_batches = parse_contestant(point.contestant)
     names = {name for each in measured for name in each.parts_s}
     return {
         "contestant": point.contestant,
-        "layout": layout,
-        "attention": num_attention,
-        "experts": num_experts,
-        "micro_batches": num_micro_batches,
         "concurrency": point.concurrency,
         "predicted_tpot_s": predicted_s,
         "measured_tpot_s": tpot_s,

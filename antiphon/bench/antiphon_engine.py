@@ -1,8 +1,8 @@
 """Antiphon itself as a contestant of the serving benchmark: the same engine that serves, without HTTP.
 
-A contestant is written `colocated`, `colocated*2` (two replicas) or `1+1/m2` (one attention worker, one expert worker,
-two micro-batches). Prefix caching must not help the second pass of a run, so the first token of every prompt differs
-between the passes.
+A contestant is written `colocated`, `colocated*2` (two replicas), `colocated/t2` (of two ranks), `colocated/p2` (two
+stages) or `1+1/m2` (one attention worker, one expert worker, two micro-batches). Prefix caching must not help the second
+pass of a run, so the first token of every prompt differs between the passes.
 """
 
 import os
@@ -19,7 +19,8 @@ from antiphon.base.errors import UserError
 from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
-from antiphon.serve.config import Layout, ServeConfig
+from antiphon.planner.local_prediction import LocalChoice
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
@@ -30,12 +31,21 @@ from antiphon.specs.sampling import SamplingParams
 BLOCK_SIZE = 16
 
 
-def parse_contestant(text: str) -> tuple[Layout, int, int, int]:
-    """(layout, attention workers, expert workers, micro-batches) of a contestant's name."""
-    if match := re.fullmatch(r"colocated(?:\*([1-9]\d*))?", text):
-        return "colocated", int(match.group(1) or 1), 0, 1
+def parse_contestant(text: str) -> LocalChoice:
+    """What a contestant's name says. `UserError` if it says nothing."""
+    if match := re.fullmatch(r"colocated(?:\*([1-9]\d*))?(?:/t([1-9]\d*))?(?:/p([1-9]\d*))?", text):
+        replicas, tp, num_stages = (int(number or 1) for number in match.groups())
+        return LocalChoice(
+            layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages, num_micro_batches=num_stages
+        )
     if match := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)/m([1-9]\d*)", text):
-        return "disaggregated", int(match.group(1)), int(match.group(2)), int(match.group(3))
+        attention, experts, micro_batches = map(int, match.groups())
+        return LocalChoice(
+            layout="disaggregated",
+            num_attention=attention,
+            num_experts=experts,
+            num_micro_batches=micro_batches,
+        )
     raise UserError(f"{text!r} is no contestant: write colocated, colocated*2 or 1+1/m2")
 
 
@@ -55,7 +65,7 @@ class AntiphonEngine:
         changes: Mapping[str, Any] | None = None,
     ) -> None:
         """`changes`: fields of `ServeConfig` that differ from what the contestant's name says."""
-        self.layout, self.num_attention, self.num_experts, self.num_micro_batches = parse_contestant(contestant)
+        self.choice = parse_contestant(contestant)
         self._name = f"antiphon {contestant}"
         self._model = model
         self._max_concurrency = max_concurrency
@@ -78,19 +88,22 @@ class AntiphonEngine:
 
     def _config(self) -> ServeConfig:
         spec = load_model_spec(self._model)
-        per_worker = -(-self._max_concurrency // self.num_attention)
+        choice = self.choice
+        per_worker = -(-self._max_concurrency // choice.num_attention)
         blocks = per_worker * (-(-self._max_tokens // BLOCK_SIZE) + 1) + 16
         bytes_per_element = 4 if spec.dtype == "float32" else 2
         block_bytes = kv_cache_block_bytes(spec, BLOCK_SIZE, bytes_per_element)
         config = ServeConfig(
             model=self._model,
-            layout=self.layout,
-            num_attention=self.num_attention,
-            num_experts=max(1, self.num_experts),
-            num_micro_batches=self.num_micro_batches,
+            layout=choice.layout,
+            num_attention=choice.num_attention,
+            num_experts=choice.num_experts,
+            attention_tp=choice.tp,
+            num_stages=choice.num_stages,
+            num_micro_batches=choice.num_micro_batches,
             device=self._device,
             max_model_len=self._max_tokens,
-            kv_bytes=blocks * block_bytes * self.num_attention,
+            kv_bytes=blocks * block_bytes * choice.num_attention,
             block_size=BLOCK_SIZE,
             max_running=per_worker,
             max_batch_tokens=max(2048, per_worker),
@@ -104,15 +117,15 @@ class AntiphonEngine:
     def sizes(self) -> dict[str, int | str | None]:
         """What a report's row says of this contestant."""
         return {
-            "layout": self.layout,
-            "attention": self.num_attention,
-            "experts": self.num_experts,
-            "micro_batches": self.num_micro_batches,
+            "layout": self.choice.layout,
+            "attention": self.choice.num_attention,
+            "experts": self.choice.num_experts if self.choice.layout == "disaggregated" else 0,
+            "micro_batches": self.choice.num_micro_batches,
         }
 
     def start(self) -> Mapping[str, str]:
         self._engine = start_engine(self._config())
-        return {"layout": self.layout, "kernels": ", ".join(sorted(self._engine.workforce.kernels))}
+        return {"layout": self.choice.layout, "kernels": ", ".join(sorted(self._engine.workforce.kernels))}
 
     def run(self, workload: Workload) -> RunResult:
         prefill_s, _, _, _ = self._pass(workload.prompts, 1)

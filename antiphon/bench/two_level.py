@@ -1,7 +1,8 @@
 """A MoE layer's rows to their experts and back over two levels: fused, synchronous, plain EP and plain TP.
 
 n nodes of m ranks, all processes of this machine; inside a node ranks talk over one transport, between nodes over
-another. Every node has rows of its own, which choose experts uniformly.
+another. Every node has rows of its own, which choose experts uniformly. Nodes may be those of a cluster in a box
+(`bench/box`), whose links are as slow as they are told to be; what a link carries in a round trip is then counted.
 
 | contestant | attention | experts |
 |---|---|---|
@@ -13,7 +14,9 @@ Experts return what they are given, so this is the price of communication. Resul
 contestants take turns. A time is the slowest rank's, bytes are those that a rank sends on each level.
 """
 
+import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +27,8 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import ResourceError
 from antiphon.base.progress import Report
+from antiphon.bench.box import Box, box_unavailable
+from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
 from antiphon.bench.collectives import slowest_median_s
 from antiphon.bench.quiet import repeat_until_quiet
 from antiphon.bench.rank_processes import RankProcesses
@@ -41,7 +46,8 @@ _NUM_WARM = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelCase:
-    """`tokens` of each node. `calls`: round trips of one turn of a contestant."""
+    """`tokens` of each node. `calls`: round trips of one turn of a contestant. `mbit`: 10^6 bits/s of each node's link
+    each way, in a box; None: nodes are this machine's loopback."""
 
     nodes: int
     ranks_per_node: int
@@ -51,6 +57,7 @@ class TwoLevelCase:
     top_k: int
     inside: str = "shm"
     across: str = "tcp"
+    mbit: float | None = None
     calls: int = 20
     repetitions: int = 5
     quiet_timeout_s: float = 5.0
@@ -68,9 +75,16 @@ class TwoLevelCase:
 
 
 def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
-    """One row per contestant. `ResourceError` if a rank fails or a result is wrong."""
-    with RankProcesses(case.num_ranks, partial(_Member, case)) as ranks:
-        sent = {name: ranks.ask("check", name) for name in CONTESTANTS}
+    """One row per contestant. `ResourceError` if a rank fails, a result is wrong or there can be no box."""
+    with ExitStack() as stack:
+        box = None if case.mbit is None else stack.enter_context(_box(case.nodes, case.mbit))
+        places = () if box is None else tuple(_place_in(box, node) for node in range(case.nodes))
+        ranks = stack.enter_context(RankProcesses(case.num_ranks, partial(_Member, case, places)))
+        sent, carried = {}, {}
+        for name in CONTESTANTS:
+            before = _carried(box)
+            sent[name] = ranks.ask("check", name)
+            carried[name] = max((now - then for now, then in zip(_carried(box), before, strict=True)), default=None)
         turns = {name: partial(_turn_s, ranks, name) for name in CONTESTANTS}
         report(1, 2)
         blocks = repeat_until_quiet(
@@ -92,11 +106,31 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             "synchronous_to_this": synchronous_s / blocks[name].median(float),
             "across_bytes": max(level["across"] for level in sent[name]),
             "inside_bytes": max(level["inside"] for level in sent[name]),
+            "mbit": case.mbit,
+            "link_bytes": carried[name],
+            "link_s": None if case.mbit is None else (carried[name] or 0) * 8e-6 / case.mbit,
             "foreign_cpu_share": blocks[name].foreign_share,
             "quiet": blocks[name].is_quiet,
         }
         for name in CONTESTANTS
     ]
+
+
+def _box(nodes: int, mbit: float) -> Box:
+    if reason := box_unavailable():
+        raise ResourceError(f"--mbit makes a cluster in a box (docs/box.md): {reason}")
+    return Box(num_nodes=nodes, mbit=mbit)
+
+
+def _place_in(box: Box, node: int) -> tuple[str, str]:
+    """The file of a node's network, for processes that enter it, and its address."""
+    holder = box.start(node, ["sleep", "infinity"])  # ends with the box
+    return f"/proc/{holder.pid}/ns/net", box.address(node)
+
+
+def _carried(box: Box | None) -> list[int]:
+    """Bytes that each node's link has carried away from it."""
+    return [] if box is None else [box.counters(node).up_bulk_bytes for node in range(box.num_nodes)]
 
 
 def _turn_s(ranks: RankProcesses, name: str) -> float:
@@ -106,8 +140,14 @@ def _turn_s(ranks: RankProcesses, name: str) -> float:
 class _Member:
     """One rank of all contestants; fused and synchronous share their groups."""
 
-    def __init__(self, case: TwoLevelCase, rank: int) -> None:
-        self._case, self._rank = case, rank
+    def __init__(self, case: TwoLevelCase, places: tuple[tuple[str, str], ...], rank: int) -> None:
+        """`places`: of each node, if it is one of a box; the process enters it before it opens anything."""
+        self._case, self._rank, self._host = case, rank, "127.0.0.1"
+        if places:
+            network, self._host = places[rank // case.ranks_per_node]
+            descriptor = os.open(network, os.O_RDONLY)
+            enter(descriptor, CLONE_NEWNET)
+            os.close(descriptor)
         self._levels = {name: self._open(name) for name in (FUSED, EXPERT, TENSOR)}
         self._exchanges = {name: self._exchange(name) for name in CONTESTANTS}
 
@@ -166,7 +206,9 @@ class _Member:
 
     def _endpoint(self, transport: str, name: str) -> _m2n.Endpoint:
         processes = self._case.num_ranks
-        return _m2n.Endpoint(name, transport, local_processes=processes, spin_s=SPIN_S, dead_after_s=10.0)
+        return _m2n.Endpoint(
+            name, transport, host=self._host, local_processes=processes, spin_s=SPIN_S, dead_after_s=10.0
+        )
 
     def _exchange(self, name: str) -> HybridExchange:
         levels = self._levels_of(name)

@@ -33,6 +33,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
         "num_instances": config.num_instances,
         "attention_tp": config.attention_tp,
         "expert_tp": config.expert_tp,
+        "num_stages": config.num_stages,
         "num_micro_batches": info.num_micro_batches,
         "kernels": sorted(engine.workforce.kernels),
         "max_model_len": info.max_model_len,
@@ -71,6 +72,10 @@ def layout_line(facts: dict[str, Any]) -> str:
     attention_ranks, expert_ranks = (
         f" of {ranks} ranks" if ranks > 1 else "" for ranks in (facts["attention_tp"], facts["expert_tp"])
     )
+    if facts["num_stages"] > 1:
+        attention_ranks = f" of {facts['num_stages']} stages" + (
+            f" with {attention_ranks[4:]}" if attention_ranks else ""
+        )
     if facts["layout"] == "colocated":
         replicas = plural(facts["num_attention"], "replica") + attention_ranks
         return f"colocated: {replicas} with attention and experts {'on each' if attention_ranks else 'in one process'}"

@@ -14,7 +14,7 @@ from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.options import check_count, check_timeout
 from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 
-_COLUMNS = ("contestant", "median", "synchronous/this", "across a rank", "inside a rank", "foreign")
+_COLUMNS = ("contestant", "median", "synchronous/this", "across a rank", "inside a rank", "on a link", "foreign")
 _MOST = {"--nodes": 16, "--ranks-per-node": 16, "--tokens": 65_536, "--hidden": 65_536, "--experts": 4096}
 
 
@@ -27,6 +27,9 @@ def hybrid(
     top_k: Annotated[int, typer.Option(metavar="K", help="Experts of a row.")] = 4,
     inside: Annotated[str, typer.Option(metavar="T", help="Transport inside a node.")] = "shm",
     across: Annotated[str, typer.Option(metavar="T", help="Transport between nodes.")] = "tcp",
+    mbit: Annotated[
+        float | None, typer.Option(metavar="R", show_default="no box", help="Nodes in a box, links of R 10^6 bits/s.")
+    ] = None,
     calls: Annotated[int, typer.Option(metavar="N", help="Round trips of a turn.")] = 20,
     repetitions: Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")] = 5,
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")] = 30.0,
@@ -49,6 +52,8 @@ def hybrid(
     for option, name in (("--inside", inside), ("--across", across)):
         if name not in TRANSPORTS:
             raise UserError(f"{option} {name} does not exist: use {', '.join(TRANSPORTS)}")
+    if mbit is not None and not 0.1 <= mbit <= 100_000:
+        raise UserError(f"--mbit is {mbit:g}: it must be 0.1 to 100000")
     num_ranks = nodes * ranks_per_node
     if hidden % num_ranks:
         raise UserError(f"--hidden is {hidden}: it must be a multiple of the {num_ranks} ranks, which share each row")
@@ -63,6 +68,7 @@ def hybrid(
         top_k=top_k,
         inside=inside,
         across=across,
+        mbit=mbit,
         calls=calls,
         repetitions=repetitions,
         timeout_s=timeout,
@@ -83,6 +89,7 @@ def result_table(rows: list[dict[str, Any]]) -> Any:
             f"{row['synchronous_to_this']:.3g}x",
             format_bytes(row["across_bytes"]),
             format_bytes(row["inside_bytes"]),
+            "" if row["mbit"] is None else f"{format_bytes(row['link_bytes'])}, {format_seconds(row['link_s'])}",
             f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)"),
         )
         for row in rows

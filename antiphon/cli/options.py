@@ -11,6 +11,7 @@ from antiphon.base.units import parse_bytes
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 from antiphon.specs.placement import read_placement
+from antiphon.specs.plan import MAX_MICRO_BATCHES
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -49,6 +50,8 @@ class WorkerOptions:
     expert_tp: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Ranks an expert worker has.")
     ] = None
+    # Out of the help, which fills its screen; docs/ranks.md has it.
+    pp: Annotated[int, typer.Option(metavar="N", help="Stages of a replica.", hidden=True)] = 1
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
     ] = None
@@ -93,6 +96,7 @@ class WorkerOptions:
             num_instances=1 if self.instances is None else self.instances,
             attention_tp=self.tp,
             expert_tp=1 if self.expert_tp is None else self.expert_tp,
+            num_stages=self.pp,
             num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
             device=self.device,
@@ -119,7 +123,7 @@ class WorkerOptions:
     def _num_micro_batches(self, layout: Layout) -> int:
         if self.micro_batches is not None:
             return self.micro_batches
-        return 2 if layout == "disaggregated" else 1
+        return 2 if layout == "disaggregated" else min(self.pp, MAX_MICRO_BATCHES)
 
     def _resolve_layout(self) -> Layout:
         if self.layout not in {"auto", *get_args(Layout)}:

@@ -24,6 +24,7 @@ _PLANNED = (
     "experts",
     "tp",
     "expert_tp",
+    "pp",
     "micro_batches",
     "max_running",
 )  # options a plan decides
@@ -47,6 +48,7 @@ def planned_config(
         experts=served.num_experts if served.layout == "disaggregated" else None,
         tp=served.attention_tp,
         expert_tp=served.expert_tp if served.layout != "colocated" else None,
+        pp=served.num_stages,
         micro_batches=served.num_micro_batches,
     )
     room = capacity.max_batch_tokens

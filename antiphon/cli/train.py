@@ -28,7 +28,7 @@ from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.obey import obey
-from antiphon.train.ranks import sizes_of
+from antiphon.train.ranks import sizes_of, threads_of_rank
 from antiphon.train.setup import build_model, cache_of, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
@@ -118,13 +118,13 @@ def _ranks(nproc: int | None, plan: TrainingPlan | None, file: Path | None) -> i
 
 def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> None:
     """Call `run` on `ranks` ranks, as torchrun would: they are started anew when one dies. They are forks of this
-    process, which has imported all that they need and computed nothing. What can be checked is checked first, and the
-    token ids are written."""
+    process, which has imported all that they need and computed nothing, and share its cores. What can be checked is
+    checked first, and the token ids are written."""
     options.check_count("--nproc", ranks, MOST_RANKS)
     spec = load_model_spec(Path(config.model.path))
     sizes_of(config, spec, ranks)
     prepare_data(config, spec)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = str(threads_of_rank(ranks))
     how = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

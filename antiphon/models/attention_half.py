@@ -5,7 +5,7 @@ and local feed-forward add to it. The addition happens at the head of the next `
 worker can leave a micro-batch between any two calls and take up another:
 
     x, delta = half.embed(ids), None
-    for layer in range(spec.num_layers):
+    for layer in half.layers:
         x, y = half.attend(layer, x, delta, cache, batch)
         delta = half.local_feed_forward(layer, y)        # None where there is neither shared expert nor dense layer
         if half.routes(layer):
@@ -19,6 +19,7 @@ the same bits on all of them; attention and feed-forward are parts, which `atten
 Letters as in `antiphon.kernels.api`; W vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,7 +117,8 @@ class AttentionLayer:
 class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
-    `spec` is the whole model, `layers` and tables are what this rank of `ranks` has of it.
+    `spec` is the whole model, `layers` and tables are what this rank of `ranks` has of it: layers by their number in
+    the model. Without `embedding_WH` and `head` it is a later stage of a pipeline: no `embed` and no `head` is called.
     `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a bug of the
     caller's, which back-ends need not notice.
     """
@@ -126,10 +128,10 @@ class AttentionHalf:
         spec: ModelSpec,
         backend: KernelBackend,
         *,
-        embedding_WH: Tensor,
-        layers: list[AttentionLayer],
-        final_norm: Norm,
-        head: PackedLinear,
+        embedding_WH: Tensor | None,
+        layers: Mapping[int, AttentionLayer],
+        final_norm: Norm | None,
+        head: PackedLinear | None,
         weight_bytes: int,
         ranks: RankGroup,
     ) -> None:
@@ -138,6 +140,7 @@ class AttentionHalf:
         self.ranks = ranks
         self._share = share_of(spec, ranks.rank, ranks.size)
         self.layers = layers
+        self._cached_layer = {layer: index for index, layer in enumerate(layers)}
         self.weight_bytes = weight_bytes
         self._embedding_WH = embedding_WH
         self._final_norm = final_norm
@@ -149,6 +152,7 @@ class AttentionHalf:
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
+        assert self._embedding_WH is not None, "this is a later stage"
         if self._share.is_whole:
             return self._embedding_WH.index_select(0, token_ids_T)
         first, last = self._share.vocabulary
@@ -160,15 +164,15 @@ class AttentionHalf:
         self, layer: int, x_TH: Tensor, delta_TH: Tensor | None, cache: KVCache, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
         """(residual stream after attention, its norm: what router, experts and local feed-forward read)."""
-        weights = self.layers[layer]
+        weights, cached = self.layers[layer], self._cached_layer[layer]
         if delta_TH is None:
             y_TH = weights.input_norm(x_TH)
         else:
             x_TH, y_TH = weights.input_norm.after_adding(x_TH, delta_TH)
         if self._share.is_whole:
-            x_TH = weights.attention(layer, y_TH, x_TH, cache, batch)
+            x_TH = weights.attention(cached, y_TH, x_TH, cache, batch)
             return x_TH, weights.post_norm(x_TH)
-        part_TH = weights.attention(layer, y_TH, None, cache, batch)
+        part_TH = weights.attention(cached, y_TH, None, cache, batch)
         return weights.post_norm.after_adding(x_TH, add_over_ranks(self.ranks, part_TH))
 
     def sum_over_ranks(self, delta_TH: Tensor) -> Tensor:
@@ -192,6 +196,8 @@ class AttentionHalf:
 
     def head(self, x_TH: Tensor, delta_TH: Tensor | None = None) -> Tensor:
         """Float32 logits [T, W] of the rows given, which the caller selected; `delta_TH` is the last layer's."""
+        assert self._final_norm is not None, "this is a later stage"
+        assert self._head is not None, "this is a later stage"
         y_TH = self._final_norm(x_TH) if delta_TH is None else self._final_norm.after_adding(x_TH, delta_TH)[1]
         logits_TW = self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
         if not self._share.is_whole:
@@ -209,7 +215,7 @@ class AttentionHalf:
         attention = self._share.local_spec(self.spec).attention
         latent = attention.latent
         return KVCacheSpec(
-            num_layers=self.spec.num_layers,
+            num_layers=len(self.layers),
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=attention.num_kv_heads if latent is None else 1,

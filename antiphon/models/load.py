@@ -58,36 +58,35 @@ def load_attention_half(
     *,
     max_positions: int | None = None,
     ranks: RankGroup = ALONE,
+    layers: range | None = None,
 ) -> AttentionHalf:
     """Read all but the routed experts. `max_positions` bounds the rotary table (default: what the model was made for).
-    Of several `ranks` each reads what it works on; nothing is said between them here.
+    Of several `ranks` each reads what it works on; nothing is said between them here. `layers`: those of a stage of a
+    pipeline, the first of which has embedding and head besides.
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
     names = tensor_names(spec)
     check_sizes(checkpoint, spec, names)
     share = share_of(spec, ranks.rank, ranks.size)
-    outer = plan_of(outer_plan(spec, names), spec, share)
-    plans = [
-        plan_of(attention_layer_plan(spec, names, layer, checkpoint), spec, share) for layer in range(spec.num_layers)
-    ]
-    refs = [ref for plan in (outer, *plans) for part in plan.values() for ref in part]
+    layers = range(spec.num_layers) if layers is None else layers
+    is_first = layers.start == 0
+    outer = plan_of(outer_plan(spec, names), spec, share) if is_first else {}
+    plans = {layer: plan_of(attention_layer_plan(spec, names, layer, checkpoint), spec, share) for layer in layers}
+    refs = [ref for plan in (outer, *plans.values()) for part in plan.values() for ref in part]
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
 
-    embedding_WH = reader.tensor(outer["embedding"])
-    head = _head(spec, outer, reader, embedding_WH)
-    final_norm = _norm(spec, outer, "final_norm", reader)
+    embedding_WH = reader.tensor(outer["embedding"]) if is_first else None
     rotary = rotary_table(spec.attention.rope, max_positions or spec.max_position, backend.device)
     local = share.local_spec(spec)
     norms = None if share.is_whole or spec.attention.qk_norm != "full" else _whole_norms(spec, share, ranks)
-    layers = [_attention_layer(local, plan, reader, rotary, norms) for plan in plans]
     return AttentionHalf(
         spec,
         backend,
         embedding_WH=embedding_WH,
-        layers=layers,
-        final_norm=final_norm,
-        head=head,
+        layers={layer: _attention_layer(local, plan, reader, rotary, norms) for layer, plan in plans.items()},
+        final_norm=_norm(spec, outer, "final_norm", reader) if is_first else None,
+        head=None if embedding_WH is None else _head(spec, outer, reader, embedding_WH),
         weight_bytes=reader.done_bytes,
         ranks=ranks,
     )
@@ -103,7 +102,8 @@ def load_expert_half(
     share: Share | None = None,
     num_slots: int = 0,
 ) -> ExpertHalf:
-    """Read the routed experts with these global ids: the same for every layer, or layer by layer; all by default.
+    """Read the routed experts with these global ids: the same for every layer, or layer by layer; all by default. A
+    layer that is not named, because another stage of a pipeline has it, is left out.
     `share`: of each only the columns of this rank. Each layer has room for `num_slots` experts at least, so that others
     can be read later (`load_expert`).
 
@@ -144,8 +144,8 @@ def load_expert(
 def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
     moe_layers = list(spec.expert_layers)
     per_layer = expert_ids if isinstance(expert_ids, Mapping) else dict.fromkeys(moe_layers, expert_ids)
-    if set(per_layer) != set(moe_layers):
-        raise UserError(f"expert ids are given for layers {sorted(per_layer)}: give them for {moe_layers}")
+    if not set(per_layer) <= set(moe_layers):
+        raise UserError(f"expert ids are given for layers {sorted(per_layer)}: only {moe_layers} have experts")
     for layer, ids in per_layer.items():
         if len(set(ids)) != len(ids) or not all(0 <= e < spec.router.num_experts for e in ids):
             raise UserError(

@@ -4,7 +4,9 @@ The tables are those of `antiphon profile`. `antiphon plan --profile` takes deco
 `benchmarks/predict.py` holds the very same predictions against measurements.
 
 1. A worker has cores / workers threads, at least one, as the engine deals them (`serve.config`).
-2. Colocated: a step is its layers' attention and experts, head and sampling, bookkeeping, and the engine's turn.
+2. Colocated: a step is its layers' attention and experts, head and sampling, bookkeeping, and the engine's turn. Ranks
+   that share layers (TP) each take their part of that time, and a message's time for each of the two sums of a layer.
+   Of P stages with m micro-batches each works m turns of m + P - 1.
 3. Apart: T_a, T_e, T_c of one micro-batch and layer, then MegaScale-Infer's layer time (`cost.ping_pong`), L times; the
    rest of the step as before. Both sides work at once only with two micro-batches or more: then each is slowed down
    by the other for the share of its time in which the other is busy too.
@@ -13,6 +15,7 @@ The tables are those of `antiphon profile`. `antiphon plan --profile` takes deco
 Rejected: simulating two cores' scheduler. What it would add is below what the machine drifts within an hour.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,21 +36,26 @@ _SLOWDOWN_ROUNDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LocalChoice:
-    """How the engine is asked to run here. Colocated: `num_attention` replicas, the rest is 1."""
+    """How the engine is asked to run here. Colocated: `num_attention` replicas of `num_stages` stages of `tp` ranks,
+    the rest is 1; apart these two are 1."""
 
     layout: LocalLayout
     num_attention: int = 1
     num_experts: int = 1
     num_micro_batches: int = 1
+    tp: int = 1
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_attention", "num_experts", "num_micro_batches"):
+        for name in ("num_attention", "num_experts", "num_micro_batches", "tp", "num_stages"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
 
     @property
     def num_workers(self) -> int:
-        return self.num_attention + (self.num_experts if self.layout == "disaggregated" else 0)
+        """Processes."""
+        attention = self.num_attention * self.tp * self.num_stages
+        return attention + (self.num_experts if self.layout == "disaggregated" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +88,29 @@ def _colocated(
 ) -> LocalPrediction:
     """Replicas step independently; on shared cores the engine's turn for one is taken from the other's time."""
     replicas = min(choice.num_attention, concurrency)
-    rows = concurrency / replicas
-    slow = times.slowdowns.replica_beside_replica.value(rows) if replicas > 1 else 1.0
-    crowd = max(1.0, replicas * threads.num_threads / times.num_cores)
+    rows_each = concurrency / replicas
+    micro_batches = max(1, min(choice.num_stages, int(rows_each)))
+    rows = rows_each / micro_batches
+    turns = micro_batches + choice.num_stages - 1
+    at_work = replicas * choice.tp * choice.num_stages * micro_batches / turns
+    beside = times.slowdowns.replica_beside_replica.value(rows)
+    slow = 1.0 + (beside - 1.0) * min(1.0, at_work - 1.0)
+    crowd = max(1.0, at_work * threads.num_threads / times.num_cores)
+    # how often a process goes through what share of the model's layers, itself computing one part of `tp`
+    passes = turns * math.ceil(model.num_layers / choice.num_stages) / model.num_layers
+    part = slow * crowd * passes / choice.tp
+    message_s = times.exchange.one_way_s.value(rows)
     parts = {
-        "attention": slow * crowd * model.num_layers * threads.attention_layer_s(rows, context),
-        "experts": slow * crowd * model.num_moe_layers * experts_layer_s(threads, rows, model.router.num_experts),
-        "head": slow * crowd * threads.head_s.value(rows),
-        "bookkeeping": crowd * times.engine.bookkeeping_s.value(rows),
-        "engine": crowd * times.engine.alone_s.value(rows),
+        "attention": part * model.num_layers * threads.attention_layer_s(rows, context),
+        "experts": part * model.num_moe_layers * experts_layer_s(threads, rows, model.router.num_experts),
+        "head": slow * crowd / choice.tp * threads.head_s.value(rows_each),
+        "bookkeeping": crowd * times.engine.bookkeeping_s.value(rows_each),
+        "engine": crowd * times.engine.alone_s.value(rows_each),
     }
+    if choice.tp > 1:
+        parts["sums"] = crowd * 2 * passes * model.num_layers * message_s
+    if choice.num_stages > 1:
+        parts["hops"] = choice.num_stages * message_s
     tpot_s = sum(parts.values())
     return LocalPrediction(tpot_s=tpot_s, tokens_per_s=concurrency / tpot_s, parts_s=parts)
 
@@ -197,14 +218,17 @@ def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
 def decode_steps(
     times: LocalTimes, model: ModelSpec, candidates: Candidates, contexts: FloatArray
 ) -> Iterator[tuple[int, LocalPrediction]]:
-    """Steps of those candidates that the engine runs here as they are: workers of one device each, replicas or
-    attention and experts apart. Replicas are on all cores, for idle ones would take none of the load."""
-    plain = (candidates.attention_tp == 1) & (candidates.expert_tp == 1) & (candidates.pp == 1)
-    apart = candidates.is_disaggregated
-    alone = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
+    """Steps of those candidates that the engine runs here as they are: replicas, of one device or of several in stages
+    and ranks, and attention and experts apart on one device each. Replicas are on all cores, for idle ones would take
+    none of the load."""
+    apart = candidates.is_disaggregated & (candidates.attention_tp == 1) & (candidates.expert_tp == 1)
+    alone = (candidates.attention_dp == 1) & (candidates.expert_ep == 1) & ~candidates.is_disaggregated
+    alone &= candidates.attention_tp == candidates.expert_tp
     known = {threads.num_threads for threads in times.threads}
-    for index in np.flatnonzero(plain & (apart | alone)):
-        choice = LocalChoice(layout="colocated", num_attention=times.num_cores)
+    for index in np.flatnonzero(apart | alone):
+        tp, num_stages = int(candidates.attention_tp[index]), int(candidates.pp[index])
+        replicas = max(1, times.num_cores // (tp * num_stages))
+        choice = LocalChoice(layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages)
         if apart[index]:
             choice = LocalChoice(
                 layout="disaggregated",

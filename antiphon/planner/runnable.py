@@ -1,6 +1,6 @@
 """Which candidates `antiphon serve` can run: the rules of the engine as a filter over columns.
 
-    all                  one pipeline stage; every rank has a head, some vocabulary and some columns to work on
+    all                  every stage has a layer, every rank a head, some vocabulary and some columns to work on
     disaggregated        as many attention workers as a batch's header can name
     the colocated three  one TP degree divides the other, and rows can be cut into as many equal pieces as the smaller
 
@@ -30,4 +30,4 @@ def can_be_served(model: ModelSpec, candidates: Candidates) -> BoolArray:
     is_one = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
     together &= is_one | (model.hidden_size % narrow == 0)
     shape = np.where(candidates.layout == DISAGGREGATED, apart, together)
-    return np.asarray((candidates.pp == 1) & has_parts & shape)
+    return np.asarray((candidates.pp <= model.num_layers) & has_parts & shape)

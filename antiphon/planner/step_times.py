@@ -211,13 +211,16 @@ def _colocated(setting: Setting, candidates: Candidates, group: Group) -> StepPa
     stage_s = layers_s * share_of(model.num_layers, pp) / model.num_layers + attention.head.total_s
     hop_bytes = rows_each(setting, candidates) * model.hidden_size * precision.combine_bytes / candidates.attention_tp
     hop = setting.networks[kind].point_to_point(np.where(pp > 1, hop_bytes, 0.0), across=not group.near)
+    # Requests in as many sets as there are stages keep every stage busy. This project's engine gives its next step to
+    # all of them at once, so stages fill and empty in each.
+    turns = 2 * pp - 1 if setting.limits.servable else pp
     return StepParts(
         attention=attention,
         experts=experts,
         dispatch=exchange,
         combine=Parts(),
         hop=hop,
-        step_s=np.asarray(pp * (stage_s + hop.total_s)),
+        step_s=np.asarray(turns * (stage_s + hop.total_s)),
         exposed_s=layer_s - attention.moe_layer.total_s - experts.total_s,
         in_halves=in_halves,
     )

@@ -45,7 +45,8 @@ class ServeConfig:
     and hybrid, there are `num_instances` of all workers, which know nothing of each other. In a hybrid instance
     `num_attention` replicas of `attention_tp` ranks share one set of experts, each expert on `expert_tp` of all ranks.
 
-    An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`).
+    An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`). A
+    replica may have `num_stages` stages of so many, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
@@ -60,6 +61,7 @@ class ServeConfig:
     num_instances: int = 1
     attention_tp: int = 1
     expert_tp: int = 1
+    num_stages: int = 1
     num_micro_batches: int = 1
     device: str = "cpu"
     dtype: str = "auto"
@@ -98,6 +100,7 @@ class ServeConfig:
             (1 <= self.num_instances <= MAX_INSTANCES, "instances", self.num_instances, f"1 to {MAX_INSTANCES}"),
             (self.attention_tp >= 1, "tp", self.attention_tp, "at least 1"),
             (self.expert_tp >= 1, "expert-tp", self.expert_tp, "at least 1"),
+            (self.num_stages >= 1, "pp", self.num_stages, "at least 1"),
             (
                 1 <= self.num_micro_batches <= MAX_MICRO_BATCHES,
                 "micro-batches",
@@ -143,6 +146,15 @@ class ServeConfig:
         if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated: elsewhere every worker has all experts"
+            )
+
+        if self.num_stages > 1 and self.layout == "disaggregated":
+            raise UserError(
+                "--pp needs --layout colocated or hybrid: apart from experts, an attention worker has all layers"
+            )
+        if self.num_stages > 1 and self.record_routing is not None:
+            raise UserError(
+                "--record-routing needs --pp 1: the leader of a pipeline sees the choices of its own layers"
             )
 
     def _role_checks(self) -> list[tuple[bool, str, object, str]]:
@@ -200,7 +212,7 @@ class ServeConfig:
 
     @property
     def topology(self) -> TwoLevel:
-        """The ranks of a hybrid instance."""
+        """The ranks of one stage of a hybrid instance."""
         num_ranks, node = self.num_attention * self.attention_tp, max(self.attention_tp, self.expert_tp)
         return TwoLevel(num_nodes=num_ranks // node, attention_tp=self.attention_tp, expert_tp=self.expert_tp)
 
@@ -216,7 +228,12 @@ class ServeConfig:
         """Worker processes on this machine: the ranks of all workers."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
         num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
-        return self.num_instances * (num_local[0] * self.attention_tp + num_local[1] * self.expert_tp)
+        return self.num_instances * (num_local[0] * self.attention_ranks + num_local[1] * self.expert_tp)
+
+    @property
+    def attention_ranks(self) -> int:
+        """Processes of an attention worker or replica, on all its stages."""
+        return self.attention_tp * self.num_stages
 
     @property
     def num_kv_caches(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from antiphon.base.errors import ResourceError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.two_level.exchange import message_bytes
@@ -88,6 +88,10 @@ class Launcher:
         colocated = config.layout == "colocated"
         check_ranks(spec, "--tp", config.attention_tp, attention=True, experts=colocated)
         check_ranks(spec, "--expert-tp", config.expert_tp, attention=False, experts=not colocated)
+        if config.num_stages > spec.num_layers:
+            raise UserError(
+                f"--pp is {config.num_stages}: the model has {spec.num_layers} layers, so it must be at most that"
+            )
         if config.layout == "hybrid":
             message_bytes(config.topology, config.max_batch_tokens, spec.hidden_size, spec.router.top_k, self._dtype)
 
@@ -205,7 +209,7 @@ class Launcher:
         return [rank for leader in leaders for rank in self._ranks_of(leader)]
 
     def _ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
-        return leader.ranks(self.config.expert_tp if leader.role == "experts" else self.config.attention_tp)
+        return leader.ranks(self.config.expert_tp if leader.role == "experts" else self.config.attention_ranks)
 
     def launch(self, name: WorkerName) -> None:
         """Start (or restart) one worker."""
@@ -234,6 +238,7 @@ class Launcher:
             index=name.index,
             rank=name.rank,
             num_ranks=num_ranks,
+            num_stages=1 if name.role == "experts" else config.num_stages,
             model=str(config.model),
             device=own.device,
             device_index=self._device_index(name),

@@ -4,7 +4,8 @@
     config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
 
 1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for)
-2. its parallel sizes are ones the engine has: one pipeline stage, experts whole on one worker or on each of its ranks
+2. its parallel sizes are ones the engine has: stages where attention and experts share devices, experts whole on one
+   worker or on each of its ranks
 3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker
 
 What the engine does differently without being wrong (rows are split by load, whatever the fractions) is a note, which
@@ -43,6 +44,7 @@ class ServedPlan:
     num_experts: int
     attention_tp: int
     expert_tp: int
+    num_stages: int = 1
     num_micro_batches: int
     max_running: int
     placement: ExpertPlacement | None
@@ -59,6 +61,7 @@ class ServedPlan:
             "experts": self.num_experts,
             "tp": self.attention_tp,
             "expert-tp": self.expert_tp,
+            "pp": self.num_stages,
             "micro-batches": self.num_micro_batches,
             "max-running": self.max_running,
         }
@@ -95,7 +98,11 @@ def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None
 
 def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
     sizes = phase.parallel
-    _refuse_above_one(file, sizes, ("pp",), "this engine runs all layers on every worker")
+    if sizes.pp != 1:
+        raise UserError(
+            f"{file} has pp {sizes.pp}: apart from experts, attention workers have all layers, so it must be 1; plan "
+            f"again without it"
+        )
     _check_instances(phase, file)
     check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=False)
     check_ranks(spec, f"{file}: expert_tp", sizes.expert_tp, attention=False, experts=True)
@@ -129,7 +136,6 @@ def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
     """Whatever its name in the plan: replicas that hold the whole model, each on its ranks, or, with data or expert
     parallelism inside an instance, hybrid ones, which share their experts."""
     sizes = phase.parallel
-    _refuse_above_one(file, sizes, ("pp",), "this engine runs all layers on every worker")
     is_hybrid = sizes.attention_dp > 1 or sizes.expert_ep > 1 or sizes.expert_tp != sizes.attention_tp
     if is_hybrid:
         _check_hybrid(sizes, file)
@@ -138,12 +144,15 @@ def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
         raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_ATTENTION_WORKERS}")
     check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=not is_hybrid)
     check_ranks(spec, f"{file}: expert_tp", sizes.expert_tp, attention=False, experts=True)
+    if not 1 <= sizes.pp <= spec.num_layers:
+        raise UserError(f"{file} has pp {sizes.pp}: it must be 1 to {spec.num_layers}, which is the model's layers")
     return ServedPlan(
         file=file,
         layout="hybrid" if is_hybrid else "colocated",
         num_instances=phase.num_instances if is_hybrid else 1,
         attention_tp=sizes.attention_tp,
         expert_tp=sizes.expert_tp if is_hybrid else 1,
+        num_stages=sizes.pp,
         num_attention=sizes.attention_dp if is_hybrid else phase.num_instances,
         num_experts=1,
         num_micro_batches=_micro_batches(phase, file),
@@ -173,12 +182,6 @@ def _check_hybrid(sizes: Parallel, file: Path) -> None:
 def _check_instances(phase: PhasePlan, file: Path) -> None:
     if not 1 <= phase.num_instances <= MAX_INSTANCES:
         raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_INSTANCES}")
-
-
-def _refuse_above_one(file: Path, sizes: Parallel, names: tuple[str, ...], why: str) -> None:
-    for name in names:
-        if (value := getattr(sizes, name)) != 1:
-            raise UserError(f"{file} has {name} {value}: {why}, so it must be 1; plan again without it")
 
 
 def _micro_batches(phase: PhasePlan, file: Path) -> int:

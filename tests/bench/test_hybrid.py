@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.bench.box import box_unavailable
 from antiphon.bench.two_level import CONTESTANTS
 from antiphon.cli.bench_hybrid import hybrid
 
@@ -30,10 +31,25 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert rows["expert parallel"]["across_bytes"] == 2 * 8 * 64 * 4 + routing
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(box_unavailable() is not None, reason=f"no box: {box_unavailable()}")
+def test_what_links_of_a_box_carry(tmp_path: Path) -> None:
+    """Frames have headers; acknowledgements go the other way."""
+    sizes = {"tokens": 64, "hidden": 256, "experts": 4, "top_k": 4}
+    hybrid(**sizes, mbit=200, calls=2, repetitions=1, json=str(tmp_path / "rows.json"))
+    rows = {row["contestant"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    for name in ("fused", "synchronous", "expert parallel"):
+        payload = 2 * rows[name]["across_bytes"]
+        assert payload <= rows[name]["link_bytes"] <= 1.1 * payload + 20_000, name
+        assert rows[name]["median_s"] >= 0.8 * payload * 8e-6 / 200
+
+
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="--hidden is 6: it must be a multiple of the 4 ranks"):
         hybrid(hidden=6)
     with pytest.raises(UserError, match="--experts is 3: give each of the 4 ranks one at least"):
         hybrid(experts=3, top_k=1)
+    with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 100000"):
+        hybrid(mbit=0)
     with pytest.raises(UserError, match="--across ucx does not exist: use shm, tcp, libfabric"):
         hybrid(across="ucx")

@@ -140,7 +140,7 @@ def test_a_model_nobody_runs_is_planned_with_what_is_given(
 
 
 def test_only_what_the_engine_runs(antiphon: PlanCommand, model: Path, cluster: Path, tmp_path: Path) -> None:
-    """One pipeline stage, whatever the layout."""
+    """Stages fill and empty in every step of the engine, so they are chosen only where they are asked for."""
     file = tmp_path / "plan.json"
     here = (model, "--runnable-here", "--nodes", cluster, *FREE)
     for layout in ("disaggregated", "tp_pp"):
@@ -150,7 +150,9 @@ def test_only_what_the_engine_runs(antiphon: PlanCommand, model: Path, cluster: 
         assert (phase.layout, sizes.pp) == (layout, 1)
         if layout == "tp_pp":
             assert (sizes.attention_dp, sizes.expert_ep, sizes.expert_tp) == (1, 1, sizes.attention_tp)
-    antiphon.refuses(1, "decode: no layout on odd has pp=7: .*", *here, "--layout", "tp_pp", "--pin", "pp=7")
+    antiphon.plans(*here, "--layout", "tp_pp", "--pin", "pp=7", "--json", file)
+    assert read_plan(file).phases["decode"].parallel.pp == 7
+    antiphon.refuses(1, "decode: no layout on odd has pp=7: .*", *here, "--layout", "disaggregated", "--pin", "pp=7")
 
 
 def test_devices_that_are_not_here(antiphon: PlanCommand, model: Path, cluster: Path) -> None:

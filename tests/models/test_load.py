@@ -134,7 +134,7 @@ def test_experts_may_differ_by_layer(save_model: Any, tools: Any) -> None:
     assert half.expert_ids == {1: (4, 0)}
     with pytest.raises(UserError) as caught:
         load_expert_half(checkpoint, spec, backend, {0: [1]})
-    assert str(caught.value) == "expert ids are given for layers [0]: give them for [1]"
+    assert str(caught.value) == "expert ids are given for layers [0]: only [1] have experts"
     with pytest.raises(UserError) as caught:
         load_expert_half(checkpoint, spec, backend, [0, 5])
     assert str(caught.value) == "layer 1: expert ids [0, 5]: give distinct ids from 0 to 4"

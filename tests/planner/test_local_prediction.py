@@ -196,5 +196,30 @@ def test_a_plan_takes_its_decode_steps_from_here() -> None:
     apart_s = predict_decode(where.profile.engine, where.model, choice, concurrency=40, context=context)
     assert layers.t_e_s[1] == pytest.approx(apart_s.t_e_s)
     assert layers.step_s[1] == pytest.approx(apart_s.tpot_s, rel=0.01)
+    ranks = step_times(where, columns(attention_tp=2, expert_tp=2))
+    split = predict_decode(
+        where.profile.engine, where.model, LocalChoice(layout="colocated", tp=2), concurrency=20, context=context
+    )
+    assert ranks.step_s[1] == pytest.approx(split.tpot_s, rel=0.01)
     other = step_times(where, columns(attention_tp=2))
     assert other.step_s[1] != found.step_s[1], "the engine does not run that: it is modelled"
+
+
+def test_ranks_share_a_layer_and_stages_take_turns() -> None:
+    whole = predict_decode(local_times(), MODEL, LocalChoice(layout="colocated"), concurrency=20, context=100)
+    split = predict_decode(local_times(), MODEL, LocalChoice(layout="colocated", tp=2), concurrency=20, context=100)
+    one_thread = predict_decode(
+        local_times(), MODEL, LocalChoice(layout="colocated", num_attention=2), concurrency=40, context=100
+    )
+    for part in ("attention", "experts", "head"):
+        assert split.parts_s[part] == pytest.approx(one_thread.parts_s[part] / 2), part
+    assert split.parts_s["sums"] > 0
+    assert split.tpot_s < one_thread.tpot_s
+    stages = LocalChoice(layout="colocated", num_stages=2)
+    staged = predict_decode(local_times(), MODEL, stages, concurrency=20, context=100)
+    halves = predict_decode(
+        local_times(), MODEL, LocalChoice(layout="colocated", num_attention=2), concurrency=20, context=100
+    )
+    # Two micro-batches of half the rows: three turns of a stage of three of the five layers.
+    assert staged.parts_s["attention"] == pytest.approx(3 * 3 / 5 * halves.parts_s["attention"])
+    assert whole.tpot_s < staged.tpot_s

@@ -83,12 +83,14 @@ def save_tiny_model(folder: Path, family: str = "qwen3_moe", **changes: Any) -> 
 
 def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **changes: Any) -> ServeConfig:
     """`layout`: "2" is two replicas, "3+2/m4" three attention and two expert workers with four micro-batches, "1t2+1t3"
-    one of each, of two and of three ranks; "2t2*1" a hybrid of two replicas of two ranks, each expert on one.
+    one of each, of two and of three ranks; "2t2*1" a hybrid of two replicas of two ranks, each expert on one;
+    "1t2p3" has three stages of two ranks.
 
     `num_blocks` KV blocks for each attention worker; 0: enough for all requests."""
     workers, _, micro_batches = layout.partition("/m")
     attention, _, experts = workers.partition("+")
     attention, _, hybrid_tp = attention.partition("*")
+    attention, _, num_stages = attention.partition("p")
     num_attention, _, attention_tp = attention.partition("t")
     num_experts, _, expert_tp = experts.partition("t")
     settings: dict[str, Any] = {
@@ -97,6 +99,7 @@ def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **change
         "num_experts": int(num_experts or 1),
         "attention_tp": int(attention_tp or 1),
         "expert_tp": int(expert_tp or hybrid_tp or 1),
+        "num_stages": int(num_stages or 1),
         "num_micro_batches": int(micro_batches or 1),
         "max_running": 64,
         "max_batch_tokens": 256,

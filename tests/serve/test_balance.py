@@ -1,5 +1,7 @@
 """Experts move while requests run: the same greedy text, whoever decides and whoever dies meanwhile."""
 
+import contextlib
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement, Owners
 from tests.serve.engine_harness import (
     GREEDY,
+    NUM_TOKENS,
     Prompts,
     Run,
     TinyModel,
@@ -64,10 +67,11 @@ def test_the_same_text_whoever_decides(
         assert complete(engine, prompts) == reference
 
 
+@pytest.mark.parametrize("layout", ["2+2/m2", pytest.param("1t2+2t2/m2", marks=pytest.mark.slow)])
 def test_moves_while_requests_run_and_what_is_refused(
-    tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+    layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
 ) -> None:
-    with running(config(tiny_model, "2+2/m2", expert_slots=4, placement=placement(FIRST))) as engine:
+    with running(config(tiny_model, layout, expert_slots=4, placement=placement(FIRST))) as engine:
         moves = [lambda: engine.place(placement(SECOND)), lambda: engine.place(placement(COPIES))]
         finished = Run(engine, prompts, GREEDY).finish(at_outputs(*moves))
         assert [request.token_ids for request in finished] == reference
@@ -113,6 +117,51 @@ def test_deaths_in_the_middle_of_a_move_cost_no_token(
         wait_until(lambda: owners_of(engine) == SECOND, "a move that goes on")
         assert engine.stats().num_worker_restarts == len(victims)
         wait_until(lambda: engine.complete, "all workers are back")
+        assert complete(engine, prompts[:8]) == reference[:8]
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed"),
+    [
+        ("2+2/m2", 0),
+        *(pytest.param("2+2/m2", seed, marks=pytest.mark.slow) for seed in range(1, 8)),
+        *(pytest.param("1+2t2/m2", seed, marks=pytest.mark.slow) for seed in range(8, 11)),
+    ],
+)
+def test_moves_and_deaths_in_any_order(
+    layout: str, seed: int, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """Two moves and three deaths, the order and the moments drawn by chance."""
+    chance = random.Random(seed)
+    settings = config(tiny_model, layout, expert_slots=4, placement=placement(FIRST))
+    with running(settings) as engine:
+
+        def dies(name: WorkerName) -> Callable[[], object]:
+            def at_once() -> None:
+                with contextlib.suppress(ProcessLookupError):  # it is dead already, and not back yet
+                    kill(engine, name.role, name.index, rank=name.rank)
+
+            return at_once
+
+        events: list[Callable[[], object]] = [
+            *(dies(chance.choice(engine.workforce.names)) for _ in range(3)),
+            lambda: engine.place(placement(SECOND)),
+            lambda: engine.place(placement(COPIES)),
+        ]
+        chance.shuffle(events)
+        total = len(prompts) * NUM_TOKENS
+        moments = sorted(chance.uniform(0.0, 0.8) * total for _ in events)
+
+        def on_output(num_tokens: int) -> None:
+            while moments and num_tokens >= moments[0]:
+                moments.pop(0)
+                events.pop(0)()
+
+        finished = Run(engine, prompts, GREEDY).finish(on_output)
+        assert [request.error for request in finished] == [None] * len(prompts)
+        assert [request.token_ids for request in finished] == reference
+        wait_until(lambda: engine.complete, "all workers are back")
+        wait_until(lambda: owners_of(engine) in (SECOND, COPIES), "the last placement asked for")
         assert complete(engine, prompts[:8]) == reference[:8]
 
 

@@ -47,6 +47,11 @@ def slow(*values: object) -> object:
         slow("1t2+1/m1"),
         slow("1+2t2/m2"),
         slow("2t2+2t3/m3"),
+        "1p2/m2",
+        slow("1p2"),
+        slow("1t2p2/m3"),
+        "2p2*2/m2",
+        slow("2t2p2*1/m2"),
     ],
 )
 def test_ranks_equal_transformers(layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
@@ -66,6 +71,8 @@ def test_ranks_equal_transformers(layout: str, tiny_model: TinyModel, prompts: P
         slow("1+1t3/m2", WorkerName("experts", 0, 2), signal.SIGKILL),
         slow("1+1t2/m2", WorkerName("experts", 0, 0), signal.SIGSTOP),
         slow("2t2*2", WorkerName("replica", 1, 1), signal.SIGKILL),
+        ("1p2/m2", WorkerName("replica", 0, 1), signal.SIGSTOP),
+        slow("2p2*1/m2", WorkerName("replica", 1, 1), signal.SIGKILL),
     ],
 )
 def test_the_loss_of_a_rank_costs_no_token(
@@ -140,6 +147,14 @@ def test_more_ranks_than_heads_are_refused_before_anything_starts(tiny_model: Ti
     with pytest.raises(UserError) as caught:
         Launcher(config(tiny_model, "1+1t25"))
     assert str(caught.value) == "--expert-tp is 25: the model has 24 columns in an expert, so it must be at most 24"
+
+
+def test_stages_have_layers_and_hold_experts_too(tiny_model: TinyModel) -> None:
+    with pytest.raises(UserError) as caught:
+        Launcher(config(tiny_model, "1p3"))
+    assert str(caught.value) == "--pp is 3: the model has 2 layers, so it must be at most that"
+    with pytest.raises(UserError, match="--pp needs --layout colocated or hybrid"):
+        config(tiny_model, "1p2+1/m2")
 
 
 def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:

@@ -87,7 +87,10 @@ def test_ranks_and_instances_of_a_plan() -> None:
     assert served.max_running == 22  # the batch is one instance's
     together = replace(TOGETHER, layout="tp_pp", parallel=Parallel(attention_tp=2, expert_tp=2))
     served = obey(plan(together), SPEC, FILE)
-    assert (served.num_attention, served.attention_tp, served.expert_tp) == (2, 2, 1)
+    assert (served.num_attention, served.attention_tp, served.expert_tp, served.num_stages) == (2, 2, 1, 1)
+    staged = replace(TOGETHER, layout="tp_pp", parallel=Parallel(pp=2), micro_batches=2)
+    served = obey(plan(staged), SPEC, FILE)
+    assert (served.layout, served.num_stages, served.num_micro_batches) == ("colocated", 2, 2)
     sizes = Parallel(attention_dp=4, attention_tp=2, expert_ep=2, expert_tp=4)
     served = obey(plan(replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT)), SPEC, FILE)
     assert (served.layout, served.num_instances, served.num_attention) == ("hybrid", 2, 4)
@@ -113,7 +116,6 @@ def whole(**changes: int) -> PhasePlan:
     return replace(TOGETHER, parallel=replace(TOGETHER.parallel, **changes))
 
 
-ALL_LAYERS = "this engine runs all layers on every worker, so it must be 1; plan again without it"
 REFUSED: list[tuple[Plan, str]] = [
     (
         plan(APART, phases={"prefill": APART}),
@@ -144,13 +146,17 @@ REFUSED: list[tuple[Plan, str]] = [
         plan(sizes(expert_tp=25)),
         "plan.json: expert_tp is 25: the model has 24 columns in an expert, so it must be at most 24",
     ),
-    (plan(whole(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
+    (plan(whole(pp=9)), f"plan.json has pp 9: it must be 1 to {SPEC.num_layers}, which is the model's layers"),
     (
         plan(whole(attention_dp=2, attention_tp=3, expert_tp=2, expert_ep=3)),
         "plan.json has attention_tp 3 and expert_tp 2 on 6 ranks: one must divide the other, and the larger the number "
         "of ranks",
     ),
-    (plan(sizes(pp=2)), f"plan.json has pp 2: {ALL_LAYERS}"),
+    (
+        plan(sizes(pp=2)),
+        "plan.json has pp 2: apart from experts, attention workers have all layers, so it must be 1; plan again "
+        "without it",
+    ),
     (plan(replace(APART, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
     (plan(sizes(attention_dp=65)), "plan.json has 65 attention workers: it must be 1 to 64"),
     (plan(sizes(expert_workers=0)), "plan.json has 0 expert workers: a disaggregated plan needs at least 1"),

@@ -38,7 +38,7 @@ def engine_turns(
 ) -> dict[int, Turn]:
     """By requests running on one attention worker; `advance` after each size."""
     spec = load_model_spec(model)
-    workers = parse_contestant(contestant)[1]
+    workers = parse_contestant(contestant).num_attention
     tokens = min(spec.max_position, _PROMPT_TOKENS + _MORE * num_steps)
     engine = AntiphonEngine(contestant, model, max_concurrency=max(rows) * workers, max_tokens=tokens, trace=True)
     engine.start()

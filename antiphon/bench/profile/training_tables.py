@@ -1,6 +1,5 @@
 """From several ranks' seconds to the tables that `plan --phase train --profile` reads (`cost.training.tables`)."""
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.training.tables import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
+from antiphon.train.ranks import threads_of_rank
 
 MOST_RANKS = 64
 ANSWER_TIMEOUT_S = 3600.0  # all ways to share a layer are one order
@@ -64,15 +64,15 @@ def measure_training(wanted: WantedTraining, report: Report) -> TrainingTables:
 
 
 def _measure(wanted: WantedTraining, handles: Sequence[RigHandle], degrees: list[int]) -> TrainingSeconds:
-    """Rank 0's answer. Alone a rank has PyTorch's own number of threads, beside others one, as `torchrun` has it."""
-    effort, threads = wanted.effort, int(os.environ.get("OMP_NUM_THREADS", "1"))
+    """Rank 0's answer. Ranks have the threads that `antiphon train --nproc` gives them."""
+    effort = wanted.effort
     with tempfile.TemporaryDirectory() as folder:
         for rank, handle in enumerate(handles):
             handle.begin(
                 TimeTraining(
                     rank=rank,
                     world_size=len(handles),
-                    num_threads=threads if len(handles) > 1 else torch.get_num_threads(),
+                    num_threads=threads_of_rank(len(handles)),
                     store=f"{folder}/store",
                     model=str(wanted.model),
                     dtype=wanted.dtype,

@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 class NativeRankGroup:
-    """`RankGroup` of rank `rank` of `size`. `name`: of the group, for errors; ranks are `name[0]`, `name[1]`, ...
+    """`RankGroup` of rank `rank` of `size`. `names`: of the ranks, for errors.
 
     The endpoint is the group's own from now on. `timeout_s` bounds every wait for peers."""
 
@@ -32,7 +32,7 @@ class NativeRankGroup:
         rank: int,
         size: int,
         *,
-        name: str = "rank",
+        names: Sequence[str] | None = None,
         timeout_s: float = 30.0,
         num_slots: int = _m2n.RANK_GROUP_SLOTS,
         slot_bytes: int = SLOT_BYTES,
@@ -41,8 +41,8 @@ class NativeRankGroup:
             raise UserError(f"rank {rank} of {size}: ranks are 0 to {size - 1}")
         self._endpoint = endpoint
         self._timeout_s = timeout_s
-        names = [f"{name}[{other}]" for other in range(size)]
-        self._inbox = endpoint.inbox(size, num_slots, slot_bytes, names)
+        names = [f"rank[{other}]" for other in range(size)] if names is None else names
+        self._inbox = endpoint.inbox(size, num_slots, slot_bytes, list(names))
         self._native = _m2n.RankGroup(rank, self._inbox)
         self._outboxes: list[_m2n.Outbox | None] = [None] * size
         self._tickets: list[bytes] = [b""] * size

@@ -89,13 +89,13 @@ def open_levels(
     def group(ranks: range, make: MakeEndpoint, kind: str, slots: int, slot_bytes: int) -> RankGroup:
         if len(ranks) == 1:
             return Alone()
-        name = f"{kind} group {ranks[0]}"
+        names = [f"{kind} group {ranks[0]}[{other}]" for other in range(len(ranks))]
         endpoint = make(f"rank {rank} {kind}")
         return NativeRankGroup(
             endpoint,
             ranks.index(rank),
             len(ranks),
-            name=name,
+            names=names,
             timeout_s=timeout_s,
             num_slots=slots,
             slot_bytes=slot_bytes,

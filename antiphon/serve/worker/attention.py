@@ -4,6 +4,9 @@ Ping-pong (MegaScale-Infer, section 4.1): for each layer, for each micro-batch i
 previous layer, compute attention and gate, dispatch, go on with micro-batch i+1. While the experts work on i, this
 worker is busy with the others. The shared expert runs right after the dispatch, hidden behind the exchange.
 
+A stage of a pipeline runs its layers for one micro-batch after another instead, so that the next stage can begin with
+the first one; rows that need logits come back to the first stage (`comm/stages`).
+
 A micro-batch's whole state between layers is (x, delta): the residual stream and what the feed-forward adds to it. So
 a step can be repeated from its plan alone: keys and values are written again at the same places, with the same bits.
 """
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.comm.m2n.api import AttentionExchange
+from antiphon.comm.stages import Stages
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
@@ -24,7 +28,7 @@ from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
 from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, SAMPLE, STEP, SpanRecorder
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, RECEIVE, SAMPLE, STEP, SpanRecorder
 
 
 class BlockTables:
@@ -105,10 +109,13 @@ class AttentionRunner:
         routing: RoutingRecorder | None = None,
         *,
         shared: bool = False,
+        stages: Stages | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples. `shared`: other workers' rows are computed in `experts`
-        too, so that every micro-batch goes there, rows or none; what comes back is the whole sum, on every rank."""
+        too, so that every micro-batch goes there, rows or none; what comes back is the whole sum, on every rank.
+        `stages`: this process's place in a pipeline; None: it has all layers."""
         self._shared = shared
+        self._stages = stages
         self._half = half
         self._counts = counts
         self._routing = routing
@@ -139,9 +146,12 @@ class AttentionRunner:
             for start in step.starts:
                 self._sampler.add(start)
         self._served.clear()
-        micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
         experts.begin_step(step.step, step.participants)
-        self._run_layers(micro_batches)
+        if self._stages is None:
+            micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
+            self._run_layers(list(enumerate(micro_batches)))
+        else:
+            micro_batches = self._run_stage(self._stages, step.micro_batches)
         sample_ns = time.monotonic_ns()
         requests = self._sample(micro_batches, step.bitmasks)
         self._recorder.add(SAMPLE, sample_ns)
@@ -162,30 +172,50 @@ class AttentionRunner:
         for sequence in sequences:
             self._tables.update(sequence)
         token_ids = [token for sequence in sequences for token in sequence.token_ids]
-        tokens_T = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-        return _MicroBatch(sequences, self._tables.attention_batch(sequences), self._half.embed(tokens_T))
+        batch, half, stages = self._tables.attention_batch(sequences), self._half, self._stages
+        if stages is None or stages.place.is_first:
+            x_TH = half.embed(torch.tensor(token_ids, dtype=torch.int64, device=self._device))
+        else:
+            start_ns = time.monotonic_ns()
+            x_TH = stages.take(len(token_ids), half.spec.hidden_size, half.backend.dtype).to(self._device)
+            self._recorder.add(RECEIVE, start_ns, next(iter(half.layers)), rows=len(token_ids))
+        return _MicroBatch(sequences, batch, x_TH)
 
-    def _run_layers(self, micro_batches: list[_MicroBatch | None]) -> None:
-        for layer in range(self._half.spec.num_layers):
-            for index, micro_batch in enumerate(micro_batches):
+    def _run_stage(self, stages: Stages, micro_batches: list[list[SequenceStep]]) -> list[_MicroBatch | None]:
+        """The layers of this stage, micro-batch by micro-batch, and what the next stage gets of each."""
+        done = []
+        for index, sequences in enumerate(micro_batches):
+            micro_batch = self._begin(sequences)
+            self._run_layers([(index, micro_batch)])
+            done.append(micro_batch)
+            if micro_batch is None:
+                continue
+            assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
+            x_TH = micro_batch.x_TH + micro_batch.delta_TH
+            stages.give(x_TH[rows_with_logits(sequences)] if stages.place.is_last else x_TH)
+        return done
+
+    def _run_layers(self, micro_batches: list[tuple[int, _MicroBatch | None]]) -> None:
+        for layer in self._half.layers:
+            for index, micro_batch in micro_batches:
                 if micro_batch is not None:
                     self._collect(index, micro_batch)
                     self._attend(layer, index, micro_batch)
                 elif self._shared:
                     self._serve_others(layer, index)
-        for index, micro_batch in enumerate(micro_batches):
+        for index, micro_batch in micro_batches:
             if micro_batch is not None:
                 self._collect(index, micro_batch)
             elif self._shared:
-                self._serve_others(self._half.spec.num_layers, index)
+                self._serve_others(None, index)
 
-    def _serve_others(self, layer: int, index: int) -> None:
+    def _serve_others(self, layer: int | None, index: int) -> None:
         """A micro-batch in which other workers have rows and this one has none: its experts are needed all the same."""
         half = self._half
         before = self._served.pop(index, None)
         if before is not None:
             self._experts.combine(before, index, self._timeout_s)
-        if layer < half.spec.num_layers and half.routes(layer):
+        if layer is not None and half.routes(layer):
             nothing_K = torch.empty(0, half.spec.router.top_k)
             rows_TH = torch.empty(0, half.spec.hidden_size, dtype=half.backend.dtype)
             self._experts.dispatch(layer, index, rows_TH, nothing_K.int(), nothing_K)
@@ -238,21 +268,25 @@ class AttentionRunner:
 
     def _sample(self, micro_batches: list[_MicroBatch | None], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Logits of the rows that need them, all micro-batches in one product, and the tokens chosen from them."""
+        half, stages = self._half, self._stages
+        if stages is not None and not stages.place.is_first:
+            return []
         sequences: list[SequenceStep] = []
         parts: list[Tensor] = []
         deltas: list[Tensor] = []
         for micro_batch in micro_batches:
-            if micro_batch is None:
-                continue
-            rows = rows_with_logits(micro_batch.sequences)
-            if not rows:
+            rows = [] if micro_batch is None else rows_with_logits(micro_batch.sequences)
+            if micro_batch is None or not rows:
                 continue
             sequences.extend(s for s in micro_batch.sequences if needs_logits(s))
+            if stages is not None:
+                parts.append(stages.take(len(rows), half.spec.hidden_size, half.backend.dtype).to(self._device))
+                continue
             index = torch.tensor(rows, device=self._device)
             assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
             parts.append(micro_batch.x_TH.index_select(0, index))
             deltas.append(micro_batch.delta_TH.index_select(0, index))
         if not parts:
             return []
-        logits_RV = self._half.head(torch.cat(parts), torch.cat(deltas))
+        logits_RV = half.head(torch.cat(parts), torch.cat(deltas) if deltas else None)
         return [] if self._sampler is None else self._sampler.sample(logits_RV, sequences, bitmasks)

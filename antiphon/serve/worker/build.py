@@ -12,7 +12,9 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.mesh import split_evenly
 from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.stages import StagePlace, Stages, open_stages
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
@@ -88,24 +90,23 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
     if configure.role == "experts":
         ranks = _rank_group(configure)
         return _build_experts(configure, backend, spec, checkpoint, ranks, recorder, progress)
-    levels = None
-    if configure.hybrid_expert_tp is not None:
-        levels = hybrid_levels(configure, spec, backend.dtype, lambda name: _endpoint(configure, name))
-    return _build_attention(configure, backend, spec, checkpoint, levels, recorder, progress)
+    return _build_attention(configure, backend, spec, checkpoint, recorder, progress)
 
 
 def _rank_group(configure: Configure) -> RankGroup:
-    """This process among the ranks of its worker."""
-    if configure.num_ranks == 1:
+    """This process among the ranks of its worker, or of its stage."""
+    tp, rank = configure.tp, configure.rank % configure.tp
+    if tp == 1:
         return Alone()
-    name = f"{configure.role}[{configure.index}]"
-    return NativeRankGroup(
-        _endpoint(configure, f"{name}[{configure.rank}]"),
-        configure.rank,
-        configure.num_ranks,
-        name=name,
-        timeout_s=configure.timeout_s,
-    )
+    names = _rank_names(configure)
+    first = configure.rank - rank
+    endpoint = _endpoint(configure, names[configure.rank])
+    return NativeRankGroup(endpoint, rank, tp, names=names[first : first + tp], timeout_s=configure.timeout_s)
+
+
+def _rank_names(configure: Configure) -> list[str]:
+    """What the processes of this worker call each other (`WorkerName.among_peers`)."""
+    return [f"{configure.role}[{configure.index}][{rank}]" for rank in range(configure.num_ranks)]
 
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
@@ -190,13 +191,18 @@ def _build_attention(
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    levels: Levels | None,
     recorder: SpanRecorder,
     progress: ReportProgress,
 ) -> AttentionWorker | Follower:
+    """An attention worker or a replica, or one rank of it."""
+    levels = None
+    if configure.hybrid_expert_tp is not None:
+        levels = hybrid_levels(configure, spec, backend.dtype, lambda name: _endpoint(configure, name))
     ranks = _rank_group(configure) if levels is None else levels.attention
-    is_replica = configure.role == "replica"
+    stages = None if configure.num_stages == 1 else _stages(configure, spec, backend.dtype, levels or ranks)
+    layers = range(*split_evenly(spec.num_layers, configure.num_stages)[configure.rank // configure.tp])
     # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
+    is_replica = configure.role == "replica"
     expected = 0 if not is_replica else sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
     half = load_attention_half(
         checkpoint,
@@ -205,24 +211,20 @@ def _build_attention(
         lambda done, total: progress(done, max(total, expected)),
         max_positions=configure.max_model_len,
         ranks=ranks,
+        layers=layers,
     )
     exchange: AttentionExchange
     if is_replica:
-        expert_ids: dict[int, tuple[int, ...]] | None = None  # all
-        share = share_of(spec, ranks.rank, ranks.size)
-        if levels is not None:
-            expert_ids, share = hybrid_experts(levels, spec, configure.placement)
-        expert_half = load_expert_half(
-            checkpoint,
-            spec,
+        exchange = _own_experts(
+            configure,
             backend,
-            expert_ids,
+            spec,
+            checkpoint,
+            ranks,
+            levels,
+            layers,
             lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
-            share=share,
         )
-        exchange = LocalExperts(expert_half)
-        if levels is not None:
-            exchange = hybrid_exchange(levels, configure.placement, expert_half)
     elif ranks.rank > 0:
         exchange = LeadersExperts()
     else:
@@ -233,25 +235,65 @@ def _build_attention(
             configure.placement,
             configure.timeout_s,
         )
-    cache = half.new_cache(configure.num_blocks, configure.block_size)
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
-    tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
-    sampler = RowSampler(backend) if ranks.rank == 0 else None
-    counts = RowCounts(spec) if configure.count_rows and ranks.rank == 0 else None
-    routing = RoutingRecorder(spec.expert_layers) if configure.record_routing and ranks.rank == 0 else None
+    leads = configure.rank == 0
     runner = AttentionRunner(
         half,
         exchange,
-        cache,
-        tables,
-        sampler,
+        half.new_cache(configure.num_blocks, configure.block_size),
+        BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
+        RowSampler(backend) if leads else None,
         recorder,
         configure.timeout_s,
-        counts,
-        routing,
+        RowCounts(spec) if configure.count_rows and leads else None,
+        RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
         shared=levels is not None,
+        stages=stages,
     )
-    links = Links(exchange, ranks) if levels is None else Links(None, levels)
-    if ranks.rank > 0:
-        return Follower(FollowingAttention(ranks, runner), recorder, links, None, backend.name, configure.timeout_s)
-    return AttentionWorker(LeadingAttention(ranks, runner), recorder, exchange, links, backend.name)
+    links = Links(None if levels else exchange, stages or levels or ranks)
+    crew = ranks if stages is None else stages.crew
+    if not leads:
+        return Follower(FollowingAttention(crew, runner), recorder, links, None, backend.name, configure.timeout_s)
+    return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, backend.name)
+
+
+def _own_experts(
+    configure: Configure,
+    backend: KernelBackend,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    ranks: RankGroup,
+    levels: Levels | None,
+    layers: range,
+    progress: ReportProgress,
+) -> AttentionExchange:
+    """The experts of a replica's layers: all of them here, or this rank's part of what its instance shares."""
+    if levels is None:
+        every = {layer: range(spec.router.num_experts) for layer in spec.expert_layers if layer in layers}
+        share = share_of(spec, ranks.rank, ranks.size)
+        return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share))
+    held, share = hybrid_experts(levels, spec, configure.placement, layers)
+    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share)
+    return hybrid_exchange(levels, configure.placement, half)
+
+
+def _stages(configure: Configure, spec: ModelSpec, dtype: torch.dtype, beside: RankGroup | Levels) -> Stages:
+    """This process among the stages of its worker, not yet connected."""
+    exchange = configure.exchange
+    assert exchange is not None, "stages reach each other"
+    place = StagePlace(
+        worker=configure.index if configure.hybrid_expert_tp is not None else 0,
+        stage=configure.rank // configure.tp,
+        rank=configure.rank % configure.tp,
+        num_stages=configure.num_stages,
+        num_ranks=configure.tp,
+    )
+    return open_stages(
+        place,
+        beside,
+        endpoint=lambda name: _endpoint(configure, name),
+        names=_rank_names(configure),
+        step_bytes=exchange.max_rows * spec.hidden_size * dtype.itemsize,
+        num_micro_batches=exchange.num_micro_batches,
+        timeout_s=configure.timeout_s,
+    )

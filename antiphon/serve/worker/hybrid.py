@@ -24,19 +24,20 @@ from antiphon.specs.placement import ExpertPlacement
 def hybrid_levels(
     configure: Configure, spec: ModelSpec, dtype: torch.dtype, endpoint: Callable[[str], _m2n.Endpoint]
 ) -> Levels:
-    """This process among all ranks of its instance, not yet connected."""
+    """This process among all ranks of its stage of the instance, not yet connected."""
     exchange = configure.exchange
     assert exchange is not None, "ranks of an instance reach each other"
     assert configure.hybrid_expert_tp is not None, "only hybrid replicas share experts"
-    node = max(configure.num_ranks, configure.hybrid_expert_tp)
+    tp = configure.tp
+    node = max(tp, configure.hybrid_expert_tp)
     topology = TwoLevel(
-        num_nodes=exchange.num_attention * configure.num_ranks // node,
-        attention_tp=configure.num_ranks,
+        num_nodes=exchange.num_attention * tp // node,
+        attention_tp=tp,
         expert_tp=configure.hybrid_expert_tp,
     )
     return open_levels(
         topology,
-        configure.index * configure.num_ranks + configure.rank,
+        configure.index * tp + configure.rank % tp,
         inside=endpoint,
         across=endpoint,
         message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
@@ -46,11 +47,12 @@ def hybrid_levels(
 
 
 def hybrid_experts(
-    levels: Levels, spec: ModelSpec, placement: ExpertPlacement
+    levels: Levels, spec: ModelSpec, placement: ExpertPlacement, layers: range
 ) -> tuple[dict[int, tuple[int, ...]], Share]:
-    """Which experts of each layer this rank holds, and its columns of each."""
+    """Which experts of each of these layers this rank holds, and its columns of each."""
     share = share_of(spec, levels.experts.rank, levels.experts.size)
-    return placement.experts_of(levels.topology.part_of(levels.rank)), share
+    held = placement.experts_of(levels.topology.part_of(levels.rank))
+    return {layer: experts for layer, experts in held.items() if layer in layers}, share
 
 
 def hybrid_exchange(levels: Levels, placement: ExpertPlacement, half: ExpertHalf) -> HybridExchange:

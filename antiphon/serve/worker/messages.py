@@ -43,13 +43,15 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `hybrid_expert_tp`: replicas hold experts for each other, each expert on so many ranks (layout hybrid); None: not.
 
-    A worker is a group of `num_ranks` processes; this is number `rank`, and 0 leads: it gets the steps.
+    A worker is a group of `num_ranks` processes, evenly dealt out to `num_stages` stages of a pipeline, one stage after
+    the other; this is number `rank`, and 0 leads: it gets the steps.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
     index: int
     rank: int = 0
     num_ranks: int = 1
+    num_stages: int = 1
     model: str
     device: str
     device_index: int
@@ -69,6 +71,11 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     hybrid_expert_tp: int | None = None
     timeout_s: float
     trace: bool
+
+    @property
+    def tp(self) -> int:
+        """Ranks of one stage."""
+        return self.num_ranks // self.num_stages
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 from antiphon.base.errors import PeerTimeout
 from antiphon.comm.m2n.api import AttentionExchange, ExpertBatch, ExpertExchange
 from antiphon.comm.rank_group import RankGroup
+from antiphon.comm.stages import Stages
 from antiphon.comm.two_level.levels import Levels
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.worker.attention import AttentionRunner
@@ -29,7 +30,7 @@ _DECODE_STEP = msgspec.msgpack.Decoder(RunStep)
 class Links:
     """All whom a process waits for: the other side of the exchange, if it has an end of one, and its own ranks."""
 
-    def __init__(self, exchange: AttentionExchange | ExpertExchange | None, ranks: RankGroup | Levels) -> None:
+    def __init__(self, exchange: AttentionExchange | ExpertExchange | None, ranks: RankGroup | Levels | Stages) -> None:
         """`ranks`: of its worker, or of its whole instance."""
         self.exchange = exchange
         self.ranks = ranks
