@@ -1,8 +1,8 @@
 """Antiphon itself as a contestant of the serving benchmark: the same engine that serves, without HTTP.
 
 A contestant is written `colocated`, `colocated*2` (two replicas), `colocated/t2` (of two ranks), `colocated/p2` (two
-stages) or `1+1/m2` (one attention worker, one expert worker, two micro-batches). Prefix caching must not help the second
-pass of a run, so the first token of every prompt differs between the passes.
+stages) or `1+1/m2` (one attention worker, one expert worker, two micro-batches). Prefix caching must not help a run's
+second pass, so the first token of every prompt differs between the passes.
 """
 
 import os
