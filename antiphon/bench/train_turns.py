@@ -146,7 +146,8 @@ class Comparison:
     def _start_loop(self) -> None:
         """Once the trainer has tokenized and taken its first step."""
         self._counting.close()  # later steps are timed, without the hooks
-        self.ours.kept_bytes = self._kept.num_bytes
+        of_layers = self._trainer.model.held.take().peak  # they hold it themselves, so autograd saves little
+        self.ours.kept_bytes = self._kept.num_bytes + of_layers
         optimizer = self._config.optimizer
         dtype = getattr(torch, self._case.dtype)
         self._loop = PlainLoop(self._case.folder, dtype, optimizer.betas, optimizer.eps, optimizer.clip)
