@@ -1,8 +1,11 @@
 """What moving experts brings: one workload under each `--balance` policy in turn, on engines of this machine.
 
+Several workers share this machine's cores, so that a slow one is helped by those that wait for it. `expert_cores` gives
+each expert worker a fixed part of a core instead, as machines of their own would have.
+
 Three cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
 row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
-the cores of the first expert worker have a busy neighbour, so it computes at half speed.
+the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour.
 
 1. In float32 all policies must give the same greedy text, else nothing is reported. In other types the last bits depend
    on which experts share a worker, so texts are not compared.
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
+from antiphon.bench.cpu_quota import limited
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.tensors import attention_layer_plan
@@ -62,6 +66,7 @@ class BalanceOrder:
     output_tokens: int
     rounds: int
     dtype: str = "float32"
+    expert_cores: float | None = None
     seed: int = 0
 
 
@@ -133,7 +138,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
     )
     engine = start_engine(config)
     try:
-        with slowed(engine.worker_pid(WorkerName("experts", 0)), order.case == "slow"):
+        with _slowness(engine, order):
             _answers(engine, order)  # the first pass: counts, plans, moves
             engine.take_spans()
             started_s = time.perf_counter()
@@ -153,6 +158,20 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
     ratios = list(stats.balancedness_per_layer.values())
     num_tokens = sum(map(len, token_ids))
     return _Pass(token_ids, num_tokens / took_s, steps_s, float(np.mean(ratios or [1.0])), stats.placement_changes)
+
+
+@contextmanager
+def _slowness(engine: Engine, order: BalanceOrder) -> Iterator[None]:
+    """While inside, expert workers have what `order` says of a core, the first one half of it if it is to be slow."""
+    is_slow = order.case == "slow"
+    pids = [engine.worker_pid(WorkerName("experts", index)) for index in range(order.experts)]
+    with ExitStack() as stack:
+        if order.expert_cores is None:
+            stack.enter_context(slowed(pids[0], is_slow))
+        else:
+            for index, pid in enumerate(pids):
+                stack.enter_context(limited(pid, order.expert_cores / (2 if is_slow and index == 0 else 1)))
+        yield
 
 
 def _answers(engine: Engine, order: BalanceOrder) -> list[list[int]]:

@@ -34,6 +34,9 @@ def balance(
     output_tokens: Annotated[int, typer.Option(metavar="N", help="Of each request.")] = 128,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="Texts are compared in float32.")] = "float32",
     rounds: Annotated[int, typer.Option(metavar="N", help="Runs of each policy, in turns.")] = 3,
+    expert_cores: Annotated[
+        float | None, typer.Option(metavar="X", show_default="shared", help="Part of a core of an expert worker.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Time serving under each --balance policy: plain, with a hot expert, with a slow worker."""
@@ -47,6 +50,8 @@ def balance(
         ("--rounds", rounds, MOST_ROUNDS),
     ):
         options.check_count(name, value, most)
+    if expert_cores is not None and not 0.1 <= expert_cores <= MOST_WORKERS:
+        raise UserError(f"--expert-cores is {expert_cores:g}: it must be 0.1 to {MOST_WORKERS}")
     needed = -(-load_model_spec(model).router.num_experts // experts)
     slots = needed + -(-needed // 4) if expert_slots is None else expert_slots
     rows: list[BalanceRow] = []
@@ -63,6 +68,7 @@ def balance(
             output_tokens=output_tokens,
             rounds=rounds,
             dtype=dtype,
+            expert_cores=expert_cores,
         )
         with (
             tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,

@@ -1,0 +1,54 @@
+"""A process with a fixed part of a core to itself, as if it had a slow machine of its own: Linux's control groups.
+
+Several workers on few cores otherwise share what there is, and then nobody waits for the slowest. Needs root.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from antiphon.base.errors import ResourceError
+
+_PERIOD_US = 5000  # the kernel takes 1,000 at least; short, so that a step spans many
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def quota_unavailable() -> str | None:
+    """Why no quota can be set here, in one line, or None."""
+    if _parent() is None:
+        return f"{_ROOT} has no cpu controller"
+    return None if os.access(str(_parent()), os.W_OK) else f"{_parent()} cannot be written: it needs root"
+
+
+def _parent() -> Path | None:
+    if (_ROOT / "cpu/cpu.cfs_quota_us").exists() or (_ROOT / "cpu/cgroup.procs").exists():
+        return _ROOT / "cpu"
+    controllers = _ROOT / "cgroup.subtree_control"
+    return _ROOT if controllers.exists() and "cpu" in controllers.read_text().split() else None
+
+
+@contextmanager
+def limited(pid: int, cores: float) -> Iterator[None]:
+    """While inside, the process gets so many cores at most. `ResourceError` where that cannot be."""
+    if reason := quota_unavailable():
+        raise ResourceError(f"no part of a core can be set aside: {reason}")
+    parent = _parent()
+    assert parent is not None, "it is available"
+    group = parent / f"antiphon-{pid}"
+    group.mkdir(exist_ok=True)
+    try:
+        quota_us = max(1000, round(cores * _PERIOD_US))  # what the kernel takes at least
+        if parent == _ROOT:
+            (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it has ended
+            (parent / "cgroup.procs").write_text(str(pid))
+        with contextlib.suppress(OSError):
+            group.rmdir()
