@@ -85,7 +85,7 @@ class JoinOptions:
 
     join_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where workers join.")] = None
     join_workers: Annotated[
-        str, typer.Option(metavar="A+E", show_default=False, help="How many join: attention + experts, as in 0+2.")
+        str, typer.Option(metavar="A+E", show_default=False, help="How many join: attention (or replicas) + experts.")
     ] = "0+0"
     secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Secret shared with them.")] = None
 

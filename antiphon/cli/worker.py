@@ -1,7 +1,7 @@
 """`antiphon worker`: one worker on this machine for an engine on another. One plain command a node."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -14,7 +14,7 @@ from antiphon.serve.worker.joined import JoinOrder, run_joined_worker
 
 
 def worker(
-    role: Annotated[str, typer.Option("--role", metavar="NAME", help="attention or experts.")],
+    role: Annotated[str, typer.Option("--role", metavar="NAME", help="attention, experts or replica.")],
     join: Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="The engine's --join-address.")],
     model: Annotated[
         Path | None, typer.Option("--model", metavar="MODEL", show_default="the engine's path", help="Checkpoint here.")
@@ -31,15 +31,15 @@ def worker(
     ] = None,
     patience: Annotated[float, typer.Option("--patience", metavar="S", help="Wait for the engine so long.")] = 60.0,
 ) -> None:
-    """Join an engine as an attention or expert worker; ends when the engine ends, or says so.
+    """Join an engine as a worker, or as one rank of one; ends when the engine ends, or says so.
 
     The secret comes from --secret-file or from ANTIPHON_JOIN_SECRET."""
-    if role not in {"attention", "experts"}:
-        raise UserError(f"--role is {role}: it must be attention or experts")
+    if role not in get_args(JoinRole):
+        raise UserError(f"--role is {role}: it must be attention, experts or replica")
     check_count("--threads", threads, MAX_THREADS)
     check_timeout("--patience", patience)
     check_not_empty("--host", host)
-    checked: JoinRole = "attention" if role == "attention" else "experts"
+    checked = cast(JoinRole, role)
     order = JoinOrder(
         address=join,
         role=checked,

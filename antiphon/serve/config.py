@@ -50,8 +50,9 @@ class ServeConfig:
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
-    the transport between workers. Of the attention and expert workers, the last `joined_attention` and `joined_experts`
-    come from other machines: they connect to `join_address` and know `join_secret`.
+    the transport between workers. Of the attention workers (or replicas) and expert workers, the last
+    `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
+    `join_secret`.
     """
 
     model: Path
@@ -186,8 +187,11 @@ class ServeConfig:
             )
         if num_joined and self.num_instances > 1:
             raise UserError("--join-workers needs --instances 1: start a server for each instance")
-        if num_joined and self.layout != "disaggregated":
-            raise UserError("--join-workers needs --layout disaggregated")
+        if self.joined_experts and self.layout != "disaggregated":
+            raise UserError(
+                f"--join-workers {self.joined_attention}+{self.joined_experts}: --layout {self.layout} has no expert "
+                f"workers, only replicas: write {num_joined}+0"
+            )
         if num_joined and not self.join_address:
             raise UserError(f"{num_joined} workers are to join: say where with --join-address HOST:PORT")
         if self.join_address and not num_joined:
@@ -267,6 +271,11 @@ class ServeConfig:
         if self.exchange != "auto":
             return self.exchange
         return "tcp" if self.join_address else "shm"
+
+    @property
+    def rank_transport(self) -> str:
+        """Between ranks of one worker: shared memory, because they are on one machine, unless another was asked for."""
+        return "shm" if self.exchange == "auto" else self.exchange
 
     @property
     def exchange_host(self) -> str:

@@ -1,7 +1,8 @@
 """Places in the fleet that workers of other machines fill, and those who came before they were needed.
 
 A worker that joins takes the first free place of its role; one too many waits as a spare and takes the place of the
-next that is lost. Workers of one machine are counted here, over all roles, because they take its GPUs in turn. The
+next that is lost. Ranks that reach each other over shared memory take their places together, when one machine has
+enough of them. Workers of one machine are counted here, over all roles, because they take its GPUs in turn. The
 engine's thread asks for `arrivals`; workers arrive on the listener's threads.
 """
 
@@ -114,9 +115,8 @@ class Door:
         """Those who can take a place now."""
         with self._lock:
             found = []
-            for name in sorted(self._asked, key=lambda name: (name.role, name.index)):
-                peer = next((peer for peer in self._peers if peer.role == name.role), None)
-                if peer is not None:
+            for names in self._asked_together():
+                for name, peer in zip(names, self._peers_for(names), strict=False):
                     self._peers.remove(peer)
                     self._seats[name] = (peer.host, self._free_index(peer.host))
                     _log.info("%s is %s at %s", name, peer.name, peer.host)
@@ -124,16 +124,43 @@ class Door:
                     found.append(Arrival(JoinedWorker(name, peer), configure))
             return found
 
+    def _asked_together(self) -> list[list[WorkerName]]:
+        """Free places, those of one worker's ranks as one if they must be on one machine."""
+        groups: dict[WorkerName, list[WorkerName]] = {}
+        for name in sorted(self._asked, key=lambda name: (name.role, name.index, name.rank)):
+            groups.setdefault(name.leader if _shares_memory(self._asked[name]) else name, []).append(name)
+        return list(groups.values())
+
+    def _peers_for(self, names: list[WorkerName]) -> list[JoinedPeer]:
+        """One machine's spares for all of these places; none while there are too few."""
+        role, configure, machines = names[0].role, self._asked[names[0]], set[str]()
+        if _shares_memory(configure):
+            hosts = [host for name, (host, _) in self._seats.items() if name.leader == names[0].leader]
+            if len(hosts) + len(names) < configure.num_ranks:
+                return []  # the engine is about to ask for the others
+            machines = set(hosts)
+        for host in dict.fromkeys(peer.host for peer in self._peers if peer.role == role):
+            peers = [peer for peer in self._peers if peer.role == role and peer.host == host]
+            if len(peers) >= len(names) and machines <= {host}:
+                return peers[: len(names)]
+        return []
+
     def _free_index(self, host: str) -> int:
         """The lowest number that no worker of `host` has."""
         taken = {index for other, index in self._seats.values() if other == host}
         return next(index for index in count(self._num_local.get(host, 0)) if index not in taken)
 
 
+def _shares_memory(configure: Configure) -> bool:
+    """Whether the ranks of its worker must be on one machine."""
+    exchange = configure.exchange
+    return configure.num_ranks > 1 and exchange is not None and exchange.rank_transport == "shm"
+
+
 def _at(configure: Configure, peer: JoinedPeer, device_index: int) -> Configure:
     """The configuration for a worker on that machine: where others reach it, and which of its workers it is; how it
     waits is its own choice there."""
     exchange = configure.exchange
-    assert exchange is not None, "only workers of an exchange join"
-    exchange = msgspec.structs.replace(exchange, host=peer.host, waiting="auto", local_processes=0, secret=b"")
+    if exchange is not None:
+        exchange = msgspec.structs.replace(exchange, host=peer.host, waiting="auto", local_processes=0, secret=b"")
     return msgspec.structs.replace(configure, exchange=exchange, device_index=device_index)

@@ -37,7 +37,7 @@ _SECRET_VARIABLE = "ANTIPHON_JOIN_SECRET"
 _MIN_SECRET_BYTES = 16
 _DEAD_AFTER_S = 3  # a machine or network that says nothing for so long is gone
 
-JoinRole = Literal["attention", "experts"]
+JoinRole = Literal["attention", "experts", "replica"]
 
 
 def is_wildcard(host: str) -> bool:

@@ -176,7 +176,9 @@ class Launcher:
         """The workers that come from other machines: the last ones of each role."""
         config = self.config
         places: dict[Role, range] = {
-            "attention": range(config.num_attention - config.joined_attention, config.num_attention),
+            "attention" if self._disaggregated else "replica": range(
+                config.num_attention - config.joined_attention, config.num_attention
+            ),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
         leaders = [WorkerName(role, index) for role, indices in places.items() for index in indices]
@@ -223,6 +225,7 @@ class Launcher:
         if self._disaggregated or num_ranks > 1 or config.layout == "hybrid":
             exchange = ExchangeConfig(
                 transport=config.transport,
+                rank_transport=config.rank_transport,
                 host=config.exchange_host,
                 secret=self._secret,
                 waiting=config.waiting,

@@ -1,6 +1,6 @@
 """What runs on node 0 of a cluster in a box: an engine over a tiny checkpoint, whose other workers join.
 
-    python -m tests.serve.box_engine '{"model": ..., "join": "10.77.0.1:7700", "experts": 1, "prompts": [...]}'
+    python -m tests.serve.box_engine JSON        # model, join, layout, joined, prompts
 
 The first round is undisturbed; then it prints `ready` and waits for a line. In the second round, in which workers may
 be killed, it prints `tokens N` after each output, and at the end `done` and JSON: the tokens of both rounds, and how
@@ -21,11 +21,11 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     settings = config(
         TinyModel(Path(asked["model"]), None),
-        f"1+{asked['experts']}/m2",
-        exchange="tcp",
+        asked["layout"],
         join_address=asked["join"],
         join_secret=SECRET,
-        joined_experts=asked["experts"],
+        joined_attention=asked["joined"][0],
+        joined_experts=asked["joined"][1],
     )
     engine = start_engine(settings)
     try:

@@ -25,11 +25,17 @@ def possible() -> None:
         pytest.skip(reason)
 
 
-def start_worker(box: Box, node: int) -> NodeProcess:
+def start_worker(box: Box, node: int, role: str = "experts") -> NodeProcess:
     """The one plain command of that node."""
-    command = ["-m", "antiphon.cli.main", "worker", "--role", "experts", "--threads", "1"]
+    command = ["-m", "antiphon.cli.main", "worker", "--role", role, "--threads", "1"]
     where = ["--join", f"{box.address(0)}:{PORT}", "--host", box.address(node), "--patience", str(PATIENCE_S)]
     return box.start(node, [sys.executable, *command, *where], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE)
+
+
+def start_engine(box: Box, model: TinyModel, layout: str, joined: tuple[int, int], prompts: Prompts) -> NodeProcess:
+    asked = {"model": str(model.folder), "join": f"{box.address(0)}:{PORT}", "layout": layout, "joined": joined}
+    command = [sys.executable, "-m", "tests.serve.box_engine", json.dumps(asked | {"prompts": prompts})]
+    return box.start(0, command, env=ENVIRONMENT, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def first_line_of(process: NodeProcess) -> bytes:
@@ -50,12 +56,9 @@ def test_workers_of_other_nodes_serve_the_same_text(
 ) -> None:
     """In the second round node 1 loses its expert worker; another one on that node, or a waiting spare, takes over."""
     prompts, reference = prompts[:16], reference[:16]
-    asked = {"model": str(tiny_model.folder), "experts": num_nodes - 1, "prompts": prompts}
     with Box(num_nodes=num_nodes, mbit=400) as box:
         workers = [start_worker(box, node) for node in range(1, num_nodes)]
-        script = json.dumps(asked | {"join": f"{box.address(0)}:{PORT}"})
-        command = [sys.executable, "-m", "tests.serve.box_engine", script]
-        engine = box.start(0, command, env=ENVIRONMENT, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        engine = start_engine(box, tiny_model, f"1+{num_nodes - 1}/m2", (0, num_nodes - 1), prompts)
         killed = False
         for line in lines_of(engine):
             word, _, rest = line.partition(" ")
@@ -84,3 +87,60 @@ def test_workers_of_other_nodes_serve_the_same_text(
         ]
     # Rows of 64 prompts' tokens travelled: far more than the openings, and from every node.
     assert min(bytes_sent) > 100_000, "dispatch and combine went over the wire of every node"
+
+
+@pytest.mark.usefixtures("possible")
+@pytest.mark.parametrize(
+    "layout", ["2t2*2/m2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("2t2*1", "2p2*2/m2"))]
+)
+def test_replicas_of_other_nodes_share_experts(
+    layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """The second replica's ranks are on node 1. One dies: the other one leaves too, and two new ones of that node take
+    their places. The one on node 2 has waited longer, and cannot: ranks of a replica are on one machine."""
+    prompts, reference = prompts[:16], reference[:16]
+    with Box(num_nodes=3, mbit=400) as box:
+        workers = [start_worker(box, 1, "replica") for _ in range(2)]
+        engine = start_engine(box, tiny_model, layout, (1, 0), prompts)
+        killed = False
+        for line in lines_of(engine):
+            word, _, rest = line.partition(" ")
+            if word == "ready\n":
+                alone = start_worker(box, 2, "replica")
+                assert b"joined" in first_line_of(alone)
+                assert engine.stdin is not None
+                engine.stdin.write(b"go\n")
+            elif word == "done":
+                result = json.loads(rest)
+            elif word == "tokens" and not killed and int(rest) > 200:
+                killed = True
+                workers[0].kill()
+                workers += [start_worker(box, 1, "replica") for _ in range(2)]
+        assert engine.wait(PATIENCE_S) == 0
+        assert killed, "the second round ended before a worker could be killed"
+        assert result["first"] == reference
+        assert result["errors"] == [None] * len(prompts)
+        assert result["second"] == reference
+        assert [worker.wait(PATIENCE_S) for worker in (*workers, alone)] == [-9, *[0] * 4]
+        sent = [box.counters(node).up_bulk_bytes + box.counters(node).up_control_bytes for node in range(2)]
+    assert min(sent) > 100_000, "rows went over the wire of both nodes"
+
+
+@pytest.mark.usefixtures("possible")
+def test_a_replica_of_another_node_takes_requests(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """Nothing travels between replicas: the other node's wire carries orders and tokens only."""
+    prompts, reference = prompts[:16], reference[:16]
+    with Box(num_nodes=2, mbit=400) as box:
+        worker = start_worker(box, 1, "replica")
+        engine = start_engine(box, tiny_model, "2", (1, 0), prompts)
+        for line in lines_of(engine):
+            word, _, rest = line.partition(" ")
+            if word == "ready\n":
+                assert engine.stdin is not None
+                engine.stdin.write(b"go\n")
+            elif word == "done":
+                result = json.loads(rest)
+        assert engine.wait(PATIENCE_S) == 0
+        assert worker.wait(PATIENCE_S) == 0
+        assert (result["first"], result["second"]) == (reference, reference)
+        assert box.counters(1).up_bulk_bytes + box.counters(1).up_control_bytes > 10_000, "it answered requests"

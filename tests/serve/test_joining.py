@@ -121,7 +121,10 @@ def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None
         ({"join_address": "0.0.0.0:7700", "joined_experts": 1}, "name the address by which the other machines"),
         ({"join_address": "127.0.0.1:x", "joined_experts": 1}, "must be HOST:PORT"),
         ({"join_address": "127.0.0.1:1", "joined_experts": 1, "exchange": "shm"}, "does not reach other machines"),
-        ({"join_address": "127.0.0.1:1", "joined_experts": 1, "layout": "colocated"}, "needs --layout disaggregated"),
+        (
+            {"join_address": "127.0.0.1:1", "joined_experts": 1, "layout": "hybrid", "expert_tp": 1},
+            r"--join-workers 0\+1: --layout hybrid has no expert workers, only replicas: write 1\+0",
+        ),
     ],
 )
 def test_what_cannot_be_joined_is_refused(changes: dict[str, object], message: str) -> None:

@@ -100,7 +100,7 @@ def _rank_group(configure: Configure) -> RankGroup:
         return Alone()
     names = _rank_names(configure)
     first = configure.rank - rank
-    endpoint = _endpoint(configure, names[configure.rank])
+    endpoint = _endpoint(configure, names[configure.rank], of_ranks=True)
     return NativeRankGroup(endpoint, rank, tp, names=names[first : first + tp], timeout_s=configure.timeout_s)
 
 
@@ -143,13 +143,14 @@ def exchange_shape(
     )
 
 
-def _endpoint(configure: Configure, name: str) -> _m2n.Endpoint:
-    """This process's end of an exchange. It says how it waits, because that decides more than anything else."""
+def _endpoint(configure: Configure, name: str, *, of_ranks: bool = False) -> _m2n.Endpoint:
+    """This process's end of an exchange, or of a group of its worker's ranks. It says how it waits, because that
+    decides more than anything else."""
     exchange = configure.exchange
     assert exchange is not None, "a worker without peers needs no endpoint"
     endpoint = _m2n.Endpoint(
         name,
-        exchange.transport,
+        exchange.rank_transport if of_ranks else exchange.transport,
         host=exchange.host,
         secret=exchange.secret,
         waiting=exchange.waiting,
@@ -197,7 +198,7 @@ def _build_attention(
     """An attention worker or a replica, or one rank of it."""
     levels = None
     if configure.hybrid_expert_tp is not None:
-        levels = hybrid_levels(configure, spec, backend.dtype, lambda name: _endpoint(configure, name))
+        levels = hybrid_levels(configure, spec, backend.dtype, partial(_endpoint, configure))
     ranks = _rank_group(configure) if levels is None else levels.attention
     stages = None if configure.num_stages == 1 else _stages(configure, spec, backend.dtype, levels or ranks)
     layers = range(*split_evenly(spec.num_layers, configure.num_stages)[configure.rank // configure.tp])
@@ -291,7 +292,7 @@ def _stages(configure: Configure, spec: ModelSpec, dtype: torch.dtype, beside: R
     return open_stages(
         place,
         beside,
-        endpoint=lambda name: _endpoint(configure, name),
+        endpoint=partial(_endpoint, configure, of_ranks=True),
         names=_rank_names(configure),
         step_bytes=exchange.max_rows * spec.hidden_size * dtype.itemsize,
         num_micro_batches=exchange.num_micro_batches,

@@ -5,6 +5,7 @@ attention is split inside a replica, rows travel to the ranks with their experts
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from antiphon.specs.placement import ExpertPlacement
 
 
 def hybrid_levels(
-    configure: Configure, spec: ModelSpec, dtype: torch.dtype, endpoint: Callable[[str], _m2n.Endpoint]
+    configure: Configure, spec: ModelSpec, dtype: torch.dtype, endpoint: Callable[..., _m2n.Endpoint]
 ) -> Levels:
     """This process among all ranks of its stage of the instance, not yet connected."""
     exchange = configure.exchange
@@ -38,7 +39,7 @@ def hybrid_levels(
     return open_levels(
         topology,
         configure.index * tp + configure.rank % tp,
-        inside=endpoint,
+        inside=partial(endpoint, of_ranks=tp == node),  # else a node is several workers, maybe on several machines
         across=endpoint,
         message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
         num_micro_batches=exchange.num_micro_batches,

@@ -62,16 +62,14 @@ def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], N
 
     def adapt(configure: Configure) -> Configure:
         exchange = configure.exchange
-        if exchange is None:
-            raise UserError(
-                f"the engine at {order.address} exchanges nothing: it does not run the disaggregated layout"
-            )
+        if exchange is not None:
+            exchange = msgspec.structs.replace(exchange, secret=exchange_secret(secret))
         return msgspec.structs.replace(
             configure,
             model=order.model or configure.model,
             num_threads=order.num_threads or len(os.sched_getaffinity(0)),
             cores=[],
-            exchange=msgspec.structs.replace(exchange, secret=exchange_secret(secret)),
+            exchange=exchange,
         )
 
     channel.speak("engine", ToWorker)

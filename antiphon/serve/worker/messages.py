@@ -19,13 +19,14 @@ Role = Literal["replica", "attention", "experts"]
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach others: the transport, where they reach this worker, and the sizes both ends of an exchange agreed
-    on. Without expert workers (`num_experts` 0) there are only the ranks of one worker to reach.
+    """How to reach others: the transport (`rank_transport` between ranks of one worker), where they reach this worker,
+    and the sizes both ends of an exchange agreed on. Without expert workers (`num_experts` 0) only ranks are reached.
 
     `dtype`: of the rows that travel. `local_processes`: workers on this machine, for the choice how to wait (`waiting`,
     as in `_m2n.Endpoint`)."""
 
     transport: str
+    rank_transport: str
     host: str
     secret: bytes
     waiting: str
