@@ -1,0 +1,146 @@
+"""Serving over slow wires between nodes: hybrid TP-EP beside expert parallelism alone, in time to first token and
+between tokens.
+
+    python benchmarks/hybrid_box.py MODEL --nodes 2 --mbit 200
+
+Each node of a cluster in a box (docs/box.md) has two ranks; the engine and the first node's ranks are on node 0, all
+others join (docs/workers.md). Layouts take turns, each with processes of its own. Greedy texts are compared in float32.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.bench.box import Box
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.launch import start_engine
+from antiphon.serve.streams import ThreadSink
+from antiphon.specs.sampling import SamplingParams
+
+PORT = 7700
+SECRET = "only for a benchmark, on a private network"
+RANKS = 2  # of a node
+# By name: replicas and ranks of each on one node, ranks that share an expert.
+LAYOUTS = {
+    "hybrid": (1, 2, 2),
+    "expert parallel, attention TP 2": (1, 2, 1),
+    "expert parallel, attention DP": (2, 1, 1),
+}
+
+
+def serve(asked: dict[str, Any]) -> dict[str, Any]:
+    """What node 0 runs: one layout, two passes, the second of which counts."""
+    replicas, tp, expert_tp = LAYOUTS[asked["layout"]]
+    nodes = asked["nodes"]
+    config = ServeConfig(
+        model=Path(asked["model"]),
+        layout="hybrid",
+        num_attention=nodes * replicas,
+        attention_tp=tp,
+        expert_tp=expert_tp,
+        num_micro_batches=asked["micro_batches"],
+        dtype="float32",
+        max_model_len=asked["prompt"] + asked["output"],
+        num_threads=1,
+        timeout_s=120.0,
+        join_address=asked["join"],
+        join_secret=SECRET.encode(),
+        joined_attention=(nodes - 1) * replicas,
+    )
+    engine = start_engine(config)
+    try:
+        results = []
+        for number in range(2):
+            chance = np.random.default_rng(number)  # the second pass finds nothing in the prefix cache
+            params = SamplingParams(max_tokens=asked["output"], temperature=0.0, ignore_eos=True)
+            prompts = [
+                chance.integers(3, engine.info.vocab_size, asked["prompt"]).tolist() for _ in range(asked["requests"])
+            ]
+            sink, begin = ThreadSink(), time.perf_counter()
+            for index, prompt in enumerate(prompts):
+                engine.submit_to(sink, str(index), prompt, params)
+            results.append(_timed(sink, len(prompts), begin))
+        return results[1]
+    finally:
+        engine.stop()
+
+
+def _timed(sink: ThreadSink, num_requests: int, begin: float) -> dict[str, Any]:
+    last: dict[str, float] = {}
+    ttft_s, itl_s = [], []
+    token_ids: list[list[int]] = [[] for _ in range(num_requests)]
+    for output in sink.outputs(num_requests):
+        now = time.perf_counter()
+        if output.error is not None:
+            raise UserError(output.error)
+        if (before := last.get(output.request_id)) is None:
+            ttft_s.append(now - begin)
+        else:
+            itl_s.append(now - before)
+        last[output.request_id] = now
+        token_ids[int(output.request_id)] += output.token_ids
+    return {"ttft_s": median(ttft_s), "itl_s": median(itl_s), "token_ids": token_ids}
+
+
+def run(arguments: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """One layout on a box of its own."""
+    environment = {"ANTIPHON_JOIN_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+    with Box(num_nodes=arguments.nodes, mbit=arguments.mbit) as box:
+        join = f"{box.address(0)}:{PORT}"
+        worker = [sys.executable, "-m", "antiphon.cli.main", "worker", "--role", "replica", "--threads", "1"]
+        for node in range(1, arguments.nodes):
+            for _ in range(RANKS):
+                box.start(node, [*worker, "--join", join], env=environment, stdout=subprocess.DEVNULL)
+        asked = {name: getattr(arguments, name) for name in ("nodes", "prompt", "output", "requests", "micro_batches")}
+        asked |= {"model": str(arguments.model.resolve()), "layout": layout, "join": join}
+        found = box.run(0, [sys.executable, __file__, "--engine", json.dumps(asked)], timeout_s=900, env=environment)
+    if found.returncode:
+        raise UserError(f"{layout}: {found.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Hybrid TP-EP beside expert parallelism over slow wires.")
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--mbit", type=float, default=200.0)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--output", type=int, default=24)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.engine:
+        print(json.dumps(serve(json.loads(arguments.engine))))
+        return 0
+    found: dict[str, list[dict[str, Any]]] = {layout: [] for layout in LAYOUTS}
+    for number in range(arguments.rounds):
+        for layout, rows in found.items():
+            rows.append(run(arguments, layout))
+            print(
+                f"round {number + 1}, {layout}: {rows[-1]['ttft_s']:.3f} s, {rows[-1]['itl_s'] * 1e3:.1f} ms",
+                flush=True,
+            )
+    if len({str(row["token_ids"]) for rows in found.values() for row in rows}) > 1:
+        raise UserError("the layouts give different texts: no time is worth anything")
+    first = {name: median(row[name] for row in found["hybrid"]) for name in ("ttft_s", "itl_s")}
+    print("| layout | to first token s | to hybrid | between tokens ms | to hybrid |\n|---|---|---|---|---|")
+    for layout, rows in found.items():
+        ttft_s, itl_s = (median(row[name] for row in rows) for name in ("ttft_s", "itl_s"))
+        ratios = ttft_s / first["ttft_s"], itl_s / first["itl_s"]
+        print(f"| {layout} | {ttft_s:.3f} | {ratios[0]:.2f} | {itl_s * 1e3:.1f} | {ratios[1]:.2f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
