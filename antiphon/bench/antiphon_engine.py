@@ -46,7 +46,7 @@ def parse_contestant(text: str) -> LocalChoice:
             num_experts=experts,
             num_micro_batches=micro_batches,
         )
-    raise UserError(f"{text!r} is no contestant: write colocated, colocated*2 or 1+1/m2")
+    raise UserError(f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2 or 1+1/m2")
 
 
 class AntiphonEngine:

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,12 +37,13 @@ from antiphon.bench.cpu_quota import limited
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.tensors import attention_layer_plan
+from antiphon.placement.split import balancedness
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
-from antiphon.serve.worker.spans import NAMES, STEP
+from antiphon.serve.worker.spans import EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 
@@ -145,7 +146,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
             token_ids = _answers(engine, order)
             took_s = time.perf_counter() - started_s
         spans = engine.take_spans()
-        stats = engine.stats()
+        changes = engine.stats().placement_changes
     finally:
         engine.stop()
     steps_s = [
@@ -155,9 +156,20 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         for index, start, end in zip(of_worker.name_index, of_worker.starts_ns, of_worker.ends_ns, strict=True)
         if of_worker.names[index] == NAMES[STEP]
     ]
-    ratios = list(stats.balancedness_per_layer.values())
     num_tokens = sum(map(len, token_ids))
-    return _Pass(token_ids, num_tokens / took_s, steps_s, float(np.mean(ratios or [1.0])), stats.placement_changes)
+    return _Pass(token_ids, num_tokens / took_s, steps_s, _balancedness(order, spans), changes)
+
+
+def _balancedness(order: BalanceOrder, spans: Mapping[WorkerName, Spans]) -> float:
+    """Mean over maximum of the rows that expert workers computed, the mean of all layers."""
+    rows: dict[int, list[float]] = {}
+    for name, of_worker in spans.items():
+        if name.role != "experts":
+            continue
+        for index, layer, count in zip(of_worker.name_index, of_worker.layers, of_worker.rows, strict=True):
+            if of_worker.names[index] == NAMES[EXPERTS]:
+                rows.setdefault(layer, [0.0] * order.experts)[name.index] += count
+    return float(np.mean([float(balancedness(np.array([of_layer]))) for of_layer in rows.values()] or [1.0]))
 
 
 @contextmanager

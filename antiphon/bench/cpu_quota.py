@@ -4,6 +4,7 @@ Several workers on few cores otherwise share what there is, and then nobody wait
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from antiphon.base.errors import ResourceError
 
-_PERIOD_US = 5000  # the kernel takes 1,000 at least; short, so that a step spans many
+_PERIOD_US = 5000  # short, so that a step spans many
+_LEAST_US = 1000  # of a period and of a quota, for the kernel
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -39,11 +41,12 @@ def limited(pid: int, cores: float) -> Iterator[None]:
     group = parent / f"antiphon-{pid}"
     group.mkdir(exist_ok=True)
     try:
-        quota_us = max(1000, round(cores * _PERIOD_US))  # what the kernel takes at least
+        period_us = max(_PERIOD_US, math.ceil(_LEAST_US / cores))
+        quota_us = round(cores * period_us)
         if parent == _ROOT:
-            (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+            (group / "cpu.max").write_text(f"{quota_us} {period_us}")
         else:
-            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
             (group / "cpu.cfs_quota_us").write_text(str(quota_us))
         (group / "cgroup.procs").write_text(str(pid))
         yield

@@ -102,18 +102,23 @@ class PlainLoop:
         return self._mean(loss.item())
 
     def exposed_s(self, batch: Batch) -> float:
-        """What a pass takes longer than one whose gradients stay here; weights stay as they are."""
+        """What a pass takes longer than one whose gradients stay here, on the rank that waits longest; weights stay as
+        they are."""
         if self._ranks == 1:
             return 0.0
         with_others = self._trial_s(batch)
         if self._sharded:
             self._forward, whole = self._alone, self._forward
             try:
-                return max(0.0, with_others - self._trial_s(batch))
+                alone = self._trial_s(batch)
             finally:
                 self._forward = whole
-        with self._forward.no_sync():
-            return max(0.0, with_others - self._trial_s(batch))
+        else:
+            with self._forward.no_sync():
+                alone = self._trial_s(batch)
+        longest = torch.tensor(max(0.0, with_others - alone), dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()
 
     def _mean(self, value: float) -> float:
         """Over all ranks."""

@@ -18,7 +18,7 @@ from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
 from antiphon.serve.config import MAX_THREADS
-from antiphon.train.config import Dtype
+from antiphon.train.config import Dtype, apply_change
 
 MOST_SEQUENCES, MOST_POSITIONS, MOST_ROUNDS, MOST_RANKS = 65_536, 1_000_000, 1000, 64  # more is a slip of the finger
 _COLUMNS = (
@@ -62,6 +62,8 @@ def train(
         )
         return
     chosen.refuse_without_ladder()
+    if changes and all(count == 1 for count in parse_ranks(ranks)):
+        raise UserError(f"--set {changes[0]}: one process shares nothing; add --ranks, for example --ranks 2")
     cores = threads or torch.get_num_threads()
     cases = [
         TrainingCase(
@@ -101,10 +103,10 @@ def parse_parallel(changes: list[str], ranks: int) -> dict[str, Any]:
     """The trainer's table `parallel`: experts over all ranks, and what ``parallel.KEY=VALUE`` says."""
     table: dict[str, Any] = {"expert": ranks}
     for change in changes:
-        key, _, value = change.partition("=")
+        key = change.partition("=")[0]
         if not key.startswith("parallel."):
             raise UserError(f"--set {change}: only keys of parallel can be set here, for example parallel.zero=1")
-        table[key.removeprefix("parallel.")] = int(value) if value.isdecimal() else value
+        apply_change(table, change.removeprefix("parallel."))
     return table
 
 

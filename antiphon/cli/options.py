@@ -139,7 +139,7 @@ class WorkerOptions:
                 )
             return "hybrid"
         # On one machine the colocated layout is the faster one; asking for what only the other has asks for the other.
-        several = self.micro_batches is not None and self.micro_batches > 1
+        several = self.pp == 1 and self.micro_batches is not None and self.micro_batches > 1
         apart = (
             any(value is not None for value in (self.experts, self.expert_tp, self.instances, self.placement))
             or self._roles_differ

@@ -49,7 +49,7 @@ def placement(
     ]
     show(table(COLUMNS, [tuple(each.values()) for each in layers]), json=json)
     if out is not None:
-        held = place(counts.sum(axis=0).astype(np.float64), workers, slots, speeds=ratios)
+        held = place(counts.mean(axis=0), workers, slots, speeds=ratios, floor=knee)
         made = ExpertPlacement(workers, dict(zip(recorded.header.layers, map(owners_of, held), strict=True)))
         with whole_file("--out", out) as fresh:
             fresh.write_text(placement_to_json(made) + "\n")
@@ -62,7 +62,7 @@ def _judged(
 ) -> dict[str, float]:
     """A row of the table, from the rows [T, E] of one layer: balancedness in the second half of the steps."""
     half = len(steps) // 2
-    held = place(steps[:half].sum(axis=0).astype(np.float64), num_workers, slots, speeds=speeds)
+    held = place(steps[:half].mean(axis=0), num_workers, slots, speeds=speeds, floor=knee)
     num_experts = steps.shape[1]
     plain = matrix_of(contiguous_placement(num_experts, num_workers, (layer,)).owners[layer], num_workers)
     later = steps[half:]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.cli.this_machine import check_is_here
+from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE, check_is_here
 from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.pins import Pins, parse_pins
@@ -87,12 +87,22 @@ class SearchOptions:
             return load_cluster(str(self.nodes))
         if not self.cluster:
             if self.runnable_here:
-                raise UserError("--cluster is missing: antiphon profile writes this machine's; or give --nodes FILE")
+                return self._this_machine()
             raise UserError(f"--cluster is missing: give a file, or one of {', '.join(names('cluster'))}")
         cluster = load_cluster(self.cluster)
         if self.runnable_here:
             check_is_here(cluster)
         return cluster
+
+    def _this_machine(self) -> ClusterSpec:
+        """What `antiphon profile` wrote of it beside the profile."""
+        file = None if self.profile is None else self.profile.parent / CLUSTER_FILE
+        if file is None or not file.is_file():
+            raise UserError(
+                "--cluster is missing: antiphon profile MODEL --folder DIR measures this machine, then give --profile "
+                f"DIR/{PROFILE_FILE}; or give --nodes FILE for others"
+            )
+        return load_cluster(str(file))
 
     def layouts(self) -> tuple[Layout, ...]:
         """In the order of `LAYOUTS`; all of them for auto."""

@@ -21,6 +21,7 @@ from antiphon.bench.profile.this_machine import cost_profile, this_cluster, trai
 from antiphon.bench.profile.training_tables import WantedTraining, measure_training
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.tables import TrainingTables
@@ -29,7 +30,6 @@ from antiphon.serve.config import MAX_THREADS
 from antiphon.specs.cluster import cluster_to_json
 from antiphon.specs.device import ComputeDtype
 
-CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"
 PHASES = ("serve", "train")
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from antiphon.base.errors import UserError
 from antiphon.specs.cluster import ClusterSpec
 
+CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"  # of `antiphon profile`, in one folder
+
 _GPUS = Path("/proc/driver/nvidia/gpus")  # one folder for each
 
 

@@ -157,9 +157,9 @@ def _load(reading: DashboardReading) -> Iterator[RenderableType]:
     worst = sorted(
         sorted(reading.load, key=lambda layer: layer.balancedness)[:_MOST_LAYERS], key=lambda each: each.layer
     )
-    workers = [load.worker for load in worst[0].workers]
+    workers = [load.name for load in worst[0].workers]
     yield table(
-        ("layer", "balancedness", *(f"[{worker}]" for worker in workers)),
+        ("layer", "balancedness", *workers),
         (
             (layer.layer, round(layer.balancedness, 3), *_heat([sum(load.rows) for load in layer.workers]))
             for layer in worst

@@ -29,7 +29,7 @@ from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.obey import obey
 from antiphon.train.ranks import sizes_of, threads_of_rank
-from antiphon.train.setup import build_model, cache_of, prepare_data, tokenizer_of
+from antiphon.train.setup import build_model, cache_of, plan_options, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
 from antiphon.train.trainer import StepResult, Trainer
@@ -122,7 +122,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
     checked first, and the token ids are written."""
     options.check_count("--nproc", ranks, MOST_RANKS)
     spec = load_model_spec(Path(config.model.path))
-    sizes_of(config, spec, ranks)
+    plan_options(spec, config, sizes_of(config, spec, ranks))
     prepare_data(config, spec)
     os.environ["OMP_NUM_THREADS"] = str(threads_of_rank(ranks))
     how = LaunchConfig(
@@ -136,7 +136,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
         start_method="fork",
     )
     try:
-        elastic_launch(how, _rank)(run)
+        codes = elastic_launch(how, _rank)(run)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
@@ -144,12 +144,17 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
             f"rank {rank} of {ranks} ended {how_it_ended} after {RESTARTS} restarts: see what it said above; the same "
             "command goes on from the newest checkpoint"
         ) from error
+    if any(codes.values()):  # said by the ranks themselves
+        raise typer.Exit(UserError.exit_code)
 
 
-def _rank(run: Callable[[], None]) -> None:
+def _rank(run: Callable[[], None]) -> int:
+    """The exit code of a rank that need not be started again: it is done, or would fail in the same way."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if code := run_command(run, debug=DEBUG in sys.argv):
+    code = run_command(run, debug=DEBUG in sys.argv)
+    if code not in (0, UserError.exit_code):
         sys.exit(code)
+    return code
 
 
 def _tokenize(config: TrainConfig, json: str | None) -> None:

@@ -151,7 +151,7 @@ class Mesh:
             self.wire.close()
 
 
-def beside(group: Group, timeout_s: float = 600.0) -> Group:
+def beside(group: Group, timeout_s: float) -> Group:
     """The same ranks with a process group and a ledger of their own, for collectives that run beside `group`'s. Blocks
     until the other ranks have called it too."""
     made = None

@@ -53,7 +53,7 @@ class NarrowSum:
         return buffer, work
 
     def finish(self, buffer: Tensor) -> Tensor:
-        parts = buffer.view(self.group.size, -1)
+        parts = buffer.view(self.group.size, self.sizes[self.group.index])
         total = parts[0].to(self.wide)
         for part in parts[1:]:
             total += part

@@ -6,6 +6,7 @@ each stage by itself.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,10 @@ class Parcel:
         """The tensor, filled if it was received; what was sent may be written to again. `PeerLost` names the peer if
         it is gone, or silent for longer than the timeout of the group."""
         begin = time.perf_counter()
+        roll = self.group.roll
         try:
-            self.work.wait()
+            with nullcontext() if roll is None else roll.waiting(f"{self.name}, {self.what}"):
+                self.work.wait()
         except RuntimeError as error:
             raise PeerLost(f"rank {self.group.ranks[self.peer]}", f"{self.name}, {self.what}: {error}") from error
         self.group.ledger.waited(self.name, time.perf_counter() - begin)

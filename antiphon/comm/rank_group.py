@@ -65,8 +65,9 @@ class RankGroup(Protocol):
         """Give the message's slot back to the peer."""
 
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
-        """`payload` of `root`, on every rank; the others give None. A rank whose wait ends with `PeerTimeout` before
-        anything came may call again: so an idle follower listens."""
+        """`payload` of `root`, on every rank; the others give None. `timeout_s`: until something comes, the rest has
+        the group's timeout. A rank whose wait ends with `PeerTimeout` before anything came may call again: so an idle
+        follower listens."""
 
     def barrier(self) -> None:
         """Until all ranks are here."""
@@ -75,7 +76,8 @@ class RankGroup(Protocol):
         """Any thread: the running step is void, `epoch` is about to begin. Every wait ends with `StepAborted`."""
 
     def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
-        """Begin `epoch`, which is larger than the last, with the ranks that `tickets` lead to, this one's included.
+        """Begin `epoch`, which is larger than the last, with the ranks that `tickets` lead to, this one's included. For
+        an epoch that has begun with these ranks nothing happens.
 
         Whatever was in flight is forgotten. Connects to those that are new or were lost, and returns when all have
         begun this epoch too. `PeerTimeout` or `PeerLost` names one that has not."""

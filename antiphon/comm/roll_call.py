@@ -8,8 +8,10 @@ all ranks together; one that hangs writes nothing.
 Rejected: a beat of the heart from a thread of its own. It goes on while the thread that matters hangs.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
@@ -38,6 +40,18 @@ class RollCall:
         except RuntimeError as error:
             raise ResourceError(self._words(what, time.monotonic() - began_s)) from error
         self._store.delete_key(self._key(self._rank))
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """For a wait that has its own timeout and cannot be asked in between: this rank waits for `what` inside."""
+        timer = threading.Timer(self._timeout_s / 2, self._store.set, (self._key(self._rank), what))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        self._store.delete_key(self._key(self._rank))  # after an error it stays: others are about to read it
 
     def _words(self, what: str, waited_s: float) -> str:
         silent = [each for each in range(self._ranks) if not self._store.check([self._key(each)])]

@@ -23,7 +23,7 @@ from antiphon.comm.rank_group import RankGroup
 from antiphon.comm.two_level.levels import Levels
 
 MakeEndpoint = Callable[[str], _m2n.Endpoint]
-_MOST_SLOTS = 128
+_MOST_SLOTS = 128  # for a step's rows; an inbox has room for 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +146,24 @@ def open_stages(
     timeout_s: float,
 ) -> Stages:
     """The groups of this process, not yet connected. `names` of the worker's processes; `endpoint` makes one end of the
-    name it is given. `step_bytes`: rows of a whole step, which a link takes, up to 32 MiB, while its taker is busy."""
+    name it is given. `step_bytes`: rows of a whole step, which a link takes while its taker is busy: the first and the
+    last stage give each other rows before they take any."""
     own = names[place.in_worker]
     crew = NativeRankGroup(endpoint(f"{own} crew"), place.in_worker, len(names), names=names, timeout_s=timeout_s)
-    slots = min(_m2n.RANK_GROUP_SLOTS + num_micro_batches + -(-step_bytes // SLOT_BYTES), _MOST_SLOTS)
+    slot_bytes = max(SLOT_BYTES, -(-step_bytes // (_MOST_SLOTS * 64)) * 64)
+    slots = _m2n.RANK_GROUP_SLOTS + num_micro_batches + -(-step_bytes // slot_bytes)
 
     def link(stage: int, end: int) -> NativeRankGroup:
         first = place.number(place.worker, 0, 0)
         ends = [names[process - first] for process in place.link(stage)]
         return NativeRankGroup(
-            endpoint(f"{own} link {stage}"), end, 2, names=ends, timeout_s=timeout_s, num_slots=slots
+            endpoint(f"{own} link {stage}"),
+            end,
+            2,
+            names=ends,
+            timeout_s=timeout_s,
+            num_slots=slots,
+            slot_bytes=slot_bytes,
         )
 
     before = link((place.stage - 1) % place.num_stages, 1)

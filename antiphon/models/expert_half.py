@@ -46,11 +46,6 @@ class ExpertHalf:
         entries = global_ids_TK.flatten().remainder(table.shape[0])  # -1 becomes the last entry
         return table.index_select(0, entries).view(global_ids_TK.shape)
 
-    def free_slot(self, layer: int) -> int | None:
-        """A slot of the layer that holds no expert."""
-        ids = self.expert_ids[layer]
-        return ids.index(FREE) if FREE in ids else None
-
     def hold(self, layer: int, slot: int, expert: int) -> None:
         """`slot` holds this expert from now on; `FREE`: nothing any more."""
         ids = list(self.expert_ids[layer])

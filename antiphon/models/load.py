@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -84,7 +85,10 @@ def load_attention_half(
         spec,
         backend,
         embedding_WH=embedding_WH,
-        layers={layer: _attention_layer(local, plan, reader, rotary, norms) for layer, plan in plans.items()},
+        layers={
+            layer: _attention_layer(_of_layer(local, layer), plan, reader, rotary, norms)
+            for layer, plan in plans.items()
+        },
         final_norm=_norm(spec, outer, "final_norm", reader) if is_first else None,
         head=None if embedding_WH is None else _head(spec, outer, reader, embedding_WH),
         weight_bytes=reader.done_bytes,
@@ -168,6 +172,12 @@ def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader, 
     for index, refs in enumerate(plan):
         reader.expert(packed, index, refs)
     return packed
+
+
+def _of_layer(spec: ModelSpec, layer: int) -> ModelSpec:
+    """With the layer's own window for every layer: what attention is called with is the layer's place in the cache."""
+    window = spec.attention.window_of(layer)
+    return replace(spec, attention=replace(spec.attention, sliding_window=window, windowed_layers=()))
 
 
 def _head(spec: ModelSpec, outer: LoadPlan, reader: WeightReader, embedding_WH: Tensor) -> PackedLinear:

@@ -50,11 +50,19 @@ def _next_layer(now: Owners, target: Owners, num_workers: int, slots: int) -> Ow
         added[full[0]] = None
     if all(expert is None for expert in added) and after == held:
         return now
-    return tuple(tuple(w for w in range(num_workers) if expert in after[w]) for expert in range(len(now)))
+    workers_of: list[list[int]] = [[] for _ in now]
+    for worker, experts in enumerate(after):
+        for expert in experts:
+            workers_of[expert].append(worker)
+    return tuple(map(tuple, workers_of))
 
 
 def _held(owners: Owners, num_workers: int) -> Held:
-    return [{expert for expert, workers in enumerate(owners) if w in workers} for w in range(num_workers)]
+    held: Held = [set() for _ in range(num_workers)]
+    for expert, workers in enumerate(owners):
+        for worker in workers:
+            held[worker].add(expert)
+    return held
 
 
 def _first_to_add(now: Owners, target: Owners, held: set[int], wanted: set[int]) -> int | None:

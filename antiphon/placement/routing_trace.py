@@ -11,6 +11,7 @@ Rejected: an archive of NumPy arrays. It is written at its end or not at all, an
 Letters: T rows, L MoE layers, K experts chosen by a row, E experts.
 """
 
+import errno
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,7 +127,9 @@ class RoutingTraceWriter:
 
     def _write(self, frame: TraceHeader | RoutedRows) -> None:
         encoded = self._encode(frame)
-        self._file.write(_LENGTH.pack(len(encoded)) + encoded)
+        data = _LENGTH.pack(len(encoded)) + encoded
+        if self._file.write(data) != len(data):  # nothing may follow a torn frame
+            raise OSError(errno.ENOSPC, "no room for a whole frame")
         self._file.flush()  # a server may be killed
 
 

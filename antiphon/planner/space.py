@@ -32,7 +32,7 @@ from antiphon.planner.runnable import can_be_served
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup
-from antiphon.specs.plan import LAYOUTS, Layout
+from antiphon.specs.plan import LAYOUTS, MAX_INSTANCES, Layout
 
 NUM_WORKER_COUNTS = 12
 """Numbers of attention workers tried for each choice of the other degrees; all of them where there are no more."""
@@ -66,9 +66,12 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
     every = joined(parts)
     wanted = np.isin(every.layout, [LAYOUTS.index(layout) for layout in layouts])
     if setting.limits.servable:
-        wanted &= can_be_served(setting.model, every)
+        on_cpu = np.array([group.device.kind == "cpu" for group in setting.groups])[every.attention_kind]
+        wanted &= can_be_served(setting.model, every, on_cpu)
     every = every.take(wanted & setting.limits.pins.allow(every))
     instances = instances_that_fit(setting.cluster, every)
+    if setting.limits.servable:
+        instances = np.minimum(instances, MAX_INSTANCES)
     limits = setting.limits.pins.batches(every, batch_limits(setting, every))
     kept = (instances > 0) & (limits > 0)
     no_memory = (instances > 0) & (limits == 0)

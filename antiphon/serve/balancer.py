@@ -33,23 +33,34 @@ MOVE_COST = 0.02  # of an even load: what the busiest worker must gain for each 
 class Balancer:
     """Used by the engine's thread. `first`: the placement that it starts with."""
 
-    def __init__(self, policy: Policy, first: ExpertPlacement) -> None:
+    def __init__(self, policy: Policy, first: ExpertPlacement, num_micro_batches: int) -> None:
         self._policy = policy
+        self._floor = float(
+            first.knee * num_micro_batches
+        )  # rows of a step: each micro-batch reads an expert's weights
         self._layers = tuple(first.owners)
         num_experts = len(first.owners[self._layers[0]])
         self._shape = (len(self._layers), num_experts)
         self._speeds = WorkerSpeeds(first.num_workers, num_experts, first.knee)
         self._window: deque[FloatArray] = deque(maxlen=WINDOW_STEPS)
+        self._step = 0
         self._num_steps = 0
+        self._planned_from = first
         self._planned_s = 0.0
         self._plan: Future[ExpertPlacement | None] | None = None
         self._thread = ThreadPoolExecutor(1, "balancer")
 
-    def count(self, expert_rows: bytes) -> None:
-        """The rows of a step, as a worker counted them."""
-        if expert_rows:
-            self._window.append(np.frombuffer(expert_rows, dtype=np.int32).reshape(self._shape).astype(np.float64))
+    def count(self, step: int, expert_rows: bytes) -> None:
+        """The rows of a step, as one of its attention workers counted them."""
+        if not expert_rows:
+            return
+        rows = np.frombuffer(expert_rows, dtype=np.int32).reshape(self._shape).astype(np.float64)
+        if self._window and step == self._step:
+            self._window[-1] += rows
+        else:
+            self._window.append(rows)
             self._num_steps += 1
+            self._step = step
 
     def note_busy(self, report: ExpertReport) -> None:
         """What an expert worker did since its last report."""
@@ -59,10 +70,10 @@ class Balancer:
         """Begin a plan if it is time for one; hand over one that is ready. Never waits."""
         if self._plan is not None and self._plan.done():
             target, self._plan = self._plan.result(), None
-            if target is not None:
-                placing.aim(target)
+            if target is not None and not placing.moving and placing.current is self._planned_from:
+                placing.aim(target)  # else a client has moved experts meanwhile
         elif self._is_due() and not placing.moving and self._plan is None:
-            self._planned_s, self._num_steps = time.monotonic(), 0
+            self._planned_s, self._num_steps, self._planned_from = time.monotonic(), 0, placing.current
             speeds = self._speeds.shares()
             self._plan = self._thread.submit(
                 self._make_plan, np.stack(self._window), placing.current, placing.slots, speeds
@@ -81,7 +92,15 @@ class Balancer:
         loads = recent_loads(window)
         held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
         even = float(loads.sum(axis=1).mean()) / now.num_workers
-        wanted = place(loads, now.num_workers, slots, speeds=np.array(speeds), present=held, move_cost=MOVE_COST * even)
+        wanted = place(
+            loads,
+            now.num_workers,
+            slots,
+            speeds=np.array(speeds),
+            floor=self._floor,
+            present=held,
+            move_cost=MOVE_COST * even,
+        )
         if (wanted == held).all() and not _differ(speeds, now.speeds):
             return None
         owners = {layer: owners_of(wanted[number]) for number, layer in enumerate(self._layers)}

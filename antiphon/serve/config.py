@@ -19,12 +19,10 @@ from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.worker.messages import Role
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
-from antiphon.specs.plan import MAX_MICRO_BATCHES
+from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
-MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
-MAX_INSTANCES = 64
 MAX_THREADS = 256  # what the native kernels' pool has room for
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
@@ -145,9 +143,7 @@ class ServeConfig:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
         self._check_joining()
         if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
-            raise UserError(
-                "--balance and --expert-slots need --layout disaggregated: elsewhere every worker has all experts"
-            )
+            raise UserError("--balance and --expert-slots need --layout disaggregated: elsewhere experts do not move")
 
         if self.num_stages > 1 and self.layout == "disaggregated":
             raise UserError(
@@ -155,7 +151,8 @@ class ServeConfig:
             )
         if self.num_stages > 1 and self.record_routing is not None:
             raise UserError(
-                "--record-routing needs --pp 1: the leader of a pipeline sees the choices of its own layers"
+                f"--record-routing with --pp {self.num_stages}: a pipeline's leader sees the choices of its own layers "
+                "only; use --pp 1"
             )
 
     def _role_checks(self) -> list[tuple[bool, str, object, str]]:

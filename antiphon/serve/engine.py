@@ -184,6 +184,7 @@ class Engine:
             raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
         placing[0].check(placement)
         with self._lock:
+            self._refuse_if_ending()
             self._placements.append(placement)
         self._fleet.wake()
         return sum(num_moves(each.current, placement) for each in placing)

@@ -61,6 +61,7 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     layout: str
+    num_instances: int
     num_attention: int
     num_experts_workers: int
     num_micro_batches: int

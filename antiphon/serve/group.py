@@ -183,11 +183,12 @@ class StepGroup:
         self._step.commit(name, result)
         self._statistics.record_step(result)
         if self._balancer is not None:
-            self._balancer.count(result.expert_rows)
+            self._balancer.count(self._step.number, result.expert_rows)
         if self._record is not None and result.routed:
             self._record(self._step.number, name.index, result.routed)
         if self.quiet:
-            self._statistics.record_group_step(time.monotonic() - self._step_started)
+            took_s = time.monotonic() - self._step_started
+            self._statistics.record_group_step(took_s, len(self.members.experts))
         self._advance()
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
@@ -201,7 +202,7 @@ class StepGroup:
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
             self._statistics.events.note("failed", failed.message, str(worker.name))
-            self._unresponsive.update(failed.peers)
+            self._unresponsive.update(peer.partition(" ")[0] for peer in failed.peers)  # "replica[0][1] nodes"
         if is_news and self._control is not None:
             self._begin_recovery()
         elif failed.reason == "timeout" and self._phase is Phase.JOINING:
@@ -219,7 +220,7 @@ class StepGroup:
     def _on_ready(self, worker: WorkerProcess) -> None:
         leader = worker.name.leader
         if self.placing is not None:
-            self.placing.on_ready(worker)
+            self.placing.on_ready(worker, is_loaded=self.members.is_loaded(leader))
         if self._control is None:
             self._joined.add(worker.name)
             self._phase = Phase.STEPPING
@@ -308,12 +309,14 @@ class StepGroup:
                 self.placing.leave_out(self.members.missing_experts(), self.members.loaded_attention())
             for worker in self._called():
                 self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
-        everyone_joined = all(worker.name in self._joined for worker in self._called())
-        if self._phase is Phase.JOINING and everyone_joined and self._experts_loaded():
+        if self._phase is Phase.JOINING and self._everyone_joined() and self._experts_loaded():
             self._unresponsive.clear()
             self._was_complete = True
             self._enter(Phase.STEPPING)
             self._statistics.events.note("going on", "the workers that are there step together")
+
+    def _everyone_joined(self) -> bool:
+        return all(worker.name in self._joined for worker in self._called())
 
     def _experts_loaded(self) -> bool:
         """All expert workers are up; or those that once were and are missing have only experts of which others have

@@ -14,7 +14,6 @@ import torch
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
-from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
@@ -93,7 +92,12 @@ class Launcher:
                 f"--pp is {config.num_stages}: the model has {spec.num_layers} layers, so it must be at most that"
             )
         if config.layout == "hybrid":
-            message_bytes(config.topology, config.max_batch_tokens, spec.hidden_size, spec.router.top_k, self._dtype)
+            shards = config.topology.num_shards
+            if spec.hidden_size % shards:
+                raise UserError(
+                    f"--tp {config.attention_tp} and --expert-tp {config.expert_tp}: rows of {spec.hidden_size} values "
+                    f"are cut into {shards} equal parts: the smaller degree must divide {spec.hidden_size}"
+                )
 
     @property
     def _disaggregated(self) -> bool:
@@ -134,7 +138,7 @@ class Launcher:
                 tracked=tracked,
                 timeout_s=config.timeout_s,
                 placing=placing,
-                balancer=Balancer(config.balance, self._placement) if balances else None,
+                balancer=Balancer(config.balance, self._placement, config.num_micro_batches) if balances else None,
                 record=None if record is None else partial(record.add, number),
             )
             groups.append(group)
@@ -151,7 +155,9 @@ class Launcher:
     def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
         if not experts:
             return None
-        placing = PlacementControl(self.spec, self._placement, self._slots, self.fleet, statistics)
+        placing = PlacementControl(
+            self.spec, self._placement, self._slots, self.fleet, statistics, may_move=self._spare_slot
+        )
         self._placing[experts[0].instance] = placing
         return placing
 
@@ -271,6 +277,7 @@ class Launcher:
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
             layout=config.layout,
+            num_instances=config.num_instances,
             num_attention=config.num_attention,
             num_experts_workers=config.num_experts if self._disaggregated else 0,
             num_micro_batches=config.num_micro_batches,

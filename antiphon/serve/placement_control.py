@@ -14,6 +14,7 @@ A copy is a spare: while an expert worker is gone, `present` leaves it out, if e
 from collections.abc import Collection
 from dataclasses import replace
 
+from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.placement.moves import next_placement, num_moves
 from antiphon.serve.fleet import Fleet
@@ -29,11 +30,19 @@ _log = get_logger("engine")
 class PlacementControl:
     """Driven by the engine's thread; `current` and `check` may be used by any. `absent`: expert workers left out.
 
-    `slots`: experts that a worker may hold in a layer, beside the spare slot for one on its way."""
+    `slots`: experts that a worker may hold in a layer. `may_move`: it has a spare slot for one on its way."""
 
     def __init__(
-        self, spec: ModelSpec, placement: ExpertPlacement, slots: int, fleet: Fleet, statistics: EngineStatistics
+        self,
+        spec: ModelSpec,
+        placement: ExpertPlacement,
+        slots: int,
+        fleet: Fleet,
+        statistics: EngineStatistics,
+        *,
+        may_move: bool,
     ) -> None:
+        self._may_move = may_move
         self.current = placement
         self.slots = slots
         self._moe_layers = list(spec.expert_layers)
@@ -49,6 +58,11 @@ class PlacementControl:
     def check(self, target: ExpertPlacement) -> None:
         """`UserError` unless `target` can be served: of this model, for these workers, within their slots."""
         target.check_fits(self._moe_layers, self._num_experts, self.current.num_workers, self.slots)
+        if not self._may_move and num_moves(self.current, target):
+            raise UserError(
+                "experts cannot move: the expert workers have no spare slot; start the server with --expert-slots "
+                f"{self.slots} or more, or with --balance"
+            )
 
     @property
     def moving(self) -> bool:
@@ -87,12 +101,12 @@ class PlacementControl:
 
     def _switch(self, attention: Collection[WorkerName], experts: Collection[WorkerName]) -> None:
         assert self._coming is not None
-        moved = num_moves(self.current, self._coming)
-        self.current, self._coming = self._coming, None
+        before, self.current, self._coming = self.current, self._coming, None
         self._send_place(attention)
         for name in experts:
             self._fleet.send(self._fleet.workers[name], Retire(self.current.version))
-        self._statistics.record_placement(self.current.version, moved)
+        if before.owners != self.current.owners:  # else workers' speeds are told anew
+            self._statistics.record_placement(self.current.version, num_moves(before, self.current))
 
     def on_prepared(self, worker: WorkerProcess, message: Prepared) -> None:
         """An expert worker has loaded what a coming map wants of it, or cannot."""
@@ -104,10 +118,11 @@ class PlacementControl:
         _log.error("%s: placement given up: %s", worker.name, message.failure)
         self._coming, self._target, self._waiting_for = None, None, set()
 
-    def on_ready(self, worker: WorkerProcess) -> None:
-        """A worker has started with the map that was in force then: tell it what has changed since."""
-        if worker.name.role == "attention" and worker.name.rank == 0:
-            self._fleet.send(worker, Place(self._without_absent()))
+    def on_ready(self, worker: WorkerProcess, *, is_loaded: bool) -> None:
+        """A process has started with the map that was in force then: tell it what has changed since. `is_loaded`: all
+        ranks of its worker are up, so that from now on a new map reaches it as it does all others."""
+        if worker.name.role == "attention" and is_loaded:
+            self._fleet.send(self._fleet.workers[worker.name.leader], Place(self._without_absent()))
         elif worker.name.role == "experts" and self._coming is not None:
             self._waiting_for.add(worker.name)
             self._fleet.send(worker, Prepare(self._coming))
@@ -125,8 +140,9 @@ class PlacementControl:
             self._send_place(attention)
 
     def _send_place(self, attention: Collection[WorkerName]) -> None:
+        message = Place(self._without_absent())
         for name in attention:
-            self._fleet.send(self._fleet.workers[name], Place(self._without_absent()))
+            self._fleet.send(self._fleet.workers[name], message)
 
     def _without_absent(self) -> ExpertPlacement:
         left = self.current.without(self.absent)

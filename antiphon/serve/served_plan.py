@@ -20,10 +20,18 @@ from pathlib import Path
 from antiphon.base.errors import UserError
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
-from antiphon.serve.config import MAX_ATTENTION_WORKERS, MAX_INSTANCES, Layout, ServeConfig
+from antiphon.serve.config import Layout, ServeConfig
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
-from antiphon.specs.plan import MAX_MICRO_BATCHES, Parallel, PhasePlan, Plan, Predicted
+from antiphon.specs.plan import (
+    MAX_ATTENTION_WORKERS,
+    MAX_INSTANCES,
+    MAX_MICRO_BATCHES,
+    Parallel,
+    PhasePlan,
+    Plan,
+    Predicted,
+)
 
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4

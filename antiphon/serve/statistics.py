@@ -39,6 +39,7 @@ class EngineStatistics:
         self._attention_step_s = 0.0
         self._attention_wait_s = 0.0
         self._group_step_s = 0.0
+        self._expert_step_s = 0.0
         self._expert_busy_s: dict[int, float] = defaultdict(float)
         self._rows: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._expert_rows: dict[int, dict[int, dict[int, float]]] = defaultdict(dict)  # layer, worker, expert
@@ -50,10 +51,11 @@ class EngineStatistics:
         self._attention_step_s += result.step_s
         self._attention_wait_s += result.wait_s
 
-    def record_group_step(self, step_s: float) -> None:
-        """A step of all workers that step together took this long."""
+    def record_group_step(self, step_s: float, num_experts: int) -> None:
+        """A step of all workers that step together, so many expert workers among them, took this long."""
         self.num_steps += 1
         self._group_step_s += step_s
+        self._expert_step_s += step_s * num_experts
         if self._group_step_s > _WINDOW_S:
             self._fade()
 
@@ -101,6 +103,7 @@ class EngineStatistics:
     def _fade(self) -> None:
         with self._lock:
             self._group_step_s /= 2
+            self._expert_step_s /= 2
             self._attention_step_s /= 2
             self._attention_wait_s /= 2
             for index in self._expert_busy_s:
@@ -122,11 +125,8 @@ class EngineStatistics:
     def expert_idle_ratio(self) -> float:
         """Share of step time in which expert workers did not compute; 0 without expert workers."""
         with self._lock:
-            busy_s = list(self._expert_busy_s.values())
-            step_s = self._group_step_s
-        if not busy_s or not step_s:
-            return 0.0
-        return min(1.0, max(0.0, 1.0 - sum(busy_s) / len(busy_s) / step_s))
+            busy_s, step_s = sum(self._expert_busy_s.values()), self._expert_step_s
+        return min(1.0, max(0.0, 1.0 - busy_s / step_s)) if step_s else 0.0
 
     def rows_per_expert(self) -> dict[int, dict[int, dict[int, float]]]:
         """Rows of each expert lately, by layer, worker and expert; a worker has the experts it holds."""

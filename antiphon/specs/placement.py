@@ -46,7 +46,7 @@ class ExpertPlacement:
                     )
                 if len(set(workers)) != len(workers) or not all(0 <= w < self.num_workers for w in workers):
                     raise UserError(
-                        f"{where} is placed on {list(workers)}: use distinct workers from 0 to {self.num_workers - 1}"
+                        f"{where} is placed on {_some(workers)}: use distinct workers from 0 to {self.num_workers - 1}"
                     )
 
     def experts_of(self, worker: int) -> dict[int, tuple[int, ...]]:
@@ -58,6 +58,8 @@ class ExpertPlacement:
 
     def without(self, workers: Collection[int]) -> "ExpertPlacement | None":
         """The same map with these workers gone; None if an expert has no other."""
+        if not workers:
+            return self
         left = {
             layer: tuple(tuple(w for w in owners if w not in workers) for owners in of_layer)
             for layer, of_layer in self.owners.items()
@@ -142,3 +144,8 @@ def placement_to_json(placement: ExpertPlacement) -> str:
     """What `read_placement` reads."""
     owners = {str(layer): [list(workers) for workers in of_layer] for layer, of_layer in placement.owners.items()}
     return json.dumps({"num_workers": placement.num_workers, "owners": owners})
+
+
+def _some(workers: Sequence[int]) -> str:
+    """A list for an error's line: a client's may have millions."""
+    return f"[{', '.join(map(str, workers[:8]))}{', ...' if len(workers) > 8 else ''}]"

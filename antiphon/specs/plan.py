@@ -27,7 +27,10 @@ LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
 PhaseName = Literal["prefill", "decode"]
 Objective = Literal["per-gpu", "per-cost", "per-power"]
 OBJECTIVES: tuple[Objective, ...] = ("per-gpu", "per-cost", "per-power")
-MAX_MICRO_BATCHES = 64  # of a phase: the most that the engine runs
+# The most that the engine runs.
+MAX_MICRO_BATCHES = 64  # of a phase
+MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
+MAX_INSTANCES = 64
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ class Saver:
     def __init__(self, config: TrainConfig, model_config: dict[str, Any], ranks: Group) -> None:
         self._config = config
         self._model_config = model_config
-        self._group = beside(ranks)
+        self._group = beside(ranks, config.communication.timeout_s)
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._folder = folder_of(config)
@@ -72,7 +72,7 @@ class Saver:
         """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together."""
         self.close()
         copies = {name: boxes.copy() for name, boxes in stored.items()}
-        self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint")
+        self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._config.output.save_beside:
             self.close()

@@ -66,10 +66,15 @@ class CommunicationConfig:
 
     def check_dispatch(self, dispatch: str) -> None:
         """`UserError` where a switch would do nothing with this way of rows."""
-        if dispatch == "gather_scatter" and self.activations == "float8_permutation":
+        if dispatch != "all_to_all" and self.activations == "float8_permutation":
             raise UserError(
                 "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
-                "is gather_scatter, which has none: use dispatch all_to_all, or another value"
+                f"is {dispatch}, which has none or may have none: use dispatch all_to_all, or another value"
+            )
+        if dispatch == "auto" and self.packing:
+            raise UserError(
+                "communication.packing is true and parallel.dispatch is auto, which measures anew whenever other ranks "
+                "share the experts: use dispatch all_to_all or gather_scatter"
             )
 
     def ranks_per_node(self, world_size: int) -> int:

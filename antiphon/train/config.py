@@ -221,7 +221,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file}: not valid TOML: {error}") from error
     for change in changes:
-        _apply(mapping, change)
+        apply_change(mapping, change)
     return config_of(_absolute(mapping, file.resolve().parent), str(file))
 
 
@@ -230,7 +230,7 @@ def config_of(mapping: Mapping[str, Any], where: str) -> TrainConfig:
     return Table(mapping, where).read(TrainConfig)
 
 
-def _apply(mapping: dict[str, Any], change: str) -> None:
+def apply_change(mapping: dict[str, Any], change: str) -> None:
     """``a.b=value``; the value is TOML, or a text if it is not."""
     key, equals, value = change.partition("=")
     if not equals or not key:

@@ -51,11 +51,11 @@ def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
     while waiting:
         name = waiting.pop()
         maker = graph.maker_of.get(name)
-        if name in kept or maker is None or maker.name in again:
+        if name in kept or maker is None:
             continue
         if whole_name(name) in wanted:
-            kept.add(name)
-        else:
+            kept.add(name)  # even if its maker runs again for another name: what comes out of it is wanted
+        elif maker.name not in again:
             again.add(maker.name)
             waiting += maker.reads
     return Keeping(frozenset(kept), frozenset(again))

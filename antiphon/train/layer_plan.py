@@ -28,6 +28,7 @@ from antiphon.train.layer_schedule import (
     WEIGHTS,
     Action,
     Schedule,
+    one_by_one,
     only,
     parse,
 )
@@ -39,13 +40,15 @@ STARTED = (Exchange, Tiled)  # operators that are started and waited for
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from; empty: the default one.
-    `parts`: of the experts' rows, see `train.expert_parts`."""
+    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from; empty: the default one, or,
+    unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows, see
+    `train.expert_parts`."""
 
     keep: Keep = "none"
     dropped: tuple[str, ...] = ()
     schedule: str = ""
     where: str = "the default schedule"
+    beside: bool = True
     parts: int = 1
 
     @property
@@ -69,7 +72,10 @@ class LayerPlan:
     def of(graph: Graph, options: PlanOptions) -> "LayerPlan":
         """`UserError` for a schedule that cannot run."""
         kept = keeping(graph, options.keep, options.dropped)
-        text = options.schedule or str(schedule_in_parts(parse(DEFAULT, options.where), graph.operators))
+        text = options.schedule
+        if not text:
+            schedule = schedule_in_parts(parse(DEFAULT, options.where), graph.operators)
+            text = str(schedule if options.beside else one_by_one(schedule))
         return LayerPlan._of(graph, kept, text, options.where)
 
     def with_schedule(self, text: str, where: str) -> "LayerPlan":

@@ -59,7 +59,7 @@ class Packing:
         self._config = config
         self._spec = spec
         self._file = Path(config.output.folder) / FILE
-        self._known = _read(self._file)
+        self._known = _read(self._file, config.parallel.expert)
         self._search = ExpertPacking(config.parallel.expert)
         for each in self._known:
             self._search.observe(each.ffn_s, each.all_to_all_s)
@@ -147,10 +147,17 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _read(file: Path) -> list[Decision]:
+def _read(file: Path, most: int) -> list[Decision]:
+    """`most`: ranks that share the experts at first."""
     if not file.is_file():
         return []
     try:
-        return [Decision(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+        found = [Decision(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+        for each in found:
+            if not (type(each.expert) is int and type(each.step) is int and each.expert >= 1):
+                raise ValueError(f"expert {each.expert!r} from step {each.step!r} on")
+            if most % each.expert:
+                raise ValueError(f"{each.expert} ranks share the experts, which are made for {most}")
     except (ValueError, TypeError) as error:
         raise UserError(f"{file}: no decisions about packing ({error}): remove it") from error
+    return found

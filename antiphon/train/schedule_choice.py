@@ -3,8 +3,8 @@
 1. Some passes run with every exchange waited for where it is started, so that each operator and each exchange has its
    own time. Ranks that share the rows of a stage take the slowest rank's times, so that all find the same order.
 2. `train.schedule_search` looks for a faster order of each kind of layer, forward and backward.
-3. The order is written beside the run. A run that goes on takes it from there, and another run may name it as
-   `overlap.schedule`.
+3. The order is written beside the run. A run that goes on takes it from there if all ranks find one that fits, and
+   another run may name it as `overlap.schedule`.
 
 Which order is taken changes no number: sums are made in the order of operators, not of the schedule.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_seconds
-from antiphon.comm.collectives import AllGather, run
+from antiphon.comm.collectives import AllGather, AllReduce, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.strict_table import read_text
 from antiphon.train.layer_plan import needs
@@ -57,7 +58,8 @@ def choose_schedules(
     with; no parameter changes. All ranks call it together, before the first step."""
     by_kind = _kinds(model)
     known = {kind: _file(folder, model.mesh, kind) for kind in by_kind}
-    if all(file.exists() for file in known.values()):
+    missing = torch.tensor([float(not _usable(model, by_kind, known))])  # on a rank: then all measure
+    if not float(run(AllReduce(model.mesh.world, "schedule"), missing)):
         for kind, layers in by_kind.items():
             _give(model, layers, read_text(known[kind]), str(known[kind]))
         return []
@@ -78,11 +80,24 @@ def choose_schedules(
         text = str(Schedule(*orders))
         _give(model, layers, text, f"the schedule found for {kind} layers")
         if model.mesh.stage.index == 0:
-            known[kind].write_text(text, encoding="utf-8")
+            partial = known[kind].with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(known[kind])
     if model.mesh.rank == 0:
         for choice in choices:
             _log.info("%s", choice)
     return choices
+
+
+def _usable(model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[str, Path]) -> bool:
+    """Whether a former run has left orders that fit this rank's layers."""
+    try:
+        for kind, layers in by_kind.items():
+            for layer in layers:
+                model.layers[layer].plan.with_schedule(read_text(known[kind]), str(known[kind]))
+    except UserError:  # there is none, or it is of a run whose ranks shared layers in another way
+        return False
+    return True
 
 
 def _kinds(model: MoeModel) -> dict[str, list[int]]:

@@ -15,7 +15,6 @@ from antiphon.specs.strict_table import read_text
 from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import PlanOptions
-from antiphon.train.layer_schedule import one_by_one, parse
 from antiphon.train.memory_check import setup_of
 from antiphon.train.memory_config import OverlapConfig
 from antiphon.train.model import MoeModel
@@ -74,10 +73,9 @@ def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOpti
     found = PlanOptions(
         keep=memory.keep or memory.remake,
         dropped=tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes)),
+        beside=config.overlap.beside,
         parts=parts_of(spec, config, sizes),
     )
-    if not config.overlap.beside:
-        return replace(found, schedule=str(one_by_one(parse(found.schedule, found.where))))
     return replace(found, schedule=read_text(Path(file)), where=file) if file else found
 
 

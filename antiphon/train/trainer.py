@@ -5,6 +5,7 @@ norm is limited, the optimizer moves.
 """
 
 import resource
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import barrier
+from antiphon.comm.collectives import AllReduce, barrier, run
 from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.models.config import load_model_spec, read_config
@@ -108,9 +109,7 @@ class Trainer:
         sizes = sizes_of(config, self.spec, world_size())
         need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
         self.mesh = join(sizes, config.communication)
-        if self.is_first:
-            prepare_data(config, self.spec)
-        barrier(self.mesh.world)
+        self._prepare_data()
         held_out = open_tokens(cache_of(config), "held_out")
         self.samples = Samples.of(config, open_tokens(cache_of(config), "train"), shuffled=True)
         self.dispatch = choose_dispatch(self.spec, config, self.mesh)
@@ -154,6 +153,28 @@ class Trainer:
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
+
+    def _prepare_data(self) -> None:
+        """Token ids are written by the first rank, however long that takes: the others hear that it is at work."""
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                prepare_data(self.config, self.spec)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work, name="tokens", daemon=True) if self.is_first else None
+        if thread is not None:
+            thread.start()
+        is_busy = True
+        while is_busy:
+            if thread is not None:
+                thread.join(min(30.0, self.config.communication.timeout_s / 4))
+            own = torch.tensor([float(thread is not None and thread.is_alive())])
+            is_busy = bool(run(AllReduce(self.mesh.world, "barrier"), own).item())
+        if failures:
+            raise failures[0]
 
     def _close(self, metrics: Metrics | None, watch: Watch) -> None:
         """What was opened, however the run ended."""

@@ -40,13 +40,13 @@ void post(RankGroup& group, uint32_t exchange, uint32_t peer,
     within(timeout_s, [&](m2n::Deadline deadline) { group.post(exchange, peer, parts, deadline); });
 }
 
-nb::bytes broadcast(RankGroup& group, nb::handle payload, uint32_t root, double timeout_s) {
+nb::bytes broadcast(RankGroup& group, nb::handle payload, uint32_t root, double timeout_s, double rest_s) {
     std::vector<std::byte> bytes;
     if (!payload.is_none()) {
         const Buffer buffer(payload);
         bytes.assign(buffer.data(), buffer.data() + buffer.size());
     }
-    within(timeout_s, [&](m2n::Deadline deadline) { group.broadcast(bytes, root, deadline); });
+    within(timeout_s, [&](m2n::Deadline deadline) { group.broadcast(bytes, root, deadline, static_cast<int64_t>(rest_s * 1e9)); });
     return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
@@ -115,7 +115,8 @@ void bind_m2n_rank_group(nb::module_& module) {
              },
              nb::arg("exchange"), nb::arg("peer"), nb::arg("timeout_s"))
         .def("release", &RankGroup::release, nb::arg("exchange"), nb::arg("peer"))
-        .def("broadcast", &broadcast, nb::arg("payload").none(), nb::arg("root"), nb::arg("timeout_s"));
+        .def("broadcast", &broadcast, nb::arg("payload").none(), nb::arg("root"), nb::arg("timeout_s"),
+             nb::arg("rest_s"));
     module.attr("RANK_GROUP_SLOTS") = RankGroup::num_slots;
 }
 

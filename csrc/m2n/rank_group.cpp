@@ -389,7 +389,7 @@ void RankGroup::release(uint32_t exchange, uint32_t peer) {
 
 // --- control messages ---
 
-void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline) {
+void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline, int64_t rest_ns) {
     if (root >= size()) {
         throw Error(Code::invalid, "root " + std::to_string(root) + " of a group of " + std::to_string(size()));
     }
@@ -411,6 +411,7 @@ void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadli
         for (uint64_t chunk = 0, more = 1; more != 0; ++chunk) {
             idle = chunk == 0;
             waiting([&] { inbox_->wait(step(chunk), {0, {&source, 1}}, deadline); });
+            if (idle) deadline = Deadline::after_ns(rest_ns);
             idle = false;
             inbox_->for_each(step(chunk), [&](const MessageHeader& header, SourceId, const std::byte* bytes) {
                 payload.insert(payload.end(), bytes, bytes + header.length);

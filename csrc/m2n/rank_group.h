@@ -65,8 +65,9 @@ class RankGroup {
     Part take(uint32_t exchange, uint32_t peer, Deadline deadline);
     void release(uint32_t exchange, uint32_t peer);
 
-    // `payload` of `root`, to all. A timeout before anything came leaves the group usable.
-    void broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline);
+    // `payload` of `root`, to all. A timeout before anything came leaves the group usable; once something has come, the
+    // rest may take `rest_ns`.
+    void broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline, int64_t rest_ns);
 
   private:
     struct Room {

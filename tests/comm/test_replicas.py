@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.comm.mesh import Sizes, connect
+from antiphon.comm.ledger import Ledger
+from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.micro_ops import MicroOpScheduler
+from antiphon.comm.narrow_sum import NarrowSum
 from antiphon.comm.replicas import ReplicaGroups, _has_levels
 from antiphon.comm.wire import Wire
 from tests.comm.ranks import on_ranks
@@ -103,3 +105,11 @@ def test_which_groups_have_levels() -> None:
     assert not _has_levels([[0, 2], [1, 3]], 2), "one rank on each node"
     assert not _has_levels([[0, 1, 2], [3, 4, 5]], 2), "uneven nodes"
     assert not _has_levels([[0, 1, 2, 3]], 0)
+
+
+def test_a_rank_whose_part_of_a_sum_is_empty() -> None:
+    """Muon's shards end between matrices, so with many ranks some have none."""
+    collective = NarrowSum(Group((0, 1), 1, Ledger(), None), "gradients", (3, 0), torch.float32)
+    assert collective.finish(torch.empty(0, dtype=torch.bfloat16)).tolist() == []
+    first = NarrowSum(Group((0, 1), 0, Ledger(), None), "gradients", (3, 0), torch.float32)
+    assert first.finish(torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.bfloat16)).tolist() == [5.0, 7.0, 9.0]

@@ -49,6 +49,7 @@ class FakeEngine:
             vocab_size=vocab_size,
             eos_token_ids=(eos_token_id,),
             layout="disaggregated",
+            num_instances=1,
             num_attention=1,
             num_experts_workers=2,
             num_micro_batches=3,

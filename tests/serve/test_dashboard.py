@@ -73,8 +73,8 @@ def test_the_data_say_what_the_engine_says(server: Live) -> None:
     assert reading.now.attention_idle_ratio == 0.125
     assert (reading.now.expert_idle_ratio, reading.now.prefix_cache_hit_ratio) == (0.5, 0.5)
     assert [(layer.layer, layer.balancedness) for layer in reading.load] == [(0, 0.75), (1, 1.0)]
-    loads = [(load.worker, load.experts, load.rows) for load in reading.load[0].workers]
-    assert loads == [(0, [0, 1], [10, 20]), (1, [2], [10])]
+    loads = [(load.name, load.experts, load.rows) for load in reading.load[0].workers]
+    assert loads == [("experts[0]", [0, 1], [10, 20]), ("experts[1]", [2], [10])]
     assert reading.last_steps is not None
     assert [worker.name for worker in reading.last_steps.workers] == ["attention[0]", "experts[0]"]
     assert reading.last_steps.left_out == ["experts[1]"]

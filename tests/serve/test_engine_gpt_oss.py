@@ -42,7 +42,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 # Three ranks cut the 32 columns of an expert, which share one scale, into 11, 11 and 10.
 @pytest.mark.parametrize(
-    "layout", ["1", "2+3/m2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1+2/m2", "1t2p2", "1+1t3/m2"))]
+    "layout",
+    [
+        "1",
+        "1p4/m2",
+        "2+3/m2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("1+2/m2", "1t2p2", "1+1t3/m2")),
+    ],
 )
 def test_64_greedy_tokens_twice_the_second_time_from_the_prefix_cache(layout: str, model: TinyModel) -> None:
     prompts = random_prompts([1, 70, 33, 100] * 3, seed=5)

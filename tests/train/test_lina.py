@@ -33,6 +33,8 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "pipeline": (PRIORITY, *PARTITION, PIPELINE),
     "again": (PRIORITY, *PARTITION, PIPELINE),
     "pipeline alone": (PIPELINE, PARTITION[1]),
+    "nothing beside": ("overlap.beside=false",),
+    "parts, nothing beside": (PIPELINE, PARTITION[1], "overlap.beside=false"),
 }
 OF_SHARDS = {
     "zero 2": ("communication.sums=fixed", "parallel.zero=2"),
@@ -121,6 +123,11 @@ def test_packed_training_goes_on_bit_by_bit(runs: dict[str, list[dict[str, Any]]
         (("communication.chunk_bytes=7",), r"chunk_bytes is 7: a chunk holds a number at least, so 8"),
         (("communication.partition=true",), r"partition is true and sums is 'behind', where nothing runs beside"),
         (("communication.packing=true",), r"packing is true and sums is 'behind'.*only sums 'priority' takes"),
+        (
+            (PRIORITY, "communication.packing=true", "parallel.dispatch=auto"),
+            r"packing is true and parallel.dispatch is",
+        ),
+        (("communication.activations=float8_permutation", "parallel.dispatch=auto"), r"auto, which has none or may"),
         ((PRIORITY, "communication.packing=true", "overlap.search=true"), r"leave out overlap.schedule and overlap"),
     ],
 )

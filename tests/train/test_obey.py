@@ -21,6 +21,7 @@ from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
 from antiphon.train.config import TrainConfig
 from antiphon.train.obey import obey
 from antiphon.train.setup import plan_options
+from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of, write_run
 
 FILE = Path("plan.json")
@@ -80,6 +81,15 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
         replace(plan, layout=replace(plan.layout, attention="tensor", experts="tensor")), config, spec, FILE
     ).parallel
     assert (tensor.sequence, tensor.expert, tensor.tensor, tensor.expert_tensor) == (1, 1, 2, 2)
+
+
+def test_without_overlap_nothing_else_changes(tmp_path: Path) -> None:
+    """`overlap none` of a plan runs. On several ranks: tests/train/test_lina.py."""
+    losses = []
+    for beside in ("true", "false"):
+        config = config_of(tmp_path / beside, f"overlap.beside={beside}", "steps=2")
+        losses.append(Trainer(config).run()["loss"])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def _compression(case: LadderCase) -> tuple[Variant, ...]:
     fewer = narrow | {"communication": {"gradients": "bfloat16", "activations": "float8"}}
     has_levels = case.nodes > 1 and case.ranks_per_node > 1
     return (
+        Variant(name="off, nothing beside", tables=rows, overlaps=False),
         Variant(name="off", tables=rows),
         Variant(name="gradients in BF16", tables=narrow, band=0.02),
         *((Variant(name="+ by levels", tables=levels, band=0.02),) if has_levels else ()),
@@ -100,7 +101,9 @@ def _compression(case: LadderCase) -> tuple[Variant, ...]:
 def _lina(case: LadderCase) -> tuple[Variant, ...]:
     """Experts on all ranks and attention on each. A chunk is what a link carries in 50 ms: Lina's 30 MB are for links
     of 100 Gbit/s."""
-    ranks, chunk_bytes, settled = case.ranks, max(1000, round(case.mbit * 1e6 / 8 * 0.05)), FIRST_STEP + EVERY
+    ranks, chunk_bytes = case.ranks, max(1000, round(case.mbit * 1e6 / 8 * 0.05))
+    halvings = (ranks & -ranks).bit_length() - 1
+    settled = FIRST_STEP + EVERY * max(0, halvings - 1)
     if ranks % 2 or case.rounds <= settled:
         raise UserError(
             f"the lina ladder with {ranks} ranks and {case.rounds} rounds: packing halves the ranks that share the "
@@ -108,7 +111,7 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
         )
     parallel = {"parallel": {"expert": ranks}}
     keys: dict[str, Any] = {"sums": "fixed", "chunk_bytes": chunk_bytes}
-    found = []
+    found = [Variant(name="nothing beside", tables=parallel, overlaps=False)]
     for name, more in (
         ("fixed", {}),
         ("priority", {"sums": "priority"}),

@@ -10,7 +10,8 @@ bytes take on the links, and the schedule says what runs beside what.
 5. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
    simulator of Lina's figures goes through it (`beside`).
 
-Not in it: latencies, and exchanges of counts. Rejected: measured waiting times. They are what is to be predicted.
+Not in it: latencies. What an operator waits for inside itself (counts of rows, the norm of all ranks) counts as its
+work. Rejected: measured waiting times. They are what is to be predicted.
 """
 
 from collections import Counter
@@ -119,8 +120,12 @@ class _Costs:
             if action.verb not in WAIT_OF.values():
                 of_whole = self.operator_s.get(_label(whole, backward=backward), 0.0) / count
                 found = self.operator_s.get(_label(action, backward=backward), of_whole)
-                computing[action] = found / len(self.plans)
+                computing[action] = found / self._holders(whole.operator)
         return Times(computing, travelling)
+
+    def _holders(self, name: str) -> int:
+        """How many layers have this operator, whole or in parts: dense layers have others than MoE layers."""
+        return sum(any(whole_name(each) == name for each in plan.graph.operators) for plan in self.plans)
 
     def _in_tiles(
         self,
@@ -135,7 +140,7 @@ class _Costs:
         """What a tiled step does beside its own exchange is taken off the exchange."""
         verb = _WORKS_AT[type(operator)].get(action.verb)
         labels = [] if verb is None else [_label(Action(verb, part), backward=backward) for part in operator.parts]
-        work_s = sum(self.operator_s.get(label, 0.0) for label in labels) / len(self.plans)
+        work_s = sum(self.operator_s.get(label, 0.0) for label in labels) / self._holders(operator.name)
         if action.verb not in WAIT_OF.values():
             computing[action] = work_s
         if action.verb in WAIT_OF:

@@ -109,7 +109,7 @@ class LoopTurns:
     def step(self) -> None:
         loop, batch = self._loop or self._begin(), self._batch()
         number = len(self._record.losses)
-        if 0 < number <= WARM:  # it takes two more passes
+        if 0 < number < WARM:  # it takes two more passes
             self._record.exposed_s.append(loop.exposed_s(batch))
         started_s = time.perf_counter()
         if number:

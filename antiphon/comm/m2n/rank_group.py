@@ -22,7 +22,8 @@ _Result = TypeVar("_Result")
 
 
 class NativeRankGroup:
-    """`RankGroup` of rank `rank` of `size`. `names`: of the ranks, for errors.
+    """`RankGroup` of rank `rank` of `size`. `names`: of the ranks, for errors before they have connected; then an
+    endpoint's own name counts.
 
     The endpoint is the group's own from now on. `timeout_s` bounds every wait for peers."""
 
@@ -46,6 +47,7 @@ class NativeRankGroup:
         self._native = _m2n.RankGroup(rank, self._inbox)
         self._outboxes: list[_m2n.Outbox | None] = [None] * size
         self._tickets: list[bytes] = [b""] * size
+        self._begun: tuple[int, list[bytes]] | None = None
         self.rank = rank
         self.size = size
 
@@ -100,7 +102,7 @@ class NativeRankGroup:
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         assert (payload is not None) == (root == self.rank), "the root gives the payload, the others get it"
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return _aborting(self._native.broadcast, payload, root, timeout_s)
+        return _aborting(self._native.broadcast, payload, root, timeout_s, self._timeout_s)
 
     def barrier(self) -> None:
         self._run(self._native.barrier)
@@ -112,6 +114,10 @@ class NativeRankGroup:
     def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
         if len(tickets) != self.size:
             raise UserError(f"{len(tickets)} tickets for a group of {self.size} ranks: give one for each, in order")
+        tickets = list(tickets)
+        if self._begun == (epoch, tickets) and not any(box is not None and box.lost for box in self._outboxes):
+            return  # asked again, because another group of this process could not begin
+        self._begun = None
         for peer, ticket in enumerate(tickets):
             outbox = self._outboxes[peer]
             if peer == self.rank or (outbox is not None and not outbox.lost and ticket == self._tickets[peer]):
@@ -120,6 +126,7 @@ class NativeRankGroup:
             self._outboxes[peer], self._tickets[peer] = outbox, ticket
             self._native.set_peer(peer, outbox)
         self._run(self._native.begin, epoch)
+        self._begun = epoch, tickets
 
     def traffic(self) -> Traffic:
         return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))

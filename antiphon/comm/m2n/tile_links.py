@@ -67,6 +67,7 @@ class M2nTileLinks:
             transport,
             host="127.0.0.1" if transport == "shm" else socket.gethostbyname(host),
             secret=secret,
+            dead_after_s=max(1.0, min(timeout_s, 30.0)),  # a network may pause, a dead process closes its connection
             local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
         slots = max(4, min(MOST_SLOTS, PAIR_BYTES // slot_bytes))

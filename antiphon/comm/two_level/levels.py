@@ -80,22 +80,24 @@ def open_levels(
     inside: MakeEndpoint,
     across: MakeEndpoint,
     message_bytes: int,
+    names: Sequence[str] | None = None,
     num_micro_batches: int = 1,
     timeout_s: float = 30.0,
 ) -> Levels:
     """The groups of `rank`, not yet connected. `inside` and `across` make endpoints, of the transport for each level,
-    with the name they are given. `message_bytes`: the largest message between nodes, see `exchange.message_bytes`."""
+    with the name they are given: a rank's of `names` and what the group is for. `message_bytes`: the largest message
+    between nodes, see `exchange.message_bytes`."""
 
     def group(ranks: range, make: MakeEndpoint, kind: str, slots: int, slot_bytes: int) -> RankGroup:
         if len(ranks) == 1:
             return Alone()
-        names = [f"{kind} group {ranks[0]}[{other}]" for other in range(len(ranks))]
-        endpoint = make(f"rank {rank} {kind}")
+        ends = [f"{f'rank {other}' if names is None else names[other]} {kind}" for other in ranks]
+        endpoint = make(ends[ranks.index(rank)])
         return NativeRankGroup(
             endpoint,
             ranks.index(rank),
             len(ranks),
-            names=names,
+            names=ends,
             timeout_s=timeout_s,
             num_slots=slots,
             slot_bytes=slot_bytes,

@@ -91,9 +91,9 @@ function load(reading) {
   const total = list => list.reduce((sum, rows) => sum + rows, 0);
   const mean = total(layer.workers.map(worker => total(worker.rows))) / experts.length;
   const rowsOf = layer.workers.map(worker => new Map(worker.experts.map((expert, index) => [expert, worker.rows[index]])));
-  const tip = (row, column) => `layer ${layer.layer}, expert ${experts[column]} on experts[${layer.workers[row].worker}]: ` +
+  const tip = (row, column) => `layer ${layer.layer}, expert ${experts[column]} on ${layer.workers[row].name}: ` +
     `${number(rowsOf[row].get(experts[column]))} rows, ${number(rowsOf[row].get(experts[column]) / (mean || 1))} × the mean\nall of this worker: ${number(total(layer.workers[row].rows))} rows`;
-  drawHeat(place("load"), "Rows of each expert on each worker", layer.workers.map(worker => `experts[${worker.worker}]`), experts.map(String),
+  drawHeat(place("load"), "Rows of each expert on each worker", layer.workers.map(worker => worker.name), experts.map(String),
     rowsOf.map(held => experts.map(expert => held.has(expert) ? held.get(expert) / (mean || 1) : null)), tip, "", "expert");
 }
 

@@ -112,9 +112,9 @@ class Dashboard:
             healthy=stats.healthy,
             workers=[WorkerState(name=name, state=state) for name, state in stats.workers.items()],
             now=_now(stats, has_expert_workers=info.num_experts_workers > 0),
-            history=_history(list(self._samples), info.num_attention),
+            history=_history(list(self._samples), info.num_instances * info.num_attention),
             last_steps=steps,
-            load=_load(stats),
+            load=_load(stats, info.num_experts_workers),
             events=[ShownEvent.model_validate(event, from_attributes=True) for event in stats.events],
         )
 
@@ -159,16 +159,26 @@ def _history(samples: list[_Sample], num_attention: int) -> History:
     )
 
 
-def _load(stats: EngineStats) -> list[LayerLoad]:
+def _load(stats: EngineStats, per_instance: int) -> list[LayerLoad]:
     return [
         LayerLoad(
             layer=layer,
             balancedness=stats.balancedness_per_layer[layer],
             workers=[
-                WorkerLoad(worker=worker, experts=list(held), rows=[round(rows) for rows in held.values()])
+                WorkerLoad(
+                    name=_name_of(worker, per_instance),
+                    experts=list(held),
+                    rows=[round(rows) for rows in held.values()],
+                )
                 for worker, held in workers.items()
             ],
         )
         for layer, workers in stats.rows_per_expert.items()
         if layer in stats.balancedness_per_layer
     ]
+
+
+def _name_of(number: int, per_instance: int) -> str:
+    """Of an expert worker that is counted over all instances."""
+    instance, index = divmod(number, max(1, per_instance))
+    return (f"{instance}/" if instance else "") + f"experts[{index}]"

@@ -79,7 +79,7 @@ class LastSteps(BaseModel):
 class WorkerLoad(BaseModel):
     """An expert worker, the experts of a layer that it holds, and how many rows each of them had lately."""
 
-    worker: int
+    name: str
     experts: list[int]
     rows: list[int]
 

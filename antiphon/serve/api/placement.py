@@ -1,5 +1,7 @@
 """`POST /placement`: move experts between workers while serving. The body is the file of a placement."""
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
@@ -23,8 +25,10 @@ MAX_BYTES = 8 * 2**20  # 100 layers of 512 experts with 16 copies each
 async def place(request: Request) -> JSONResponse:
     """Refused whole if it does not fit model, workers or slots; else the move begins, and serving goes on."""
     body = await read_bytes(request, MAX_BYTES)
-    placement = placement_from_json(bytes(body), "the body")
-    num_moves = context_of(request).engine.place(placement)
+    context = context_of(request)
+    async with context.large_body:  # a map of a hundred layers takes a while to read
+        placement = await asyncio.to_thread(placement_from_json, bytes(body), "the body")
+        num_moves = await asyncio.to_thread(context.engine.place, placement)
     return JSONResponse(
         {"status": "moving" if num_moves else "in place", "experts_to_load": num_moves}, status_code=202
     )

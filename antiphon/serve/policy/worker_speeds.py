@@ -13,6 +13,7 @@ move rows. Numbers fade by half whenever `_WINDOW_S` of busy time has come toget
 import math
 
 _EQUAL = 0.8
+_EQUAL_AGAIN = 0.85  # for one that counted as slow, so that chance does not move rows to and fro
 _LOWEST = 0.1
 _WINDOW_S = 10.0
 
@@ -26,6 +27,7 @@ class WorkerSpeeds:
         self._rows = [0.0] * num_workers
         self._batches = [0.0] * num_workers
         self._busy_s = [0.0] * num_workers
+        self._is_slow = [False] * num_workers
 
     def add(self, worker: int, num_batches: int, num_rows: int, busy_s: float) -> None:
         """What one worker did since its last report."""
@@ -41,7 +43,9 @@ class WorkerSpeeds:
         speeds = [self._speed(worker) for worker in range(len(self._rows))]
         fastest = max((speed for speed in speeds if speed is not None), default=1.0)
         shares = [1.0 if speed is None else max(_LOWEST, speed / fastest) for speed in speeds]
-        return tuple(1.0 if share > _EQUAL else share for share in shares)
+        limits = [_EQUAL_AGAIN if is_slow else _EQUAL for is_slow in self._is_slow]
+        self._is_slow = [share <= limit for share, limit in zip(shares, limits, strict=True)]
+        return tuple(share if slow else 1.0 for share, slow in zip(shares, self._is_slow, strict=True))
 
     def _speed(self, worker: int) -> float | None:
         batches, busy_s = self._batches[worker], self._busy_s[worker]

@@ -126,6 +126,7 @@ class AttentionRunner:
         self._sampler = sampler
         self._recorder = recorder
         self._timeout_s = timeout_s
+        self._stage_wait_s = 0.0  # of this step, for other stages
         self._served: dict[int, int] = {}  # by micro-batch without rows here: the layer under way
 
     @torch.inference_mode()
@@ -146,20 +147,24 @@ class AttentionRunner:
             for start in step.starts:
                 self._sampler.add(start)
         self._served.clear()
+        self._stage_wait_s = 0.0
         experts.begin_step(step.step, step.participants)
         if self._stages is None:
             micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
             self._run_layers(list(enumerate(micro_batches)))
         else:
             micro_batches = self._run_stage(self._stages, step.micro_batches)
+        came = None
+        if self._stages is not None and self._stages.place.is_first:
+            came = self._take_back(self._stages, micro_batches)
         sample_ns = time.monotonic_ns()
-        requests = self._sample(micro_batches, step.bitmasks)
+        requests = self._sample(micro_batches, came, step.bitmasks)
         self._recorder.add(SAMPLE, sample_ns)
         self._recorder.add(STEP, started_ns, rows=sum(m.batch.num_tokens for m in micro_batches if m))
         return StepResult(
             requests=requests,
             step_s=(time.monotonic_ns() - started_ns) * 1e-9,
-            wait_s=experts.wait_s - wait_s,
+            wait_s=experts.wait_s - wait_s + self._stage_wait_s,
             exposed_s=experts.exposed_s - exposed_s,
             dispatch_bytes=experts.bytes_sent - num_bytes,
             expert_rows=b"" if self._counts is None else self._counts.take(),
@@ -179,6 +184,7 @@ class AttentionRunner:
             start_ns = time.monotonic_ns()
             x_TH = stages.take(len(token_ids), half.spec.hidden_size, half.backend.dtype).to(self._device)
             self._recorder.add(RECEIVE, start_ns, next(iter(half.layers)), rows=len(token_ids))
+            self._stage_wait_s += (time.monotonic_ns() - start_ns) * 1e-9
         return _MicroBatch(sequences, batch, x_TH)
 
     def _run_stage(self, stages: Stages, micro_batches: list[list[SequenceStep]]) -> list[_MicroBatch | None]:
@@ -192,8 +198,20 @@ class AttentionRunner:
                 continue
             assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
             x_TH = micro_batch.x_TH + micro_batch.delta_TH
-            stages.give(x_TH[rows_with_logits(sequences)] if stages.place.is_last else x_TH)
+            stages.give(x_TH[_returned(sequences)] if stages.place.is_last else x_TH)
         return done
+
+    def _take_back(self, stages: Stages, micro_batches: list[_MicroBatch | None]) -> list[Tensor | None]:
+        """What the last stage returns of each micro-batch, to the first one: then all stages have computed it."""
+        start_ns = time.monotonic_ns()
+        width, dtype = self._half.spec.hidden_size, self._half.backend.dtype
+        came = [
+            None if each is None else stages.take(len(_returned(each.sequences)), width, dtype).to(self._device)
+            for each in micro_batches
+        ]
+        self._recorder.add(RECEIVE, start_ns)
+        self._stage_wait_s += (time.monotonic_ns() - start_ns) * 1e-9
+        return came
 
     def _run_layers(self, micro_batches: list[tuple[int, _MicroBatch | None]]) -> None:
         for layer in self._half.layers:
@@ -266,21 +284,26 @@ class AttentionRunner:
         micro_batch.delta_TH, micro_batch.local_TH, micro_batch.in_flight = delta_TH, None, None
         self._recorder.add(COMBINE, start_ns, layer, index, micro_batch.batch.num_tokens)
 
-    def _sample(self, micro_batches: list[_MicroBatch | None], bitmasks: dict[str, bytes]) -> list[Sampled]:
-        """Logits of the rows that need them, all micro-batches in one product, and the tokens chosen from them."""
+    def _sample(
+        self, micro_batches: list[_MicroBatch | None], came: list[Tensor | None] | None, bitmasks: dict[str, bytes]
+    ) -> list[Sampled]:
+        """Logits of the rows that need them, all micro-batches in one product, and the tokens chosen from them. `came`:
+        those rows, of each micro-batch, if the last stage of a pipeline has computed them."""
         half, stages = self._half, self._stages
         if stages is not None and not stages.place.is_first:
             return []
         sequences: list[SequenceStep] = []
         parts: list[Tensor] = []
         deltas: list[Tensor] = []
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches):
             rows = [] if micro_batch is None else rows_with_logits(micro_batch.sequences)
             if micro_batch is None or not rows:
                 continue
             sequences.extend(s for s in micro_batch.sequences if needs_logits(s))
-            if stages is not None:
-                parts.append(stages.take(len(rows), half.spec.hidden_size, half.backend.dtype).to(self._device))
+            if came is not None:
+                returned_RH = came[number]
+                assert returned_RH is not None, "it has rows"
+                parts.append(returned_RH)
                 continue
             index = torch.tensor(rows, device=self._device)
             assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
@@ -290,3 +313,9 @@ class AttentionRunner:
             return []
         logits_RV = half.head(torch.cat(parts), torch.cat(deltas) if deltas else None)
         return [] if self._sampler is None else self._sampler.sample(logits_RV, sequences, bitmasks)
+
+
+def _returned(sequences: list[SequenceStep]) -> list[int]:
+    """Rows of a micro-batch that the last stage returns: those that need logits, or one. A step that was answered must
+    have been computed by all stages: nobody computes it again."""
+    return rows_with_logits(sequences) or [0]

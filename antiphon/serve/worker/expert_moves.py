@@ -10,13 +10,16 @@ Rejected: a copy from another worker. The checkpoint is mapped into memory and s
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from antiphon import _native
 from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.specs.placement import ExpertPlacement
 
+_log = get_logger("worker")
 LoadExpert = Callable[[int, int, int], int]  # layer, expert, slot -> bytes read
 BYTES_PER_S = 256 * 2**20  # of loading beside serving: a fraction of what a memory or a disk gives
 
@@ -46,6 +49,8 @@ class ExpertMoves:
     def prepare(self, placement: ExpertPlacement) -> None:
         """Begin to load what `placement` wants here and is missing; forgets one that was being prepared."""
         self.close()
+        del self._placements[1:]  # they were given up: else the engine would have moved on to them
+        self._free_unnamed()
         self._stop = threading.Event()
         self._coming, self._failure, self._wanted = placement, None, []
         for layer, ids in placement.experts_of(self._index).items():
@@ -68,6 +73,9 @@ class ExpertMoves:
                     return
         except (UserError, OSError) as error:
             self._failure = str(error)
+        except Exception as error:  # whatever it is, the experts are not there
+            _log.error("loading experts failed:\n%s", traceback.format_exc())
+            self._failure = f"{type(error).__name__}: {error}"
 
     def finished(self) -> tuple[int, str | None] | None:
         """(version, why it could not be prepared or None) when a preparation has ended, once; its experts count now."""
@@ -84,6 +92,10 @@ class ExpertMoves:
     def retire(self, version: int) -> None:
         """No rows come any more by placements older than `version`: what only they name is let go."""
         self._placements = [each for each in self._placements if each.version >= version]
+        self._free_unnamed()
+
+    def _free_unnamed(self) -> None:
+        """Let go what none of the placements names."""
         kept = [each.experts_of(self._index) for each in self._placements]
         for layer, ids in self._half.expert_ids.items():
             for slot, expert in enumerate(ids):

@@ -36,11 +36,13 @@ def hybrid_levels(
         attention_tp=tp,
         expert_tp=configure.hybrid_expert_tp,
     )
+    first = configure.rank // tp * tp  # of this stage
     return open_levels(
         topology,
         configure.index * tp + configure.rank % tp,
         inside=partial(endpoint, of_ranks=tp == node),  # else a node is several workers, maybe on several machines
         across=endpoint,
+        names=[f"{configure.role}[{each // tp}][{first + each % tp}]" for each in range(topology.size)],
         message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
         num_micro_batches=exchange.num_micro_batches,
         timeout_s=configure.timeout_s,
