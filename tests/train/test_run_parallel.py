@@ -61,7 +61,9 @@ def held_out(folder: Path) -> dict[int, float]:
     return {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
 
 
-@pytest.mark.parametrize("model", [FIVE_EXPERTS, TIED], ids=["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model", [FIVE_EXPERTS, pytest.param(TIED, marks=pytest.mark.slow)], ids=["qwen3_moe", "deepseek_v3"]
+)
 def test_two_ranks_then_four_then_a_pipeline_then_one(tmp_path: Path, model: dict[str, Any]) -> None:
     """Clipping is active, rows are dropped, two micro-batches a step, five experts on two ranks; or moving score
     biases, a tied embedding and stages of two and one layers."""
