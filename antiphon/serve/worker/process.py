@@ -261,6 +261,8 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             serve_attention(worker, channel, orders)
         elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
             serve_batches(worker, channel, orders)  # before the first epoch a follower has nobody to listen to
+        if not isinstance(worker, AttentionWorker) and worker.moves is not None:
+            worker.moves.close()  # Python cannot end while a thread of it computes
         worker.links.close()
     except PeerLost:
         pass  # the engine is gone: nobody is left to serve
