@@ -186,6 +186,8 @@ class TrainConfig:
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
         self.communication.check_dispatch(self.parallel.dispatch)
+        if self.overlap.pairs:
+            self._check_pairs()
         if self.overlap.inside and (self.communication.pipeline_experts or self.communication.packing):
             raise UserError(
                 "overlap.inside cuts rows into tiles between fixed ranks: set communication.pipeline_experts and "
@@ -195,6 +197,21 @@ class TrainConfig:
             raise UserError(
                 "communication.packing changes how many ranks share the experts, and so a layer's operators: leave out "
                 "overlap.schedule and overlap.search, or set packing to false"
+            )
+
+    def _check_pairs(self) -> None:
+        wrong = {
+            f"micro_batch leaves {self.micro_batches} pass a step": self.micro_batches < 2,
+            f"parallel.pipeline is {self.parallel.pipeline}": self.parallel.pipeline > 1,
+            f"parallel.zero is {self.parallel.zero}": self.parallel.zero > 2,
+            f"communication.sums is {self.communication.sums}": self.communication.sums != "behind",
+            "overlap.inside is true": self.overlap.inside,
+            "overlap.search is true": self.overlap.search,
+        }
+        if found := [what for what, is_so in wrong.items() if is_so]:
+            raise UserError(
+                f"overlap.pairs is true and {found[0]}: two micro-batches in turns need two of them, pipeline 1, zero "
+                "below 3, sums 'behind', and neither inside nor search"
             )
 
     @property

@@ -31,6 +31,7 @@ from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
 from antiphon.train.sequences import Sequences
 from antiphon.train.spans import Spans
+from antiphon.train.turns import Turns
 from antiphon.train.weights import FirstValues, Recorder, Weights, layer_parameters, register
 
 
@@ -55,6 +56,7 @@ class MoeLayer(nn.Module):
         self.budget = budget
         self.spans = Spans()
         self.held = Held()
+        self.turns = Turns()
         graph = layer_graph(spec, layer, share, dispatcher, budget, options)
         self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
@@ -72,7 +74,7 @@ class MoeLayer(nn.Module):
             budget=self.budget,
             gate=self._gate,
         )
-        return run_layer(self.plan, here, self.spans, self.held, x_BSH)
+        return run_layer(self.plan, here, self.spans, self.held, self.turns, x_BSH)
 
     def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of all experts, and each row's choices and their weights, in float32 at least."""

@@ -33,11 +33,12 @@ from antiphon.train.operator_graph import Held, OperatorGraph, by_name, bytes_of
 from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
 from antiphon.train.spans import Spans
 from antiphon.train.tiled import Tiled, TiledRun
+from antiphon.train.turns import Turns
 
 
-def run_layer(plan: LayerPlan, here: Here, spans: Spans, held: Held, x: Tensor) -> Tensor:
+def run_layer(plan: LayerPlan, here: Here, spans: Spans, held: Held, turns: Turns, x: Tensor) -> Tensor:
     """The layer's result."""
-    run = _LayerRun(plan, here, spans, held)
+    run = _LayerRun(plan, here, spans, held, turns)
     if not torch.is_grad_enabled():
         return run.forward(x, recorded=False)
     parameters = here.weights.parameters()
@@ -61,12 +62,13 @@ class _Layer(torch.autograd.Function):
 class _LayerRun:
     """One forward of a layer, and the backward that belongs to it."""
 
-    def __init__(self, plan: LayerPlan, here: Here, spans: Spans, held: Held) -> None:
+    def __init__(self, plan: LayerPlan, here: Here, spans: Spans, held: Held, turns: Turns) -> None:
         self.parameter_gradients: dict[nn.Parameter, Tensor] = {}
         self._plan = plan
         self._here = here
         self._spans = spans
         self._held = held
+        self._turns = turns
         self._held_bytes = 0
         self._values: dict[str, Any] = {}
         self._gradients: dict[str, dict[str, Tensor]] = {}  # by name, and by the operator that read it
@@ -81,6 +83,7 @@ class _LayerRun:
         plan, self._values = self._plan, {self._plan.graph.begin: x}
         for action, freed in zip(plan.schedule.forward, plan.freed_forward, strict=True):
             operator = plan.graph.operators[action.operator]
+            self._before(action)
             with self._spans.of(span_name(action), self._here.layer):
                 if isinstance(operator, Exchange):
                     self._exchange(operator, action.verb)
@@ -103,6 +106,7 @@ class _LayerRun:
         self._gradients[graph.end] = {graph.maker_of[graph.end].name: grad}
         for action, freed in zip(plan.schedule.backward, plan.freed_backward, strict=True):
             operator = graph.operators[action.operator]
+            self._before(action)
             with self._spans.of(span_name(action), self._here.layer, backward=True):
                 self._do(operator, action.verb)
             for name in freed:
@@ -113,6 +117,11 @@ class _LayerRun:
         result = self._gradient_of(graph.begin)
         assert result is not None
         return result
+
+    def _before(self, action: Action) -> None:
+        """Another micro-batch may go on while this one waits."""
+        if action.verb in (WAIT, WAIT_AGAIN, WAIT_GRADIENT):
+            self._turns.give_way()
 
     def _do(self, operator: Operator, verb: str) -> None:
         match operator, verb:

@@ -45,12 +45,14 @@ class OverlapConfig:
     each exchange is waited for where it is started.
 
     `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
-    `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`)."""
+    `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`). `pairs`: two micro-batches of a step in turns, one computes
+    while the other one waits (`train.turns`)."""
 
     schedule: str = ""
     search: bool = False
     beside: bool = True
     inside: bool = False
+    pairs: bool = False
     tile_rows: int = 256
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ from antiphon.train.schedule import Schedule
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.sequences import Sequences
 from antiphon.train.spans import Spans
+from antiphon.train.turns import Turns
 from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
 
 
@@ -115,8 +116,9 @@ class MoeModel(nn.Module):
             )
         self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first, options) for layer in own)
         self.held = Held()
+        self.turns = Turns()
         for each in self.layers:
-            each.held = self.held
+            each.held, each.turns = self.held, self.turns
         table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)

@@ -10,6 +10,7 @@ forward brings the sum over the layers so far, a backward the sum over all layer
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,8 +41,10 @@ class PassResult:
 class Passes:
     """The passes of a run's steps over `model`."""
 
-    def __init__(self, model: MoeModel, losses: LossConfig, spans: Spans) -> None:
+    def __init__(self, model: MoeModel, losses: LossConfig, spans: Spans, *, pairs: bool = False) -> None:
+        """`pairs`: two micro-batches at a time, in turns (`train.turns`); without a pipeline."""
         self.model = model
+        self._pairs = pairs
         self.losses = losses
         self.spans = spans
         self._group = model.mesh.group("pipeline")
@@ -54,9 +57,14 @@ class Passes:
         if shards is not None:
             last = len(batches) - 1  # of each stage, whose backwards come in order of micro-batch
             work.before = lambda action: shards.before_pass(is_last=action.backward and action.micro_batch == last)
-        self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
+        if self._pairs:
+            for first in range(0, len(batches), 2):
+                pair = range(first, min(first + 2, len(batches)))
+                self.model.turns.together([partial(work.whole, micro_batch) for micro_batch in pair])
+        else:
+            self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
         zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32))
-        loss = torch.stack(work.losses).sum() if work.losses else zero
+        loss = torch.stack(work.all_losses()).sum() if work.losses else zero
         num_layers, num_experts = self.model.spec.num_moe_layers, self.model.spec.router.num_experts
         use = run(AllReduce(self._group, "balance"), work.use())
         counts, dropped_L, balance = torch.split(use, [num_layers * num_experts, num_layers, 1])
@@ -91,7 +99,7 @@ class Passes:
         work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1))
         self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work)
         sums = torch.zeros(2, dtype=torch.float64)
-        sums[0] = sum(loss.double() for loss in work.losses)
+        sums[0] = sum(loss.double() for loss in work.all_losses())
         if self.model.is_last:
             sums[1] = sum(self._own_targets(batch) for batch in batches)
         total, targets = run(AllReduce(self.model.mesh.world, "loss"), sums).tolist()
@@ -126,7 +134,7 @@ class _Stages:
     def __init__(
         self, model: MoeModel, losses: LossConfig, spans: Spans, batches: Sequence[Batch], num_targets: Tensor
     ) -> None:
-        self.losses: list[Tensor] = []  # of the last stage
+        self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch
         self.before: Callable[[Action], None] = lambda action: None
         self._model = model
         self._config = losses
@@ -146,6 +154,15 @@ class _Stages:
         self.before(action)
         made = self._backward(action, given) if action.backward else self._forward(action, given)
         return tuple(each for each in made if each is not None)
+
+    def whole(self, micro_batch: int) -> None:
+        """Forward and backward of one micro-batch, where one stage has all layers."""
+        for backward in (False, True):
+            self.do(Action(backward, 0, micro_batch), ())
+
+    def all_losses(self) -> list[Tensor]:
+        """In the order of micro-batches, so that their sum has the same bits in any order of passes."""
+        return [self.losses[number] for number in sorted(self.losses)]
 
     def use(self) -> Tensor:
         """Of this rank's layers, with zeros for others: choices by MoE layer and expert, flat, then those dropped by
@@ -176,7 +193,7 @@ class _Stages:
         if torch.is_grad_enabled():
             self._flights[key] = _Flight(rows, result)
         if action.stage == self._model.schedule.num_stages - 1:
-            self.losses.append(result.detach())
+            self.losses[action.micro_batch] = result.detach()
             return ()
         return result.detach(), routing.use_so_far() if self._config.balance_over == "model" else None
 

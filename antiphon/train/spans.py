@@ -12,6 +12,7 @@ Rejected: `torch.profiler`. It sees every kernel, which slows a small model by a
 to layers afterwards.
 """
 
+import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -56,21 +57,28 @@ class Span:
     inner_ns: int = 0
 
 
+class _Own(threading.local):
+    """What a thread has begun: autograd numbers the nodes of each thread by themselves."""
+
+    def __init__(self) -> None:
+        self.open: list[Span] = []
+        self.numbers: list[int] = []  # from this number on, nodes are made in ...
+        self.labels: list[Label] = []  # ... this span
+
+
 class Spans:
-    """Records while `on`. Forward and backward of a pass run in one thread."""
+    """Records while `on`. Forward and backward of a pass run in one thread; several threads may record."""
 
     def __init__(self) -> None:
         self.on = False
         self.step = 0
-        self._open: list[Span] = []
+        self._own = _Own()
         self._closed: list[Span] = []
-        self._numbers: list[int] = []  # from this number on, nodes are made in ...
-        self._labels: list[Label] = []  # ... this span
 
     @property
     def current(self) -> Label:
         """What is being done now."""
-        return self._open[-1].label if self._open else Label(OUTSIDE)
+        return self._own.open[-1].label if self._own.open else Label(OUTSIDE)
 
     def of(self, operator: str, layer: int = -1, *, backward: bool = False) -> AbstractContextManager[None]:
         """What runs within is `operator`, and so is its backward; or it is its backward already."""
@@ -82,10 +90,10 @@ class Spans:
 
     def take(self) -> list[Span]:
         """All spans since the last `take`, in the order of their ends."""
-        assert not self._open, f"{self.current} is still open"
+        assert not self._own.open, f"{self.current} is still open"
         taken, self._closed = self._closed, []
-        self._numbers.clear()
-        self._labels.clear()
+        self._own.numbers.clear()
+        self._own.labels.clear()
         return taken
 
     @contextmanager
@@ -100,21 +108,21 @@ class Spans:
 
     @contextmanager
     def _backward(self, root: Tensor) -> Iterator[None]:
-        depth = len(self._open)
+        depth = len(self._own.open)
         handles = [node.register_prehook(self._change(label, depth)) for node, label in self._starts(root)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            while len(self._open) > depth:
+            while len(self._own.open) > depth:
                 self._end()
 
     def _change(self, label: Label, depth: int) -> Callable[..., None]:
         """A hook that ends what ran above `depth` and begins `label`; what is outside, as layers are, has its own."""
 
         def change(*_: object) -> None:
-            while len(self._open) > depth:
+            while len(self._own.open) > depth:
                 self._end()
             if label.operator != OUTSIDE:
                 self._begin(label)
@@ -122,18 +130,18 @@ class Spans:
         return change
 
     def _begin(self, label: Label) -> None:
-        self._open.append(Span(label, self.step, time.monotonic_ns()))
+        self._own.open.append(Span(label, self.step, time.monotonic_ns()))
 
     def _end(self) -> None:
-        span = self._open.pop()
+        span = self._own.open.pop()
         span.end_ns = time.monotonic_ns()
-        if self._open:
-            self._open[-1].inner_ns += span.end_ns - span.start_ns
+        if self._own.open:
+            self._own.open[-1].inner_ns += span.end_ns - span.start_ns
         self._closed.append(span)
 
     def _note(self) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._labels.append(self.current)
+        self._own.numbers.append(torch._C._autograd._get_sequence_nr())
+        self._own.labels.append(self.current)
 
     def _starts(self, root: Tensor) -> list[tuple[Node, Label]]:
         """The first node of each span of the graph of `root`, as backward comes to them."""
@@ -145,8 +153,8 @@ class Spans:
         return starts
 
     def _label_of(self, number: int) -> Label:
-        index = bisect_right(self._numbers, number) - 1
-        made_in = self._labels[index] if index >= 0 else Label(OUTSIDE)
+        index = bisect_right(self._own.numbers, number) - 1
+        made_in = self._own.labels[index] if index >= 0 else Label(OUTSIDE)
         return Label(made_in.operator, made_in.layer, backward=True)
 
 

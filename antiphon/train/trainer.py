@@ -198,7 +198,7 @@ class Trainer:
         share_spans(self.model, self.spans)
         self.shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
         self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
-        self.passes = Passes(self.model, config.loss, self.spans)
+        self.passes = Passes(self.model, config.loss, self.spans, pairs=config.overlap.pairs)
 
     def _pack(self, packing: Packing, watch: Watch, *, measured: bool) -> None:
         """Divide the experts among other ranks, where that was decided."""

@@ -37,6 +37,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "parts, nothing beside": (PIPELINE, PARTITION[1], "overlap.beside=false"),
 }
 OF_SHARDS = {
+    "pairs": ("micro_batch=2", "overlap.pairs=true"),
     "zero 2": ("communication.sums=fixed", "parallel.zero=2"),
     "zero 3": (PRIORITY, *PARTITION, PIPELINE, "parallel.zero=3", "parallel.dispatch=auto"),
 }
@@ -127,6 +128,8 @@ def test_packed_training_goes_on_bit_by_bit(runs: dict[str, list[dict[str, Any]]
             (PRIORITY, "communication.packing=true", "parallel.dispatch=auto"),
             r"packing is true and parallel.dispatch is",
         ),
+        (("overlap.pairs=true",), r"overlap.pairs is true and micro_batch leaves 1 pass a step"),
+        (("overlap.pairs=true", "micro_batch=1", "parallel.zero=3"), r"pairs is true and parallel.zero is 3"),
         (("communication.activations=float8_permutation", "parallel.dispatch=auto"), r"auto, which has none or may"),
         ((PRIORITY, "communication.packing=true", "overlap.search=true"), r"leave out overlap.schedule and overlap"),
     ],

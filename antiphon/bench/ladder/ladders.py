@@ -18,7 +18,7 @@ from antiphon.train.config import Dtype
 from antiphon.train.packing import EVERY, FIRST_STEP
 
 Kind = Literal["antiphon", "ddp", "fsdp2"]
-Tables = Mapping[str, Mapping[str, Any]]
+Tables = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,8 @@ def _msm(case: LadderCase) -> tuple[Variant, ...]:
         Variant(name="SP + EP", tables=rows, overlaps=False),
         Variant(name="+ between operators", tables=rows),
         Variant(name="+ inside operators", tables=rows | {"overlap": {"inside": True}}),
+        Variant(name="two micro-batches", tables=rows | {"micro_batch": case.batch // 2}),
+        Variant(name="+ in turns", tables=rows | {"micro_batch": case.batch // 2, "overlap": {"pairs": True}}),
     )
 
 

@@ -8,6 +8,7 @@ machine drifts within a minute; and a process for each variant, which would star
 import json
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,7 +176,7 @@ def configuration(case: LadderCase, variant: Variant, number: int, workplace: Pa
         "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0},
         "loss": {"balance": 0.0, "z": 0.0},
     }
-    tables |= {name: dict(table) for name, table in variant.tables.items()}
+    tables |= {name: dict(table) if isinstance(table, Mapping) else table for name, table in variant.tables.items()}
     if "communication" in tables:
         tables["communication"].setdefault("node_size", case.ranks_per_node)
     if not variant.overlaps:

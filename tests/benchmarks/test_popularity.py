@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.placement.popularity import (
+from benchmarks.popularity import (
     PathProfile,
     devices_of_experts,
     most_popular,
