@@ -6,7 +6,6 @@ follow under each schedule.
 
 from functools import cache
 
-from antiphon.placement.popularity import devices_of_experts
 from antiphon.sim.lina_figure_7 import LAYER, figure_7, figure_8b
 from antiphon.sim.schedules import Schedule
 from antiphon.sim.training_step import BackwardTimeline
@@ -40,7 +39,7 @@ def _end_of(timeline: BackwardTimeline, part: str) -> float:
 OURS = {
     "parameters": _transformer_xl,
     "mean share": lambda: sum(SHARES) / len(SHARES),
-    "devices of expert": lambda expert: float(devices_of_experts(PATHS, 16)[expert]),
+    "devices of expert": lambda expert: 16 * sum(path[expert] for path in PATHS) / len(PATHS),  # eq. 1
     "end": _end_ms,
     "end of Figure 8(b)": lambda part: _end_of(figure_8b(), part),
     "slowdown": lambda: _timelines()["baseline"].all_to_all_s()[0] / LAYER.all_to_all_s,
