@@ -23,7 +23,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := antiphon tests benchmarks examples scripts
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 # A process that has run out of tests takes half of what the other has left: neighbours, which share their fixtures.
-PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=loadgroup --durations=10
+PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=loadscope --durations=10
 YARDSTICK := out/yardstick-tiny
 
 # Stamps live inside the environment, so that removing it removes what is known about it.

@@ -18,18 +18,6 @@ from tests.serve.server_harness import ServerProcess, serve, write_checkpoint
 LEFT_OUT = pytest.StashKey[int]()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of their module run in one process, else each process makes it anew. Those of training
-    take longest, so they come first."""
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
-            known = item._fixtureinfo.name2fixturedefs
-            if any(each.scope in ("module", "class") for name in item.fixturenames for each in known.get(name, ())):
-                item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=lambda item: "train" not in item.path.parts)
-
-
 def pytest_deselected(items: list[pytest.Item]) -> None:
     if items:
         config = items[0].config

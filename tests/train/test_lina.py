@@ -36,8 +36,11 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "nothing beside": ("overlap.beside=false",),
     "parts, nothing beside": (PIPELINE, PARTITION[1], "overlap.beside=false"),
 }
+OF_PASSES = {  # two a step
+    "two passes": ("micro_batch=2",),
+    "two in turns": ("micro_batch=2", "overlap.pairs=true"),
+}
 OF_SHARDS = {
-    "pairs": ("micro_batch=2", "overlap.pairs=true"),
     "zero 2": ("communication.sums=fixed", "parallel.zero=2"),
     "zero 3": (PRIORITY, *PARTITION, PIPELINE, "parallel.zero=3", "parallel.dispatch=auto"),
 }
@@ -55,7 +58,7 @@ def run(file: Path, *changes: str) -> None:
 def all_runs(files: dict[str, str], rank: int) -> None:
     """One run a switch; one that packs its experts, and the same steps as three runs with other sizes."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    for name, changes in (SWITCHES | OF_SHARDS).items():
+    for name, changes in (SWITCHES | OF_PASSES | OF_SHARDS).items():
         run(Path(files[name]), *changes)
     run(Path(files["packed"]), *PACKED)
     for steps, expert in ((2, 4), (3, 2), (4, 1)):
@@ -68,7 +71,7 @@ def all_runs(files: dict[str, str], rank: int) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The metrics of each run, a line a step."""
     folder = tmp_path_factory.mktemp("runs")
-    files = {name: write_run(folder / name) for name in (*SWITCHES, *OF_SHARDS, "packed", "by hand")}
+    files = {name: write_run(folder / name) for name in (*SWITCHES, *OF_PASSES, *OF_SHARDS, "packed", "by hand")}
     (folder / "packed" / "out").mkdir()
     (folder / "packed" / "out" / "packing.json").write_text(json.dumps(DECISIONS))
     on_ranks(RANKS, folder, Work({name: str(file) for name, file in files.items()}))
@@ -98,6 +101,12 @@ def test_losses_are_those_without_a_switch(runs: dict[str, list[dict[str, Any]]]
 
 def test_the_same_bits_every_time(runs: dict[str, list[dict[str, Any]]]) -> None:
     assert losses(runs["again"]) == losses(runs["pipeline"])
+
+
+def test_two_passes_in_turns_are_two_passes(runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Bit for bit: of two, either order of adding gradients gives the same sum."""
+    assert losses(runs["two in turns"]) == losses(runs["two passes"])
+    assert runs["two in turns"][0]["collective_bytes"] == runs["two passes"][0]["collective_bytes"]
 
 
 def test_no_switch_changes_what_is_sent(runs: dict[str, list[dict[str, Any]]]) -> None:

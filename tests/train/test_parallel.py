@@ -35,13 +35,11 @@ TOGETHER: list[tuple[str, ...]] = [(name,) for name in IN_ALL_FORMS]
 TOGETHER.append(tuple(name for name in MODELS if name not in IN_ALL_FORMS))
 
 
-def case(name: str, form: Form) -> Any:
-    """Models that are computed together stay in one test process."""
-    group = pytest.mark.xdist_group(next(str(names) for names in TOGETHER if name in names))
-    return pytest.param(name, form, marks=[group] if is_quick(name, form) else [group, pytest.mark.slow])
-
-
-CASES = [case(name, form) for name, forms in FORMS.items() for form in forms]
+CASES = [
+    pytest.param(name, form, marks=() if is_quick(name, form) else pytest.mark.slow)
+    for name, forms in FORMS.items()
+    for form in forms
+]
 Found = list[dict[Any, Difference]]
 
 
