@@ -203,20 +203,21 @@ def _answers(engine: Engine, order: BalanceOrder) -> list[list[int]]:
 
 
 def make_hot(model: Path, folder: Path, seed: int) -> Path:
-    """A copy of a checkpoint of one file, in which the first expert of every layer gets half the rows."""
-    files = list(model.glob("*.safetensors"))
-    if len(files) != 1:
-        raise UserError(f"{model} has {len(files)} weight files: this case takes a model of one")
+    """A copy of a checkpoint in which the first expert of every layer gets half the rows."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    tensors = load_file(files[0])
     spec, names, checkpoint = load_model_spec(model), tensor_names(load_model_spec(model)), Checkpoint(model)
-    generator = torch.Generator().manual_seed(seed)
+    routers = set[str]()
     for layer in spec.expert_layers:
         ((router,),) = (attention_layer_plan(spec, names, layer, checkpoint)["router"],)
-        rows = tensors[router.name]
-        hot = torch.randn(rows.shape[1], generator=generator)
-        rows[0] = (hot / hot.norm() * rows.float().norm(dim=1).mean() * _FAR).to(rows.dtype)
-    save_file(tensors, folder / files[0].name, {"format": "pt"})
+        routers.add(router.name)
+    generator = torch.Generator().manual_seed(seed)
+    for file in sorted(model.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in sorted(routers & tensors.keys()):
+            rows = tensors[name]
+            hot = torch.randn(rows.shape[1], generator=generator)
+            rows[0] = (hot / hot.norm() * rows.float().norm(dim=1).mean() * _FAR).to(rows.dtype)
+        save_file(tensors, folder / file.name, {"format": "pt"})
     return folder
 
 
