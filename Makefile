@@ -22,7 +22,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := antiphon tests benchmarks examples scripts
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
-# A process that has run out of tests takes half of what the other has left: neighbours, which share their fixtures.
+# Tests of one module run in one process, because they share its fixtures.
 PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=loadscope --durations=10
 YARDSTICK := out/yardstick-tiny
 

@@ -54,6 +54,8 @@ def hybrid(
             raise UserError(f"{option} {name} does not exist: use {', '.join(TRANSPORTS)}")
     if mbit is not None and not 0.1 <= mbit <= 100_000:
         raise UserError(f"--mbit is {mbit:g}: it must be 0.1 to 100000")
+    if mbit is not None and across == "shm":
+        raise UserError("--across shm passes no link: with --mbit use tcp or libfabric")
     num_ranks = nodes * ranks_per_node
     if hidden % num_ranks:
         raise UserError(f"--hidden is {hidden}: it must be a multiple of the {num_ranks} ranks, which share each row")

@@ -1,6 +1,7 @@
 """`antiphon train`: train a model as a TOML file says; `antiphon export`: a checkpoint of it in Hugging Face format."""
 
 import json as jsonlib
+import multiprocessing
 import os
 import sys
 import uuid
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -125,6 +126,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
     plan_options(spec, config, sizes_of(config, spec, ranks))
     prepare_data(config, spec)
     os.environ["OMP_NUM_THREADS"] = str(threads_of_rank(ranks))
+    refused = multiprocessing.get_context("fork").Value("b", 0)
     how = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -136,7 +138,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
         start_method="fork",
     )
     try:
-        codes = elastic_launch(how, _rank)(run)
+        elastic_launch(how, _rank)(run, refused)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
@@ -144,17 +146,19 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
             f"rank {rank} of {ranks} ended {how_it_ended} after {RESTARTS} restarts: see what it said above; the same "
             "command goes on from the newest checkpoint"
         ) from error
-    if any(codes.values()):  # said by the ranks themselves
+    if refused.value:  # said by the rank itself
         raise typer.Exit(UserError.exit_code)
 
 
-def _rank(run: Callable[[], None]) -> int:
-    """The exit code of a rank that need not be started again: it is done, or would fail in the same way."""
+def _rank(run: Callable[[], None], refused: Any) -> None:
+    """A rank that ends with an error ends the others. After a user's mistake they are started anew once, and return at
+    once: they would fail in the same way. `refused`: shared by all, 1 after one."""
+    if refused.value:
+        return
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    code = run_command(run, debug=DEBUG in sys.argv)
-    if code not in (0, UserError.exit_code):
+    if code := run_command(run, debug=DEBUG in sys.argv):
+        refused.value = int(code == UserError.exit_code)
         sys.exit(code)
-    return code
 
 
 def _tokenize(config: TrainConfig, json: str | None) -> None:

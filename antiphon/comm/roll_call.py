@@ -44,14 +44,22 @@ class RollCall:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """For a wait that has its own timeout and cannot be asked in between: this rank waits for `what` inside."""
-        timer = threading.Timer(self._timeout_s / 2, self._store.set, (self._key(self._rank), what))
+        told: list[bool] = []
+
+        def tell() -> None:
+            told.append(True)
+            self._store.set(self._key(self._rank), what)
+
+        timer = threading.Timer(self._timeout_s / 2, tell)
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
-        self._store.delete_key(self._key(self._rank))  # after an error it stays: others are about to read it
+        timer.join()  # it may be writing just now
+        if told:
+            self._store.delete_key(self._key(self._rank))  # after an error it stays: others are about to read it
 
     def _words(self, what: str, waited_s: float) -> str:
         silent = [each for each in range(self._ranks) if not self._store.check([self._key(each)])]

@@ -72,7 +72,7 @@ class Door:
         self._places = places
         self._num_local = {split_address(address)[0]: num_local}
         self._seats: dict[WorkerName, tuple[str, int]] = {}  # host, and which worker of it
-        self._listener = JoinListener(address, secret, self._welcome)
+        self._listener = JoinListener(address, secret, self._welcome, roles={name.role for name in places})
         self._lock = threading.Lock()
         self._asked: dict[WorkerName, Configure] = {}
         self._peers: list[JoinedPeer] = []
@@ -114,6 +114,10 @@ class Door:
     def arrivals(self) -> list[Arrival]:
         """Those who can take a place now."""
         with self._lock:
+            for peer in [each for each in self._peers if each.channel.has_ended]:
+                self._peers.remove(peer)
+                peer.channel.close()
+                _log.info("%s at %s left before it had a place", peer.name, peer.host)
             found = []
             for names in self._asked_together():
                 for name, peer in zip(names, self._peers_for(names), strict=False):

@@ -15,11 +15,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -119,7 +119,16 @@ def watch_for_dead_machine(stream: socket.socket) -> None:
 class JoinListener:
     """The engine's door. `on_join` is called on a thread of the listener's for every worker that proved itself."""
 
-    def __init__(self, address: str, secret: bytes, on_join: Callable[[JoinedPeer], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        on_join: Callable[[JoinedPeer], None],
+        *,
+        roles: Collection[str] = get_args(JoinRole),
+    ) -> None:
+        """`roles`: others are turned away."""
+        self._roles = roles
         self._address = address
         self._secret = secret
         self._on_join = on_join
@@ -189,6 +198,10 @@ class JoinListener:
         if is_wildcard(join.host):
             channel.send(TurnedAway(f"nobody can dial {join.host}, where it says it can be reached"), _OPENING_S)
             raise Refused(f"{join.name} says it can be reached at {join.host}, which nobody can dial")
+        if join.role not in self._roles:
+            has = " or ".join(sorted(self._roles))
+            channel.send(TurnedAway(f"workers that join here are {has}, not {join.role}: use --role {has}"), _OPENING_S)
+            raise Refused(f"{join.name} is of role {join.role}, for which there is no place")
         channel.send(Accepted(_prove(self._secret, "engine", *fields)), _OPENING_S)
         return JoinedPeer(join.role, join.name, join.host or peer_host, join.pid, channel)
 

@@ -80,10 +80,15 @@ class Workforce:
         for name, restarts in self._restarts.items():
             worker = self._fleet.workers.get(name)
             if worker is None or not worker.ready:
-                left = worker is not None and worker.is_remote and worker.channel is None
-                awaited = restarts.due_s is None and (worker is None or left)
+                awaited = self._awaits_joiner(name)
                 found[name] = "waiting for a worker to join" if awaited else restarts.describe(now_s)
         return found
+
+    def _awaits_joiner(self, name: WorkerName) -> bool:
+        """Its place was offered, and nobody has come."""
+        worker = self._fleet.workers.get(name)
+        is_gone = worker is None or (worker.is_remote and worker.channel is None)
+        return is_gone and self._restarts[name].due_s is None
 
     @property
     def stuck(self) -> bool:
@@ -218,9 +223,10 @@ class Workforce:
         again later."""
         for group in self.groups:
             for ranks in group.members.ranks_of.values():
-                due_s = [self._restarts[name].due_s for name in ranks]
-                if all(each is not None and self._fleet.clock.now_s >= each for each in due_s):
-                    self._start(ranks)
+                down = [name for name in ranks if not self._awaits_joiner(name)]
+                due_s = [self._restarts[name].due_s for name in down]
+                if due_s and all(each is not None and self._fleet.clock.now_s >= each for each in due_s):
+                    self._start(down)
 
     def _start(self, ranks: Sequence[WorkerName]) -> None:
         for name in ranks:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_bytes
 from antiphon.cost.training.layer_case import LayerSizes, layer_case
-from antiphon.cost.training.memory import fullest_stage, layers_in_flight
+from antiphon.cost.training.memory import fullest_stage
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import activations_of, choose, dense_bytes, needed_bytes, options
 from antiphon.cost.training.setup import Training, TrainingSetup
@@ -25,7 +25,7 @@ from antiphon.train.attention import reads_qkv
 from antiphon.train.config import TrainConfig
 from antiphon.train.keep import HEADS
 from antiphon.train.layer_plan import LayerPlan
-from antiphon.train.memory_check import setup_of
+from antiphon.train.memory_check import passes_in_flight, setup_of
 from antiphon.train.model import MoeModel
 from antiphon.train.operators import whole_name
 
@@ -73,7 +73,7 @@ def activation_facts(model: MoeModel, config: TrainConfig) -> dict[str, float]:
     last; and what it is by formula."""
     setup = setup_of(config, model.mesh.sizes)
     sizes = LayerSizes(model=model.spec, setup=setup, sequence_length=config.sequence_length)
-    in_flight = float(layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches))
+    in_flight = passes_in_flight(config, setup)
     wide = 2.0 if config.dtype == "float64" else 1.0
     of_layers = sum(layer_bytes(layer.plan, sizes) for layer in model.layers)
     counted, by_formula = model.held.take().peak, wide * in_flight * of_layers
@@ -85,7 +85,7 @@ def dropped_to_fit(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -
     limit = config.memory.activation_bytes
     sizes = LayerSizes(model=spec, setup=setup, sequence_length=config.sequence_length)
     layers = fullest_stage(spec, setup.pipeline, setup.virtual_stages)
-    in_flight = float(layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches))
+    in_flight = passes_in_flight(config, setup)
     moe_layers = in_flight * float(layers.num_moe)
     everything = moe_layers * float(needed_bytes(sizes)) + in_flight * float(layers.num_dense * dense_bytes(sizes))
     if reads_qkv(spec.attention):  # which the planner takes for freed

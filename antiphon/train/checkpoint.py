@@ -56,6 +56,9 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
+_DISK_S = 600.0  # disks differ more than ranks do
+
+
 class Saver:
     """Writes checkpoints of a run. One that cannot be written is an error in the log, and training goes on: the last
     one is whole, and the next may succeed. Made by all `ranks` together."""
@@ -63,7 +66,7 @@ class Saver:
     def __init__(self, config: TrainConfig, model_config: dict[str, Any], ranks: Group) -> None:
         self._config = config
         self._model_config = model_config
-        self._group = beside(ranks, config.communication.timeout_s)
+        self._group = beside(ranks, max(_DISK_S, config.communication.timeout_s))
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._folder = folder_of(config)

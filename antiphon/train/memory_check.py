@@ -79,7 +79,7 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     held = rank_parameters(spec, setup, layers)
     parameters, gradients, optimizer = state_bytes(held, setup)
     sizes = LayerSizes(model=spec, setup=setup, sequence_length=config.sequence_length)
-    in_flight = float(layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches))
+    in_flight = passes_in_flight(config, setup)
     activations = in_flight * float(layers.num_moe * needed_bytes(sizes) + layers.num_dense * dense_bytes(sizes))
     activations = _kept(activations, in_flight * float(layers.num_moe), in_flight * float(layers.total), sizes, config)
     rows = sizes.rows * spec.hidden_size * setup.precision.row_bytes
@@ -158,3 +158,9 @@ def _advice(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup, ranks_he
     if ranks_here * (one.total - one.activations) > free:
         return "take a smaller model, or divide it over more machines"
     return "shorten sequence_length, or divide the model over more machines"
+
+
+def passes_in_flight(config: TrainConfig, setup: TrainingSetup) -> float:
+    """Micro-batches whose activations a rank holds at once."""
+    held = float(layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, config.micro_batches))
+    return max(held, 2.0) if config.overlap.pairs else held

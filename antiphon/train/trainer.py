@@ -156,6 +156,9 @@ class Trainer:
 
     def _prepare_data(self) -> None:
         """Token ids are written by the first rank, however long that takes: the others hear that it is at work."""
+        if self.mesh.sizes.world_size == 1:
+            prepare_data(self.config, self.spec)
+            return
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -167,14 +170,16 @@ class Trainer:
         thread = threading.Thread(target=work, name="tokens", daemon=True) if self.is_first else None
         if thread is not None:
             thread.start()
-        is_busy = True
-        while is_busy:
+        busy = failed = 1.0
+        while busy:
             if thread is not None:
                 thread.join(min(30.0, self.config.communication.timeout_s / 4))
-            own = torch.tensor([float(thread is not None and thread.is_alive())])
-            is_busy = bool(run(AllReduce(self.mesh.world, "barrier"), own).item())
+            own = torch.tensor([float(thread is not None and thread.is_alive()), float(bool(failures))])
+            busy, failed = run(AllReduce(self.mesh.world, "barrier"), own).tolist()
         if failures:
             raise failures[0]
+        if failed:
+            raise UserError("the first rank could not write the token ids: see what it said")
 
     def _close(self, metrics: Metrics | None, watch: Watch) -> None:
         """What was opened, however the run ended."""

@@ -23,11 +23,12 @@ class Turns:
         self._changed = threading.Condition()
         self._working: list[int] = []  # those that have not ended; the first one's turn it is
         self._own = threading.local()
+        self._is_over = False
 
     def together(self, works: Sequence[Callable[[], None]]) -> None:
         """Until all have ended. Raises what the first one raised that failed; the others go on to their end."""
         errors: list[BaseException] = []
-        self._working = list(range(len(works)))
+        self._working, self._is_over = list(range(len(works))), False
 
         def run(number: int, work: Callable[[], None]) -> None:
             self._own.number = number
@@ -47,8 +48,14 @@ class Turns:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: Python cannot end while they compute
+            self._is_over = True
+            for thread in threads:
+                thread.join()
+            raise
         if errors:
             raise errors[0]
 
@@ -61,6 +68,8 @@ class Turns:
             self._working.append(self._working.pop(0))
             self._changed.notify_all()
         self._await_turn(number)
+        if self._is_over:
+            raise RuntimeError("the step was given up")
 
     def _await_turn(self, number: int) -> None:
         with self._changed:

@@ -58,6 +58,14 @@ def test_a_wrong_secret_is_turned_away_in_words(guests: Guests) -> None:
     assert guests.came.empty()
 
 
+def test_a_role_without_a_place_is_turned_away_in_words() -> None:
+    listener = JoinListener("127.0.0.1:0", SECRET, lambda peer: None, roles={"replica"})
+    address = listener.start()
+    with pytest.raises(Refused, match="workers that join here are replica, not experts: use --role replica"):
+        join_engine(address, SECRET, role="experts", name="experts on box", host="", pid=7, patience_s=5.0)
+    listener.close()
+
+
 def test_an_engine_that_does_not_know_the_secret_is_not_obeyed() -> None:
     """It lets everybody in, hoping that somebody obeys."""
     server = socket.create_server(("127.0.0.1", 0))

@@ -106,6 +106,8 @@ def test_the_same_bits_every_time(runs: dict[str, list[dict[str, Any]]]) -> None
 def test_two_passes_in_turns_are_two_passes(runs: dict[str, list[dict[str, Any]]]) -> None:
     """Bit for bit: of two, either order of adding gradients gives the same sum."""
     assert losses(runs["two in turns"]) == losses(runs["two passes"])
+    held = {name: runs[name][0]["activation_bytes"] for name in ("two passes", "two in turns")}
+    assert held["two in turns"] > 1.5 * held["two passes"], "both are under way at once"
     assert runs["two in turns"][0]["collective_bytes"] == runs["two passes"][0]["collective_bytes"]
 
 

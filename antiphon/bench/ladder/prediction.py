@@ -120,7 +120,7 @@ class _Costs:
             if action.verb not in WAIT_OF.values():
                 of_whole = self.operator_s.get(_label(whole, backward=backward), 0.0) / count
                 found = self.operator_s.get(_label(action, backward=backward), of_whole)
-                computing[action] = found / self._holders(whole.operator)
+                computing[action] = found / self._holders(whole.operator) / self.config.micro_batches
         return Times(computing, travelling)
 
     def _holders(self, name: str) -> int:
@@ -140,7 +140,8 @@ class _Costs:
         """What a tiled step does beside its own exchange is taken off the exchange."""
         verb = _WORKS_AT[type(operator)].get(action.verb)
         labels = [] if verb is None else [_label(Action(verb, part), backward=backward) for part in operator.parts]
-        work_s = sum(self.operator_s.get(label, 0.0) for label in labels) / self._holders(operator.name)
+        work_s = sum(self.operator_s.get(label, 0.0) for label in labels)
+        work_s /= self._holders(operator.name) * self.config.micro_batches
         if action.verb not in WAIT_OF.values():
             computing[action] = work_s
         if action.verb in WAIT_OF:

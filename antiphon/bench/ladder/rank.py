@@ -100,7 +100,9 @@ def _rows(
             # Operators beside an exchange are slowed by it: the variant without overlap has their own times.
             form = json.dumps(variant.tables.get("parallel", {}), sort_keys=True)
             assert form in plain_s or not variant.overlaps, f"{variant.name} is the first of its form, and overlaps"
-            row["predicted_step_s"] = _predicted_s(case, contestant, plain_s.setdefault(form, own_s))
+            plain = plain_s.setdefault(form, own_s)
+            if not contestant.trainer.config.overlap.pairs:  # turns of two micro-batches are not simulated
+                row["predicted_step_s"] = _predicted_s(case, contestant, plain)
             row["operator_s"] = own_s
         rows.append(row)
     return rows

@@ -137,6 +137,16 @@ class Channel:
         self._buffer += chunk
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        """The peer is gone. Only for one that is not to say anything now."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
     def hang_up(self) -> None:
         """End the conversation; both sides then read the end."""
         with contextlib.suppress(OSError):  # it has ended already
