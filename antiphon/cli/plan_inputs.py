@@ -1,4 +1,6 @@
-"""From the words behind `antiphon plan` to the specs a search takes: names and files are loaded, values checked once.
+"""From the words behind `antiphon plan` to the specs a search takes; long because it has many options.
+
+Names and files are loaded, values checked once.
 
 Whatever can be refused is refused here, before any search, in the terms of the option that was written.
 """

@@ -1,4 +1,4 @@
-"""What `antiphon serve` was asked to run, validated once; everything else is derived from it.
+"""What `antiphon serve` was asked to run, validated once; long because all options are checked in one place.
 
 Threads and cores: worker processes share the machine's cores evenly. When they divide them exactly each is pinned to
 its own, otherwise the kernel schedules them. Waiting: a worker spins briefly before it sleeps only if every worker has

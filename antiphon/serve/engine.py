@@ -179,8 +179,7 @@ class Engine:
 
     def place(self, placement: ExpertPlacement) -> int:
         """See `AsyncEngine.place`."""
-        placing = self.workforce.placing
-        if not placing:
+        if not (placing := self.workforce.placing):
             raise UserError("experts have no placement in this layout: start the server with --layout disaggregated")
         placing[0].check(placement)
         with self._lock:

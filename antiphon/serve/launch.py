@@ -1,4 +1,6 @@
-"""From a `ServeConfig` to a running engine: check everything cheap first, reserve, start workers, wait until ready.
+"""From a `ServeConfig` to a running engine; long because every layout's processes are named and configured here.
+
+Check everything cheap first, reserve, start workers, wait until ready.
 
 What the user got wrong (checkpoint, budget, sizes) is reported before a process is started.
 """

@@ -19,15 +19,14 @@ from antiphon.comm.collectives import Collective, Flight
 from antiphon.comm.mesh import Group
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_schedule import (
-    AGAIN,
     GRADIENT,
     START,
-    START_AGAIN,
     WAIT,
     WAIT_AGAIN,
     WAIT_GRADIENT,
     WEIGHTS,
     Action,
+    span_name,
 )
 from antiphon.train.operator_graph import Held, OperatorGraph, by_name, bytes_of
 from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
@@ -296,11 +295,3 @@ class _LayerRun:
         yield from (value for value in self._values.values() if isinstance(value, Tensor))
         for graph in self._graphs.values():
             yield from graph.own_tensors()
-
-
-def span_name(action: Action) -> str:
-    """What the time of `action` is recorded as: gradients are told by being in backward."""
-    if action.verb in (WAIT, WAIT_GRADIENT):
-        return f"wait for {action.operator}"
-    again = {WEIGHTS: "weights", AGAIN: "again", START_AGAIN: "again", WAIT_AGAIN: "again, wait"}.get(action.verb)
-    return f"{action.operator} {again}" if again else action.operator

@@ -283,3 +283,11 @@ gradient ln1
 OPERATORS = frozenset(
     words[-1] for line in DEFAULT.splitlines() if (words := line.partition("#")[0].split()) and ":" not in words[-1]
 )
+
+
+def span_name(action: Action) -> str:
+    """What the time of `action` is recorded as: gradients are told by being in backward."""
+    if action.verb in (WAIT, WAIT_GRADIENT):
+        return f"wait for {action.operator}"
+    again = {WEIGHTS: "weights", AGAIN: "again", START_AGAIN: "again", WAIT_AGAIN: "again, wait"}.get(action.verb)
+    return f"{action.operator} {again}" if again else action.operator

@@ -23,8 +23,7 @@ from antiphon.comm.collectives import AllGather, AllReduce, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.strict_table import read_text
 from antiphon.train.layer_plan import needs
-from antiphon.train.layer_run import span_name
-from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one
+from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one, span_name
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.schedule_search import Found, Times, search, seconds_of

@@ -1,11 +1,13 @@
 """What a run is made of before its first step: token ids and the model."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from antiphon.base.errors import UserError
+from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.float8_rows import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Mesh, Sizes, connect
@@ -97,3 +99,31 @@ def parts_of(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> int:
     wide = _DTYPES[config.dtype].itemsize
     row_bytes = spec.hidden_size * wide if communication.activations == "plain" else spec.hidden_size + SCALE_BYTES
     return max(1, -(-rows * row_bytes // communication.chunk_bytes))
+
+
+def prepare_data_together(config: TrainConfig, spec: ModelSpec, mesh: Mesh) -> None:
+    """Token ids are written by the first rank, however long that takes: the others hear that it is at work."""
+    if mesh.sizes.world_size == 1:
+        prepare_data(config, spec)
+        return
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            prepare_data(config, spec)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name="tokens", daemon=True) if mesh.rank == 0 else None
+    if thread is not None:
+        thread.start()
+    busy = failed = 1.0
+    while busy:
+        if thread is not None:
+            thread.join(min(30.0, config.communication.timeout_s / 4))
+        own = torch.tensor([float(thread is not None and thread.is_alive()), float(bool(failures))])
+        busy, failed = run(AllReduce(mesh.world, "barrier"), own).tolist()
+    if failures:
+        raise failures[0]
+    if failed:
+        raise UserError("the first rank could not write the token ids: see what it said")

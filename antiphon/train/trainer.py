@@ -5,7 +5,6 @@ norm is limited, the optimizer moves.
 """
 
 import resource
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllReduce, barrier, run
+from antiphon.comm.collectives import barrier
 from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.models.config import load_model_spec, read_config
@@ -40,7 +39,7 @@ from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
 from antiphon.train.run_facts import write_run_facts
 from antiphon.train.samples import Samples, numbers_of_rank
 from antiphon.train.schedule_choice import choose_schedules
-from antiphon.train.setup import build_model, cache_of, prepare_data
+from antiphon.train.setup import build_model, cache_of, prepare_data_together
 from antiphon.train.spans import Spans, share_spans
 from antiphon.train.timeline import join_parts
 from antiphon.train.tokens import TokenFile, open_tokens
@@ -109,7 +108,7 @@ class Trainer:
         sizes = sizes_of(config, self.spec, world_size())
         need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
         self.mesh = join(sizes, config.communication)
-        self._prepare_data()
+        prepare_data_together(config, self.spec, self.mesh)
         held_out = open_tokens(cache_of(config), "held_out")
         self.samples = Samples.of(config, open_tokens(cache_of(config), "train"), shuffled=True)
         self.dispatch = choose_dispatch(self.spec, config, self.mesh)
@@ -153,33 +152,6 @@ class Trainer:
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
-
-    def _prepare_data(self) -> None:
-        """Token ids are written by the first rank, however long that takes: the others hear that it is at work."""
-        if self.mesh.sizes.world_size == 1:
-            prepare_data(self.config, self.spec)
-            return
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                prepare_data(self.config, self.spec)
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=work, name="tokens", daemon=True) if self.is_first else None
-        if thread is not None:
-            thread.start()
-        busy = failed = 1.0
-        while busy:
-            if thread is not None:
-                thread.join(min(30.0, self.config.communication.timeout_s / 4))
-            own = torch.tensor([float(thread is not None and thread.is_alive()), float(bool(failures))])
-            busy, failed = run(AllReduce(self.mesh.world, "barrier"), own).tolist()
-        if failures:
-            raise failures[0]
-        if failed:
-            raise UserError("the first rank could not write the token ids: see what it said")
 
     def _close(self, metrics: Metrics | None, watch: Watch) -> None:
         """What was opened, however the run ended."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from antiphon.kernels.api import AttentionBatch
 from antiphon.serve.policy.step import SequenceStep
-from antiphon.serve.worker.attention import BlockTables
+from antiphon.serve.worker.block_tables import BlockTables
 
 CPU = torch.device("cpu")
 

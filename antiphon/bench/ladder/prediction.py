@@ -24,7 +24,6 @@ from antiphon.comm.mesh import Sizes
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import LayerPlan
-from antiphon.train.layer_run import span_name
 from antiphon.train.layer_schedule import (
     GRADIENT,
     RUN,
@@ -35,6 +34,7 @@ from antiphon.train.layer_schedule import (
     WAIT_OF,
     WEIGHTS,
     Action,
+    span_name,
 )
 from antiphon.train.memory_check import setup_of
 from antiphon.train.operators import whole_name

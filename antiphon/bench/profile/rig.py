@@ -27,7 +27,8 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
-from antiphon.serve.worker.attention import AttentionRunner, BlockTables
+from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.experts import LocalExperts
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.row_sampler import RowSampler

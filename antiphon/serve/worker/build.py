@@ -23,7 +23,8 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
-from antiphon.serve.worker.attention import AttentionRunner, BlockTables
+from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
 from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_levels
