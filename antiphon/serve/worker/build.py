@@ -99,10 +99,9 @@ def _rank_group(configure: Configure) -> RankGroup:
     tp, rank = configure.tp, configure.rank % configure.tp
     if tp == 1:
         return Alone()
-    names = _rank_names(configure)
-    first = configure.rank - rank
-    endpoint = _endpoint(configure, names[configure.rank], of_ranks=True)
-    return NativeRankGroup(endpoint, rank, tp, names=names[first : first + tp], timeout_s=configure.timeout_s)
+    names = _rank_names(configure)[configure.rank - rank :][:tp]
+    endpoint = _endpoint(configure, names[rank], of_ranks=True)
+    return NativeRankGroup(endpoint, rank, tp, names=names, timeout_s=configure.timeout_s)
 
 
 def _rank_names(configure: Configure) -> list[str]:
