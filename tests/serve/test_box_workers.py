@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,25 @@ def lines_of(engine: NodeProcess) -> Iterator[str]:
         yield line.decode()
 
 
+def both_rounds(
+    engine: NodeProcess, between: Callable[[], None], in_second: Callable[[], None]
+) -> tuple[dict[str, Any], bool]:
+    """What the engine says at the end, and whether `in_second` was called, in the middle of the second round."""
+    result, was_called = dict[str, Any](), False
+    for line in lines_of(engine):
+        word, _, rest = line.partition(" ")
+        if word == "ready\n":
+            between()
+            assert engine.stdin is not None
+            engine.stdin.write(b"go\n")
+        elif word == "done":
+            result = json.loads(rest)
+        elif word == "tokens" and not was_called and int(rest) > 200:
+            was_called = True
+            in_second()
+    return result, was_called
+
+
 @pytest.mark.usefixtures("possible")
 @pytest.mark.parametrize(("num_nodes", "spare"), [(2, False), (3, True)])
 def test_workers_of_other_nodes_serve_the_same_text(
@@ -59,22 +79,18 @@ def test_workers_of_other_nodes_serve_the_same_text(
     with Box(num_nodes=num_nodes, mbit=400) as box:
         workers = [start_worker(box, node) for node in range(1, num_nodes)]
         engine = start_engine(box, tiny_model, f"1+{num_nodes - 1}/m2", (0, num_nodes - 1), prompts)
-        killed = False
-        for line in lines_of(engine):
-            word, _, rest = line.partition(" ")
-            if word == "ready\n":
-                if spare:
-                    workers.append(start_worker(box, 1))
-                    assert b"joined" in first_line_of(workers[-1])
-                assert engine.stdin is not None
-                engine.stdin.write(b"go\n")
-            elif word == "done":
-                result = json.loads(rest)
-            elif word == "tokens" and not killed and int(rest) > 200:
-                killed = True
-                workers[0].kill()
-                if not spare:
-                    workers.append(start_worker(box, 1))
+
+        def before_second_round() -> None:
+            if spare:
+                workers.append(start_worker(box, 1))
+                assert b"joined" in first_line_of(workers[-1])
+
+        def replace_first() -> None:
+            workers[0].kill()
+            if not spare:
+                workers.append(start_worker(box, 1))
+
+        result, killed = both_rounds(engine, before_second_round, replace_first)
         assert engine.wait(PATIENCE_S) == 0
         assert killed, "the second round ended before a worker could be killed"
         assert result["first"] == reference
@@ -102,26 +118,23 @@ def test_replicas_of_other_nodes_share_experts(
     with Box(num_nodes=3, mbit=400) as box:
         workers = [start_worker(box, 1, "replica") for _ in range(2)]
         engine = start_engine(box, tiny_model, layout, (1, 0), prompts)
-        killed = False
-        for line in lines_of(engine):
-            word, _, rest = line.partition(" ")
-            if word == "ready\n":
-                alone = start_worker(box, 2, "replica")
-                assert b"joined" in first_line_of(alone)
-                assert engine.stdin is not None
-                engine.stdin.write(b"go\n")
-            elif word == "done":
-                result = json.loads(rest)
-            elif word == "tokens" and not killed and int(rest) > 200:
-                killed = True
-                workers[0].kill()
-                workers += [start_worker(box, 1, "replica") for _ in range(2)]
+        waiting: list[NodeProcess] = []
+
+        def one_alone() -> None:
+            waiting.append(start_worker(box, 2, "replica"))
+            assert b"joined" in first_line_of(waiting[0])
+
+        def replace_both() -> None:
+            workers[0].kill()
+            workers.extend(start_worker(box, 1, "replica") for _ in range(2))
+
+        result, killed = both_rounds(engine, one_alone, replace_both)
         assert engine.wait(PATIENCE_S) == 0
         assert killed, "the second round ended before a worker could be killed"
         assert result["first"] == reference
         assert result["errors"] == [None] * len(prompts)
         assert result["second"] == reference
-        assert [worker.wait(PATIENCE_S) for worker in (*workers, alone)] == [-9, *[0] * 4]
+        assert [worker.wait(PATIENCE_S) for worker in (*workers, *waiting)] == [-9, *[0] * 4]
         sent = [box.counters(node).up_bulk_bytes + box.counters(node).up_control_bytes for node in range(2)]
     assert min(sent) > 100_000, "rows went over the wire of both nodes"
 
@@ -133,13 +146,7 @@ def test_a_replica_of_another_node_takes_requests(tiny_model: TinyModel, prompts
     with Box(num_nodes=2, mbit=400) as box:
         worker = start_worker(box, 1, "replica")
         engine = start_engine(box, tiny_model, "2", (1, 0), prompts)
-        for line in lines_of(engine):
-            word, _, rest = line.partition(" ")
-            if word == "ready\n":
-                assert engine.stdin is not None
-                engine.stdin.write(b"go\n")
-            elif word == "done":
-                result = json.loads(rest)
+        result, _ = both_rounds(engine, lambda: None, lambda: None)
         assert engine.wait(PATIENCE_S) == 0
         assert worker.wait(PATIENCE_S) == 0
         assert (result["first"], result["second"]) == (reference, reference)
