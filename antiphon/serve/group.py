@@ -219,6 +219,8 @@ class StepGroup:
 
     def _on_ready(self, worker: WorkerProcess) -> None:
         leader = worker.name.leader
+        # What peers said before was about the process that had this place before.
+        self._unresponsive.difference_update(worker.name.among_peers[worker.name.rank > 0 :])
         if self.placing is not None:
             self.placing.on_ready(worker, is_loaded=self.members.is_loaded(leader))
         if self._control is None:

@@ -1,6 +1,7 @@
 """Workers die at bad moments. Every stream ends with exactly the reference tokens: none missing, none twice."""
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,6 +141,26 @@ def test_a_hanging_worker_is_replaced(
         run_with_deaths(engine, prompts, reference, {0.2: lambda: kill(engine, role, 0, signal.SIGSTOP)})
         assert engine.worker_pid(WorkerName(role, 0)) != first
         assert engine.stats().num_worker_restarts >= 1
+
+
+SLOW_TO_JOIN = """
+import time
+from antiphon.serve.worker.ranks import Links
+reset = Links.reset
+Links.reset = lambda *arguments: (time.sleep(0.8), reset(*arguments))
+"""
+
+
+def test_a_replacement_is_not_blamed_for_the_dead(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The expert worker says whom it has lost. The next process of that name may take its time to join."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_JOIN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr("antiphon.serve.group._UNRESPONSIVE_S", 0.2)
+    with running(config(tiny_model, "1+1/m2")) as engine:
+        run_with_deaths(engine, prompts, reference, {0.2: lambda: kill(engine, "attention", 0)})
+        assert engine.stats().num_worker_restarts == 1
 
 
 def test_a_worker_that_cannot_start_is_one_line(tiny_model: TinyModel, tmp_path: Path) -> None:
