@@ -24,6 +24,9 @@ SOURCES := antiphon tests benchmarks examples scripts
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 # Tests of one module run in one process, because they share its fixtures.
 PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=loadscope --durations=10
+# Tests beside each other can starve one. Those that failed run once more, alone; the output shows both runs.
+AGAIN = || { [ $$? -eq 1 ] && echo "== failed tests again, alone" && \
+	$(PY) -m pytest --ignore=tests/test_imports.py --last-failed --last-failed-no-failures=none $(1); }
 YARDSTICK := out/yardstick-tiny
 
 # Stamps live inside the environment, so that removing it removes what is known about it.
@@ -52,11 +55,11 @@ serve: setup  ## the same server, left running
 
 test: lint  ## lint, then every test but the slow ones
 	@echo "== tests"
-	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS) $(call AGAIN,-m "not slow" $(PYTEST_FLAGS))
 
 test-all: test  ## test, then the slow ones: sanitizers, fuzzing, long chaos, whole matrices
 	@echo "== slow tests"
-	$(PYTEST) -m slow $(PYTEST_FLAGS)
+	$(PYTEST) -m slow $(PYTEST_FLAGS) $(call AGAIN,-m slow $(PYTEST_FLAGS))
 
 lint: setup  ## style, types, import order, file sizes
 	@echo "== style"
