@@ -46,7 +46,8 @@ class OverlapConfig:
 
     `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
     `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`). `pairs`: two micro-batches of a step in turns, one computes
-    while the other one waits (`train.turns`)."""
+    while the other one waits (`train.turns`). `tiles_first`: links that obey marks carry tiles ahead of all other
+    traffic (`comm.m2n.tile_links`)."""
 
     schedule: str = ""
     search: bool = False
@@ -54,6 +55,7 @@ class OverlapConfig:
     inside: bool = False
     pairs: bool = False
     tile_rows: int = 256
+    tiles_first: bool = False
 
     def __post_init__(self) -> None:
         check_tile_rows(self.tile_rows)
@@ -61,6 +63,10 @@ class OverlapConfig:
             raise UserError(
                 "inside is true: a search measures exchanges and products apart, and without beside nothing overlaps: "
                 "leave out search and beside, or inside"
+            )
+        if self.tiles_first and not self.inside:
+            raise UserError(
+                "tiles_first is true and inside is false, so there are no tiles: set inside to true too"
             )
         if not self.beside and (self.schedule or self.search):
             raise UserError(

@@ -66,7 +66,7 @@ def connect_tiles(spec: ModelSpec, overlap: OverlapConfig, mesh: Mesh) -> TileLi
     if group.size == 1:
         return None
     widest_bytes = 8 * spec.hidden_size  # float64; E4M3 with its scales is narrower than float32
-    return M2nTileLinks.connect(group, overlap.tile_rows, widest_bytes, mesh.timeout_s)
+    return M2nTileLinks.connect(group, overlap.tile_rows, widest_bytes, mesh.timeout_s, first=overlap.tiles_first)
 
 
 def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:

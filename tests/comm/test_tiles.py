@@ -1,6 +1,8 @@
 """Exchanges in tiles: their order, and over the M2N library on ranks the results and bytes of the same collectives."""
 
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.bench.box import Box, box_unavailable
+from antiphon.bench.box.ranks import plan_ranks
 from antiphon.comm.collectives import AllGather, AllToAll, Collective, Flight, ReduceScatter, barrier
 from antiphon.comm.float8 import Float8AllGather, Float8AllToAll, Float8ReduceScatter
 from antiphon.comm.m2n.tile_links import M2nTileLinks
@@ -17,6 +21,7 @@ from antiphon.comm.tiles import boundaries, check_tile_rows, outgoing, tiles_of
 from antiphon.train.memory_config import OverlapConfig
 from tests.comm.ranks import on_ranks
 
+ROOT = Path(__file__).parents[2]
 RANKS, WIDTH, TILE_ROWS = 3, 16, 128
 MOVED = ((5, 0, 400), (129, 128, 1), (0, 300, 0))  # by sender and receiver: none, one, and rows beyond whole tiles
 UNEVEN, EVEN = (300, 0, 129), (257, 257, 257)
@@ -49,6 +54,47 @@ def test_tiles_that_cut_groups_of_scales_are_refused(rows: int) -> None:
         check_tile_rows(rows)
     with pytest.raises(UserError, match="tile_rows"):
         OverlapConfig(tile_rows=rows)
+
+
+IN_A_BOX = """
+import os, sys, torch
+from antiphon.comm.collectives import AllToAll, barrier
+from antiphon.comm.m2n.tile_links import M2nTileLinks
+from antiphon.comm.mesh import Sizes, connect
+from antiphon.comm.tile_flight import launch_in_tiles
+torch.distributed.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+group = connect(Sizes(world_size=2, expert=2), rank, 60).group("expert")
+links = M2nTileLinks.connect(group, 128, 4096, 60, first=sys.argv[1] == "first")
+x = torch.full((1024, 1024), float(rank))
+got = launch_in_tiles(AllToAll(group, "dispatch", (512, 512), (512, 512)), links, x).land()
+assert got[:512].eq(0).all() and got[512:].eq(1).all()
+barrier(group)
+links.close()
+"""
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_tiles_that_go_first_are_marked(first: bool) -> None:
+    """In the priority queue of a node's link are the bytes of 512 rows, or next to none of them."""
+    if reason := box_unavailable():
+        pytest.skip(reason)
+    command = [sys.executable, "-c", IN_A_BOX, "first" if first else "beside"]
+    with Box(num_nodes=2, mbit=1000) as box:
+        ranks = [
+            box.start(plan.node, plan.args, env=plan.env | {"PYTHONPATH": str(ROOT)})
+            for plan in plan_ranks(num_nodes=2, num_local_ranks=1, command=command)
+        ]
+        assert [each.wait(120) for each in ranks] == [0, 0]
+        for node in range(2):
+            counted = box.counters(node)
+            assert (counted.up_control_bytes > 512 * 4096) == first
+            assert (counted.up_bulk_bytes > 512 * 4096) != first
+
+
+def test_marks_without_tiles_are_refused() -> None:
+    with pytest.raises(UserError, match="tiles_first is true and inside is false"):
+        OverlapConfig(tiles_first=True)
 
 
 def test_a_search_beside_tiles_is_refused() -> None:

@@ -102,7 +102,7 @@ def _compression(case: LadderCase) -> tuple[Variant, ...]:
 
 def _lina(case: LadderCase) -> tuple[Variant, ...]:
     """Experts on all ranks and attention on each. A chunk is what a link carries in 50 ms: Lina's 30 MB are for links
-    of 100 Gbit/s."""
+    of 100 Gbit/s. The last two leave the order to the wire itself, where the M2N library marks rows."""
     ranks, chunk_bytes = case.ranks, max(1000, round(case.mbit * 1e6 / 8 * 0.05))
     halvings = (ranks & -ranks).bit_length() - 1
     settled = FIRST_STEP + EVERY * max(0, halvings - 1)
@@ -124,6 +124,9 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
         keys = keys | more
         settles = settled if "packing" in more else 0
         found.append(Variant(name=name, tables=parallel | {"communication": keys}, settles=settles))
+    fixed = parallel | {"communication": {"sums": "fixed"}}
+    found.append(Variant(name="fixed, in tiles", tables=fixed | {"overlap": {"inside": True}}))
+    found.append(Variant(name="+ tiles first", tables=fixed | {"overlap": {"inside": True, "tiles_first": True}}))
     return tuple(found)
 
 

@@ -9,6 +9,10 @@ Two ranks that send to each other, and receive later, must not wait for each oth
 2. What comes for another flight than the one that is waited for is copied, so that its slot is free.
 3. A flight ends when its own tiles are out too: what its rank does next may wait for ranks that need them.
 
+Tiles may go `first`: their packets carry a mark of high priority. A host's queue (SO_PRIORITY) and a network that obeys
+IP_TOS put them ahead of other traffic, such as sums of gradients, for which no computation waits. Lina (section 4)
+orders the two by when it launches them, and cannot once both are under way.
+
 Tickets travel over the ranks' own process group, which is there already and names who is missing. Rejected: the ranks'
 `TCPStore`. It would need names that no earlier start of these ranks has used.
 """
@@ -35,6 +39,7 @@ from antiphon.comm.tiles import Tile
 _log = get_logger("train")
 MOST_SLOTS = 128
 PAIR_BYTES = 64 << 20  # of slots for one pair and direction
+FIRST_PRIORITY, FIRST_TYPE_OF_SERVICE = 6, 0x10  # SO_PRIORITY "interactive"; IP_TOS "low delay"
 LOOK_S = 0.001  # between looks while something waits for a slot
 _RANK_BITS, _NUMBER_BITS = 12, 20
 
@@ -55,7 +60,9 @@ class M2nTileLinks:
         self._held: set[int] = set()  # steps whose bytes were handed out
 
     @staticmethod
-    def connect(group: Group, tile_rows: int, row_bytes: int, timeout_s: float) -> "M2nTileLinks":
+    def connect(
+        group: Group, tile_rows: int, row_bytes: int, timeout_s: float, *, first: bool = False
+    ) -> "M2nTileLinks":
         """Links between all ranks of `group`, which call it together, for rows of at most `row_bytes`."""
         slot_bytes = tile_rows * row_bytes
         host = socket.gethostname()
@@ -69,6 +76,7 @@ class M2nTileLinks:
             secret=secret,
             dead_after_s=max(1.0, min(timeout_s, 30.0)),  # a network may pause, a dead process closes its connection
             local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            options=_marked() if first else None,
         )
         slots = max(4, min(MOST_SLOTS, PAIR_BYTES // slot_bytes))
         inbox = endpoint.inbox(group.size, slots, slot_bytes, [_name(group, rank) for rank in range(group.size)])
@@ -164,6 +172,12 @@ def _parts(step: int) -> tuple[int, int, int]:
     """Flight, rank and number."""
     rest = step >> _NUMBER_BITS
     return rest >> _RANK_BITS, rest & (1 << _RANK_BITS) - 1, step & (1 << _NUMBER_BITS) - 1
+
+
+def _marked() -> _m2n.TransportOptions:
+    options = _m2n.TransportOptions()
+    options.data_priority, options.data_type_of_service = FIRST_PRIORITY, FIRST_TYPE_OF_SERVICE
+    return options
 
 
 def _name(group: Group, place: int) -> str:
