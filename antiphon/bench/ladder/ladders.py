@@ -79,6 +79,7 @@ def _msm(case: LadderCase) -> tuple[Variant, ...]:
         Variant(name="SP + EP", tables=rows, overlaps=False),
         Variant(name="+ between operators", tables=rows),
         Variant(name="+ inside operators", tables=rows | {"overlap": {"inside": True}}),
+        Variant(name="selective, between", tables=rows | {"memory": {"remake": "selective"}}),
         Variant(name="two micro-batches", tables=rows | {"micro_batch": case.batch // 2}),
         Variant(name="+ in turns", tables=rows | {"micro_batch": case.batch // 2, "overlap": {"pairs": True}}),
     )
