@@ -4,7 +4,7 @@
 and counted arrivals, no collective for each tile.
 
     flight.send(tile, rows)            # as soon as these rows are made
-    for tile in flight.arrivals():     # own tiles first, then as they come; rows lie in `flight.received`
+    for tile in flight.arrivals():     # own tiles first, then as they come; rows lie in `received_from`
         ...
     flight.land()                      # all of it: as the collective's result
 
@@ -31,7 +31,7 @@ from antiphon.comm.float8_rows import (
     rows_by_channel,
 )
 from antiphon.comm.mesh import Group
-from antiphon.comm.tiles import Tile, outgoing, tiles_of
+from antiphon.comm.tiles import Tile, in_turns, outgoing, tiles_of
 
 
 class TileLinks(Protocol):
@@ -116,9 +116,12 @@ class Routes:
 
 
 class TileFlight:
-    """`collective` on rows of `width` numbers in `dtype`, which all its ranks begin in one order."""
+    """`collective` on rows in `dtype`, which all its ranks begin in one order. `widths`: of all rows that come, or of
+    those of each rank. `received_from`: by rank, [rows, width]; what has not come yet is not set."""
 
-    def __init__(self, collective: Collective, links: TileLinks, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, collective: Collective, links: TileLinks, widths: int | Sequence[int], dtype: torch.dtype
+    ) -> None:
         self.routes = Routes.of(collective, dtype)
         self._collective = collective
         self._links = links
@@ -126,8 +129,12 @@ class TileFlight:
         self._number = links.begin()
         self._tiles = [tiles_of(rank, rows, links.tile_rows) for rank, rows in enumerate(self.routes.receive)]
         self._to_come = {rank: len(tiles) for rank, tiles in enumerate(self._tiles) if tiles and rank != self._own}
-        self.received = torch.empty(sum(self.routes.receive), width, dtype=self.routes.format.out)
-        self._begins = [sum(self.routes.receive[:rank]) for rank in range(len(self.routes.receive))]
+        rows = self.routes.receive
+        widths = [widths] * len(rows) if isinstance(widths, int) else widths
+        sizes = [count * width for count, width in zip(rows, widths, strict=True)]
+        self._numbers = torch.empty(sum(sizes), dtype=self.routes.format.out)
+        parts = zip(torch.split(self._numbers, sizes), rows, widths, strict=True)
+        self.received_from = [part.view(count, width) for part, count, width in parts]
 
     @property
     def tile_rows(self) -> int:
@@ -138,9 +145,10 @@ class TileFlight:
         """In the order in which they should go."""
         return outgoing(self.routes.send, self._own, self.tile_rows)
 
-    def begin_of(self, tile: Tile) -> int:
-        """Of an arriving tile: where its rows begin in `received`."""
-        return self._begins[tile.rank] + tile.first
+    @property
+    def received(self) -> Tensor:
+        """All rows, in order of rank, where they have one width."""
+        return self._numbers.view(-1, self.received_from[0].shape[1])
 
     def send(self, tile: Tile, rows_TH: Tensor) -> None:
         """These rows are made, so they go."""
@@ -160,7 +168,7 @@ class TileFlight:
             self._send(tile, wire)
 
     def arrivals(self) -> Iterator[Tile]:
-        """Each tile once its rows are in `received`: own ones, which have to be sent by now, then as they come."""
+        """Each tile once its rows are there: own ones, which have to be sent by now, then as they come."""
         yield from self._tiles[self._own]
         while self._to_come:
             begin_s = time.perf_counter()
@@ -174,6 +182,10 @@ class TileFlight:
                 del self._to_come[rank]
             yield tile
         self._links.finish(self._number, self._collective.name)
+
+    def arrivals_in_turns(self) -> Iterator[Tile]:
+        """As `arrivals`, but tiles of the same rows in one order, so that sums of them have the same bits."""
+        return in_turns(self.arrivals(), self._own, len(self.routes.receive))
 
     def land(self) -> Tensor:
         """The collective's result."""
@@ -203,12 +215,14 @@ class TileFlight:
         self._links.post(self._number, tile, wire)
 
     def _put(self, tile: Tile, wire: Tensor) -> None:
-        begin, rows = self.begin_of(tile), tile.last - tile.first
-        self.received[begin : begin + rows] = self.routes.format.decode(wire.flatten(), rows, self.received.shape[1])
+        rows_TH = self.received_from[tile.rank][tile.first : tile.last]
+        rows_TH.copy_(self.routes.format.decode(wire.flatten(), *rows_TH.shape))
 
 
-def launch_in_tiles(collective: Collective, links: TileLinks, x_TH: Tensor) -> TileFlight:
-    """Begin it on rows that are all there."""
-    flight = TileFlight(collective, links, x_TH.shape[1], x_TH.dtype)
+def launch_in_tiles(
+    collective: Collective, links: TileLinks, x_TH: Tensor, widths: Sequence[int] | None = None
+) -> TileFlight:
+    """Begin it on rows that are all there. `widths`: by rank, of the rows that come; None: as those that go."""
+    flight = TileFlight(collective, links, x_TH.shape[1] if widths is None else widths, x_TH.dtype)
     flight.send_all(x_TH)
     return flight

@@ -4,14 +4,15 @@ A tile is a range of the rows that one rank sends another. Rows in order of expe
 source rank and token, depend on one tile each, so a product can begin with the rows that are here (MegaScale-MoE,
 section 4.2):
 
-    as rows come     own tiles first, then whichever arrives
+    as rows come     own tiles first, then whichever arrives; where tiles of all ranks are added, in turns
     as rows go       tiles for others first, in turns, each rank beginning with the one behind it; own tiles last
 
 Turns, and beginning with the next rank, keep all ranks from sending to the same one at a time. Rejected: tiles of
 bytes. Ranges of rows are what products and scales by groups of rows want.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
@@ -48,6 +49,18 @@ def outgoing(rows: Sequence[int], own: int, tile_rows: int) -> list[Tile]:
     others = [tile for place in range(size) if place != own for tile in tiles_of(place, rows[place], tile_rows)]
     others.sort(key=lambda tile: (tile.number, (tile.rank - own) % size))
     return others + tiles_of(own, rows[own], tile_rows)
+
+
+def in_turns(arrivals: Iterable[Tile], own: int, size: int) -> Iterator[Tile]:
+    """Tiles as they come, but those with one number in turns: that of the rank at place `own`, then that of the rank
+    before it, which sends here first. So what is added to the same rows is added in one order."""
+    early, turns = dict[tuple[int, int], Tile](), Counter[int]()
+    for arrived in arrivals:
+        number = arrived.number
+        early[arrived.rank, number] = arrived
+        while (tile := early.pop(((own - turns[number]) % size, number), None)) is not None:
+            turns[number] += 1
+            yield tile
 
 
 def boundaries(rows: Sequence[int], tile_rows: int) -> list[int]:

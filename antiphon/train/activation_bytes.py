@@ -46,7 +46,9 @@ def layer_bytes(plan: LayerPlan, sizes: LayerSizes) -> float:
     model, setup, kept = sizes.model, sizes.setup, frozenset(map(whole_name, plan.keeping.kept))
     width = {each.name: float(each.width) for each in activations_of(sizes)}
     total: float = sum(
-        width[name] for name in ("hidden", "qkv", "attn", "ln2_in", "ffn_in", "fc2_in", "fc2_out") if name in kept
+        width[name]
+        for name in ("hidden", "qkv", "qkv_a2a", "attn", "ln2_in", "ffn_in", "fc2_in", "fc2_out")
+        if name in kept
     )
     total += (
         width["ln1_out"]

@@ -19,7 +19,8 @@ from antiphon.base.errors import UserError
 from antiphon.specs.nearest import nearest_names
 from antiphon.train.operators import Graph, whole_name
 
-DEAR = ("qkv", "attn", "ln2_in", "fc1_out", "fc2_out", "returned", "shared_fc1_out", "shared_out", "dense_fc1_out")
+PROJECTED = ("qkv", "qkv_a2a")  # one of them, if backward reads it: `qkv_a2a` in tiles
+DEAR = (*PROJECTED, "attn", "ln2_in", "fc1_out", "fc2_out", "returned", "shared_fc1_out", "shared_out", "dense_fc1_out")
 HEADS = ("q_a2a", "k_a2a", "v_a2a")
 POLICIES = ("none", "selective", "full")
 Keep = str | tuple[str, ...]
@@ -40,7 +41,7 @@ def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
     if keep == "none":
         wanted = {whole_name(name) for name in saved} - set(dropped)
     elif keep == "selective":
-        wanted = {*DEAR, *(() if "qkv" in saved else HEADS)}
+        wanted = {*DEAR, *(HEADS if saved.isdisjoint(PROJECTED) else ())}
     elif keep == "full":
         wanted = set[str]()
     else:

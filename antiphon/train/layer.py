@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
@@ -36,7 +37,8 @@ from antiphon.train.weights import FirstValues, Recorder, Weights, layer_paramet
 
 
 class MoeLayer(nn.Module):
-    """Layer `layer` of the model, this rank's `share` of it. A dense layer has no use for `dispatcher` and `budget`."""
+    """Layer `layer` of the model, this rank's `share` of it. A dense layer has no use for `dispatcher` and `budget`.
+    `links`: who carries tiles between the ranks that share its positions."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class MoeLayer(nn.Module):
         budget: RowBudget,
         first: FirstValues,
         options: PlanOptions = PlanOptions(),
+        links: TileLinks | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -57,7 +60,7 @@ class MoeLayer(nn.Module):
         self.spans = Spans()
         self.held = Held()
         self.turns = Turns()
-        graph = layer_graph(spec, layer, share, dispatcher, budget, options)
+        graph = layer_graph(spec, layer, share, dispatcher, budget, options, links)
         self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
@@ -86,12 +89,18 @@ class MoeLayer(nn.Module):
 
 
 def layer_graph(
-    spec: ModelSpec, layer: int, share: Share, dispatcher: Dispatcher, budget: RowBudget, options: PlanOptions
+    spec: ModelSpec,
+    layer: int,
+    share: Share,
+    dispatcher: Dispatcher,
+    budget: RowBudget,
+    options: PlanOptions,
+    links: TileLinks | None,
 ) -> Graph:
-    """All operators of one layer."""
+    """All operators of one layer. `links`: see `attention_operators`."""
     operators: list[Operator] = [
         Compute(name="ln1", reads=("hidden",), makes=("ln1_out",), saves=("hidden",), function=_input_norm),
-        *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence),
+        *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence, links=links),
         Compute(name="add_attention", reads=("hidden", "attn_out_rs"), makes=("ln2_in",), function=_add_attention),
         Compute(name="ln2", reads=("ln2_in",), makes=("ln2_out",), saves=("ln2_in",), function=_post_norm),
         *(

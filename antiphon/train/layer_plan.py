@@ -33,7 +33,7 @@ from antiphon.train.layer_schedule import (
     parse,
 )
 from antiphon.train.operators import Exchange, Graph, Operator, Product, part_name, whole_name
-from antiphon.train.tiled import Leaving, Tiled
+from antiphon.train.tiled import Tiled
 
 STARTED = (Exchange, Tiled)  # operators that are started and waited for
 
@@ -88,7 +88,8 @@ class LayerPlan:
 
     def made_again(self, operator: Operator) -> frozenset[str]:
         """What of it backward needs again."""
-        return frozenset(operator.makes) & self.graph.saved - self.keeping.kept
+        read_again = {name for each in self.keeping.again for name in self.graph.operators[each].reads}
+        return frozenset(operator.makes) & (self.graph.saved | read_again) - self.keeping.kept
 
     @staticmethod
     def _of(graph: Graph, kept: Keeping, schedule: str, where: str) -> "LayerPlan":
@@ -224,7 +225,8 @@ def needs(
         again = Action(AGAIN, action.operator)
         if action.verb == GRADIENT and again in there and graph.operators[action.operator].saves:
             before[again] = "what its backward reads"
-        if action.verb == WEIGHTS and isinstance(graph.operators[action.operator], Leaving):
+        operator = graph.operators[action.operator]
+        if action.verb == WEIGHTS and isinstance(operator, Tiled) and not operator.arrives:
             before[Action(WAIT_GRADIENT, action.operator)] = "the gradient of its product"
         if backward and action.verb in (GRADIENT, WEIGHTS, START_GRADIENT):
             for name in graph.operators[action.operator].makes:

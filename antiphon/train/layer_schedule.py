@@ -1,4 +1,5 @@
-"""In which order a layer's operators run: one list of actions forward, one backward. A schedule is text:
+"""In which order a layer's operators run (long because the default order names them all). A schedule is text, one list
+of actions forward, one backward:
 
     forward:
     ln1                       run an operator
@@ -111,6 +112,8 @@ ln1
 start tensor_gather
 wait tensor_gather
 qkv
+start qkv_heads_a2a
+wait qkv_heads_a2a
 rope
 heads
 pack_heads
@@ -123,6 +126,8 @@ pack_rows
 start rows_a2a
 wait rows_a2a
 unpack_rows
+start rows_a2a_out
+wait rows_a2a_out
 out
 start tensor_scatter
 wait tensor_scatter
@@ -239,11 +244,13 @@ again scatter
 weights fc1
 weights dispatch_fc1
 weights dispatch_2_fc1
+start again qkv_heads_a2a
 again rope
 again pack_heads
 start again heads_a2a
 again pack_rows
 start again rows_a2a
+start again rows_a2a_out
 again widen
 wait gradient routing
 gradient hop
@@ -261,9 +268,13 @@ gradient out
 gradient rows
 gradient unpack_rows
 start gradient rows_a2a  # behind it: the output projection's weights
+start gradient rows_a2a_out
 wait again rows_a2a
+wait again rows_a2a_out
 weights out
+weights rows_a2a_out
 wait gradient rows_a2a
+wait gradient rows_a2a_out
 gradient pack_rows
 gradient attention
 gradient heads
@@ -272,11 +283,14 @@ start gradient heads_a2a
 wait gradient heads_a2a
 gradient pack_heads
 gradient rope
+start gradient qkv_heads_a2a
+wait gradient qkv_heads_a2a
 gradient qkv
 start gradient tensor_gather
 start again tensor_gather
 wait again tensor_gather
 weights qkv
+weights qkv_heads_a2a
 wait gradient tensor_gather
 gradient ln1
 """

@@ -65,9 +65,7 @@ class OverlapConfig:
                 "leave out search and beside, or inside"
             )
         if self.tiles_first and not self.inside:
-            raise UserError(
-                "tiles_first is true and inside is false, so there are no tiles: set inside to true too"
-            )
+            raise UserError("tiles_first is true and inside is false, so there are no tiles: set inside to true too")
         if not self.beside and (self.schedule or self.search):
             raise UserError(
                 "beside is false, so nothing runs beside an exchange: leave out schedule and search, or beside"

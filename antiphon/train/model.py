@@ -9,7 +9,7 @@ the arithmetic runs in `dtype`.
 Letters: B sequences, S positions, T = B * S rows, H hidden, E experts, W vocabulary.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.float8 import RowFormat
-from antiphon.comm.mesh import Mesh, split_evenly
+from antiphon.comm.mesh import Group, Mesh, Sizes, split_evenly
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
@@ -76,7 +76,7 @@ class Layers(nn.Module):
 
 class MoeModel(nn.Module):
     """A decoder of `spec`: the parts of its parameters that the rank of `mesh` holds. `links`: what carries rows in
-    tiles, None: they travel in whole; `close` when the model is done with."""
+    tiles, each between the ranks of one group; other rows travel in whole. `close` when the model is done with."""
 
     cos_PR: Tensor
     sin_PR: Tensor
@@ -92,7 +92,7 @@ class MoeModel(nn.Module):
         parallel: ParallelConfig = ParallelConfig(),
         communication: CommunicationConfig = CommunicationConfig(),
         options: PlanOptions = PlanOptions(),
-        links: TileLinks | None = None,
+        links: Sequence[TileLinks] = (),
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -106,15 +106,19 @@ class MoeModel(nn.Module):
         outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
         register(self, outer, "outer", first, partial(part_of, spec, self.share))
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel, communication, dtype)
-        dispatcher = replace(dispatcher, links=links)
+        dispatcher = replace(dispatcher, links=links_between(mesh.group(experts_axis(mesh.sizes)), links))
+        of_attention = links_between(mesh.group("sequence"), links)
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
         if isinstance(options.keep, tuple):
             kinds = {routes: layer for layer, routes in enumerate(spec.moe_layers)}.values()
             check_names(
-                options.keep, [layer_graph(spec, each, self.share, dispatcher, budget, options) for each in kinds]
+                options.keep,
+                [layer_graph(spec, each, self.share, dispatcher, budget, options, of_attention) for each in kinds],
             )
-        self.layers = Layers(MoeLayer(spec, layer, self.share, dispatcher, budget, first, options) for layer in own)
+        self.layers = Layers(
+            MoeLayer(spec, layer, self.share, dispatcher, budget, first, options, of_attention) for layer in own
+        )
         self.held = Held()
         self.turns = Turns()
         for each in self.layers:
@@ -125,8 +129,8 @@ class MoeModel(nn.Module):
 
     def close(self) -> None:
         """Say goodbye to other ranks."""
-        if self.links is not None:
-            self.links.close()
+        for each in self.links:
+            each.close()
 
     def _holds(self, purpose: str) -> bool:
         """Whether a stage of this rank has this parameter of those outside of layers."""
@@ -218,6 +222,16 @@ class MoeModel(nn.Module):
         bias = weights.optional("head_bias")
         logits = (logits if bias is None else logits + bias) / self.spec.logits_divisor
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def experts_axis(sizes: Sizes) -> str:
+    """Along which the ranks stand whose rows the experts here work on, of the last way there."""
+    return "expert" if sizes.expert > 1 else "expert_tensor"
+
+
+def links_between(group: Group, links: Sequence[TileLinks]) -> TileLinks | None:
+    """What carries tiles between the ranks of `group`."""
+    return next((each for each in links if each.group.ranks == group.ranks), None)
 
 
 def dispatcher_of(

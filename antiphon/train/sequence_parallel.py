@@ -8,7 +8,8 @@
     scatter         the sum over tensor ranks of rows times their weights; each gets its rows
 
 Each exchange is what is packed, a collective, and what is unpacked, which `train/attention` makes operators of. With
-one sequence rank nothing is packed, and a collective over one tensor rank is the identity. Positions are split evenly,
+one sequence rank nothing is packed, and a collective over one tensor rank is the identity. In tiles
+(`train/tiled_attention`) rows travel, each with some heads of a position. Positions are split evenly,
 in order, over the ranks of both groups; heads too, the longer parts first. A key-value head that several ranks need is
 sent to each of them.
 
@@ -19,9 +20,9 @@ G KV heads, D head width, V width of a value, H hidden.
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, run
+from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, run
 from antiphon.comm.mesh import Group, split_evenly
-from antiphon.models.shares import Range
+from antiphon.models.shares import Range, Ranges
 from antiphon.specs.model import AttentionSpec
 from antiphon.train.partition import Share
 
@@ -59,6 +60,11 @@ class SequenceParallel:
         (q_first, q_last), (kv_first, kv_last) = self._share.q_heads, self._share.kv_heads
         return (q_last - q_first) * head_dim, (kv_last - kv_first) * head_dim
 
+    def worked_on(self, head_dim: int) -> tuple[int, int]:
+        """Widths of the queries and of the keys (and values) that this rank works on, at all positions."""
+        first, last = self._kv_of(self.heads)
+        return (self.heads[1] - self.heads[0]) * head_dim, (last - first) * head_dim
+
     def gather(self) -> AllGather:
         """Of rows, positions first."""
         return AllGather(self.tensor, "attention", self._in_group)
@@ -74,8 +80,12 @@ class SequenceParallel:
     def own_heads(self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where one sequence rank has all positions: keys and values as `causal_attention` wants them."""
         first, last = self._kv_of(self.heads)
-        keys, values = k_BSGD[:, :, first:last], v_BSGV[:, :, first:last]
-        return q_BSND, self._for_queries(keys, q_BSND.shape[2]), self._for_queries(values, q_BSND.shape[2])
+        return self.fitted(q_BSND, k_BSGD[:, :, first:last], v_BSGV[:, :, first:last])
+
+    def fitted(self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the heads that this rank works on: keys and values as `causal_attention` wants them."""
+        num_queries = q_BSND.shape[2]
+        return q_BSND, self._for_queries(k_BSGD, num_queries), self._for_queries(v_BSGV, num_queries)
 
     def pack_heads(self, q_BsND: Tensor, k_BsGD: Tensor, v_BsGV: Tensor) -> Tensor:
         """One dimension: for each sequence rank the heads it works on, at the positions here."""
@@ -87,7 +97,7 @@ class SequenceParallel:
 
     def to_heads(self, packed: Tensor) -> AllToAll:
         """Of what `pack_heads` made."""
-        widths, rows = [self._width_of(heads) for heads in self._heads], self._num_rows
+        widths, rows = [self._width_of(heads) for heads in self._heads], self.num_rows
         batch = packed.shape[0] // (rows * sum(widths))
         own = widths[self.sequence.index]
         send = tuple(batch * rows * width for width in widths)
@@ -111,7 +121,7 @@ class SequenceParallel:
             for part, length in zip(by_rank, self._lengths, strict=True)
         ]
         q, k, v = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
-        return q, self._for_queries(k, counts[0]), self._for_queries(v, counts[0])
+        return self.fitted(q, k, v)
 
     def pack_rows(self, out_BSNV: Tensor) -> Tensor:
         """One dimension: for each sequence rank its positions, of the heads here."""
@@ -121,17 +131,61 @@ class SequenceParallel:
         """Of what `pack_rows` made."""
         own, width = self.heads[1] - self.heads[0], self._widths[1]
         batch = packed.shape[0] // (sum(self._lengths) * own * width)
-        receive = tuple(batch * self._num_rows * (last - first) * width for first, last in self._heads)
+        receive = tuple(batch * self.num_rows * (last - first) * width for first, last in self._heads)
         send = tuple(batch * length * own * width for length in self._lengths)
         return AllToAll(self.sequence, "attention", send, receive)
 
     def unpack_rows(self, received: Tensor) -> Tensor:
         """[B, s, N * V]: all heads of this tensor rank, for this rank's positions."""
         heads, width = [last - first for first, last in self._heads], self._widths[1]
-        batch = received.shape[0] // (self._num_rows * sum(heads) * width)
-        parts = torch.split(received, [batch * self._num_rows * count * width for count in heads])
-        shape = batch, self._num_rows
+        batch = received.shape[0] // (self.num_rows * sum(heads) * width)
+        parts = torch.split(received, [batch * self.num_rows * count * width for count in heads])
+        shape = batch, self.num_rows
         return torch.cat([part.view(*shape, count * width) for part, count in zip(parts, heads, strict=True)], dim=2)
+
+    @property
+    def projected_columns(self) -> list[Ranges]:
+        """By sequence rank: the columns of the fused projection, q then k then v, that make the heads it works on."""
+        q_width, kv_width = self.projected(self._widths[0])
+
+        def of(begin: int, heads: Range, width: int) -> Range:
+            return begin + heads[0] * width, begin + heads[1] * width
+
+        width, width_v = self._widths
+        return [
+            (of(0, heads, width), of(q_width, kv, width), of(q_width + kv_width, kv, width_v))
+            for heads, kv in ((heads, self._kv_of(heads)) for heads in self._heads)
+        ]
+
+    @property
+    def output_columns(self) -> list[Ranges]:
+        """By sequence rank: the columns of all heads' output that it makes."""
+        width = self._widths[1]
+        return [((first * width, last * width),) for first, last in self._heads]
+
+    @property
+    def widest_row(self) -> int:
+        """Numbers of the widest row that travels in tiles."""
+        return max(max(self._width_of(heads), (heads[1] - heads[0]) * self._widths[1]) for heads in self._heads)
+
+    def rows_to_heads(self, num_sequences: int) -> AllToAll:
+        """Of rows, each with the heads of one rank: those here go to each rank."""
+        send = (num_sequences * self.num_rows,) * self.sequence.size
+        return AllToAll(self.sequence, "attention", send, tuple(num_sequences * length for length in self._lengths))
+
+    def heads_to_rows(self, num_rows: int) -> Collective:
+        """Of `num_rows` rows of all positions in order of rank."""
+        return self.rows_to_heads(num_rows // sum(self._lengths)).reverse()
+
+    def by_rank(self, x_BSW: Tensor) -> Tensor:
+        """[P, W]: the rows of all positions in order of the rank that has them."""
+        return torch.cat([x_BSW[:, start:stop].flatten(0, 1) for start, stop in self._groups])
+
+    def by_position(self, x_PW: Tensor) -> Tensor:
+        """[B, S, W]: rows in order of rank, as `by_rank` gives them, in order of position."""
+        num_sequences = x_PW.shape[0] // sum(self._lengths)
+        parts = torch.split(x_PW, [num_sequences * length for length in self._lengths])
+        return torch.cat([part.view(num_sequences, -1, x_PW.shape[1]) for part in parts], dim=1)
 
     @property
     def _lengths(self) -> list[int]:
@@ -139,7 +193,7 @@ class SequenceParallel:
         return [stop - start for start, stop in self._groups]
 
     @property
-    def _num_rows(self) -> int:
+    def num_rows(self) -> int:
         """Positions of this rank's tensor group."""
         return self._lengths[self.sequence.index]
 

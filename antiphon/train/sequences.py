@@ -11,12 +11,11 @@ from antiphon.train.sequence_parallel import SequenceParallel
 
 @dataclass(frozen=True)
 class Sequences:
-    """Rotations are those of the positions that this rank projects; `masks`: by sliding window, over all positions, see
-    `attention_mask`."""
+    """Rotations and `masks` are over all positions; masks by sliding window, see `attention_mask`."""
 
     parallel: SequenceParallel
-    cos_BsR: Tensor
-    sin_BsR: Tensor
+    cos_BSR: Tensor
+    sin_BSR: Tensor
     masks: dict[int | None, Tensor | None]
 
     @staticmethod
@@ -34,10 +33,15 @@ class Sequences:
             window: attention_mask(documents_BS, positions_BS.shape[1], window, positions_BS.device)
             for window in windows
         }
-        positions_Bs = positions_BS[:, slice(*parallel.gathered)]
-        return Sequences(parallel, cos_PR[positions_Bs], sin_PR[positions_Bs], masks)
+        return Sequences(parallel, cos_PR[positions_BS], sin_PR[positions_BS], masks)
+
+    @property
+    def projected_rotations(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions that this rank projects."""
+        own = slice(*self.parallel.gathered)
+        return self.cos_BSR[:, own], self.sin_BSR[:, own]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them: not a layer's own."""
-        return [self.cos_BsR, self.sin_BsR, *(mask for mask in self.masks.values() if mask is not None)]
+        return [self.cos_BSR, self.sin_BSR, *(mask for mask in self.masks.values() if mask is not None)]

@@ -7,22 +7,27 @@ from pathlib import Path
 import torch
 
 from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.float8_rows import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks
-from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.strict_table import read_text
 from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
+from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.memory_check import setup_of
-from antiphon.train.memory_config import OverlapConfig
-from antiphon.train.model import MoeModel
+from antiphon.train.model import MoeModel, experts_axis
+from antiphon.train.partition import Share
+from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.tokens import tokenize
 from antiphon.train.weights import FirstValues
 
+_log = get_logger("train")
+NUMBER_BYTES = 8  # of float64, the widest that travels in tiles; E4M3 with its scales is narrower than float32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -45,6 +50,7 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
     """The model with its first weights: what the rank of `mesh` holds of it; None: all. Waits for the ranks of `mesh`
     where rows travel in tiles."""
     mesh = connect(Sizes(), 0) if mesh is None else mesh
+    overlap = config.overlap
     model = MoeModel(
         spec,
         mesh,
@@ -54,19 +60,29 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
         parallel=config.parallel,
         communication=config.communication,
         options=plan_options(spec, config, mesh.sizes),
-        links=connect_tiles(spec, config.overlap, mesh) if config.overlap.inside else None,
+        links=connect_tiles(spec, overlap.tile_rows, mesh, first=overlap.tiles_first) if overlap.inside else (),
     )
     return model.double() if config.dtype == "float64" else model
 
 
-def connect_tiles(spec: ModelSpec, overlap: OverlapConfig, mesh: Mesh) -> TileLinks | None:
-    """Links between the ranks whose rows the experts here work on; None where there are no others. They wait for each
-    other."""
-    group = mesh.group("expert") if mesh.sizes.expert > 1 else mesh.group("expert_tensor")
-    if group.size == 1:
-        return None
-    widest_bytes = 8 * spec.hidden_size  # float64; E4M3 with its scales is narrower than float32
-    return M2nTileLinks.connect(group, overlap.tile_rows, widest_bytes, mesh.timeout_s, first=overlap.tiles_first)
+def connect_tiles(spec: ModelSpec, tile_rows: int, mesh: Mesh, *, first: bool = False) -> tuple[TileLinks, ...]:
+    """Links between the ranks whose rows the experts here work on, and between those that share positions: one for
+    both where they are the same ranks. They wait for each other."""
+    sequence, tensor = mesh.group("sequence"), mesh.group("tensor")
+    share = Share.of(spec, mesh.sizes, mesh.rank)
+    parallel = SequenceParallel(spec.attention, share, sequence, tensor, sequence.size * tensor.size)
+    widths = dict[tuple[int, ...], tuple[Group, int]]()
+    for group, width in ((mesh.group(experts_axis(mesh.sizes)), spec.hidden_size), (sequence, parallel.widest_row)):
+        if group.size > 1:
+            _, known = widths.get(group.ranks, (group, 0))
+            widths[group.ranks] = group, max(known, width)
+    if mesh.rank == 0 and sequence.size > 1 and not heads_leave_in_tiles(spec.attention):
+        why = "a norm is over all heads" if spec.attention.latent is None else "heads are made of a latent row"
+        _log.warning("overlap.inside: the all-to-all before attention is not cut into tiles, because %s", why)
+    return tuple(
+        M2nTileLinks.connect(group, tile_rows, NUMBER_BYTES * width, mesh.timeout_s, first=first)
+        for group, width in widths.values()
+    )
 
 
 def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOptions:

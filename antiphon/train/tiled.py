@@ -33,17 +33,14 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tiled(Operator):
-    """`exchange`, `permutation` and `product`: what it is made of."""
+    """`exchange` and `product`: what it is made of; `parts`: the names of the operators whose place it takes.
+    `arrives`: rows come and are multiplied, else they are multiplied and go."""
 
     exchange: Exchange
-    permutation: Compute
     product: Product
+    parts: tuple[str, ...]
+    arrives: bool
     links: TileLinks
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of what it is made of."""
-        return self.exchange.name, self.permutation.name, self.product.name
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
         """Of `reads` and `saves`, what a step of it needs."""
@@ -94,6 +91,8 @@ class TiledRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving(Tiled):
+    permutation: Compute
+
     @staticmethod
     def of(exchange: Exchange, scatter: Compute, product: Product, links: TileLinks) -> "Arriving":
         return Arriving(
@@ -104,6 +103,8 @@ class Arriving(Tiled):
             exchange=exchange,
             permutation=scatter,
             product=product,
+            parts=(exchange.name, scatter.name, product.name),
+            arrives=True,
             links=links,
         )
 
@@ -154,6 +155,7 @@ class Arriving(Tiled):
 class Leaving(Tiled):
     """`weights`: the name of those that multiply in its sums, if any do."""
 
+    permutation: Compute
     weights: str | None
 
     @staticmethod
@@ -167,6 +169,8 @@ class Leaving(Tiled):
             exchange=exchange,
             permutation=gather,
             product=product,
+            parts=(product.name, gather.name, exchange.name),
+            arrives=False,
             links=links,
             weights=weights[0] if weights else None,
         )

@@ -1,5 +1,6 @@
 """Exchanges in tiles: their order, and over the M2N library on ranks the results and bytes of the same collectives."""
 
+import random
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from antiphon.comm.float8 import Float8AllGather, Float8AllToAll, Float8ReduceSc
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.tile_flight import launch_in_tiles
-from antiphon.comm.tiles import boundaries, check_tile_rows, outgoing, tiles_of
+from antiphon.comm.tiles import boundaries, check_tile_rows, in_turns, outgoing, tiles_of
 from antiphon.train.memory_config import OverlapConfig
 from tests.comm.ranks import on_ranks
 
@@ -46,6 +47,19 @@ def test_ranks_begin_with_different_ones_and_end_with_their_own() -> None:
     assert firsts == [1, 2, 3, 0]
     order = outgoing((9, 9, 9, 9), 2, 3)
     assert [tile.rank for tile in order] == [3, 0, 1] * 3 + [2] * 3
+
+
+def test_tiles_of_the_same_rows_take_turns_in_whichever_order_they_come() -> None:
+    tiles = [tile for rank in range(4) for tile in tiles_of(rank, 8, 3)]
+    for seed in range(20):
+        come = random.Random(seed).sample(tiles, len(tiles))
+        found = list(in_turns(come, 2, 4))
+        assert sorted(found, key=str) == sorted(tiles, key=str)
+        for number in range(3):
+            assert [tile.rank for tile in found if tile.number == number] == [2, 1, 0, 3]
+    own = iter(tiles_of(2, 8, 3))
+    assert next(in_turns(own, 2, 4)).number == 0
+    assert next(own).number == 1, "a tile whose turn it is does not wait for others"
 
 
 @pytest.mark.parametrize("rows", [0, -128, 100, 129])

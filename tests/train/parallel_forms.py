@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.comm.tile_flight import TileLinks
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Piece
@@ -16,6 +16,7 @@ from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult
+from antiphon.train.setup import connect_tiles
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
@@ -153,10 +154,9 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     """The parameters with the gradients of a step, what its passes say, and the norm of the gradient. What `form` says
     of ranks is in `mesh` already."""
     parallel = form.parallel if mesh.sizes.world_size > 1 else ParallelConfig()
-    links = None
+    links = tuple[TileLinks, ...]()
     if form.inside and mesh.sizes.world_size > 1:  # more tiles than one for a rank
-        group = mesh.group("expert") if form.expert > 1 else mesh.group("expert_tensor")
-        links = M2nTileLinks.connect(group, tile_rows=3, row_bytes=8 * spec.hidden_size, timeout_s=60)
+        links = connect_tiles(spec, 3, mesh)
     model = MoeModel(
         spec,
         mesh,

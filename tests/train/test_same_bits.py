@@ -36,7 +36,7 @@ def digests(rank: int, parallel: ParallelConfig, losses: LossConfig, inside: boo
     spec = model_spec(CONFIG)
     mesh = connect(Sizes(world_size=2, sequence=2, expert=2), rank, 60)
     first = FirstValues(1, 0.2)
-    links = M2nTileLinks.connect(mesh.group("expert"), 5, 4 * spec.hidden_size, 60) if inside else None
+    links = [M2nTileLinks.connect(mesh.group("expert"), 5, 8 * spec.hidden_size, 60)] if inside else []
     model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel, links=links)
     passes, shards = Passes(model, losses, Spans()), Shards(model)
     ids = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))

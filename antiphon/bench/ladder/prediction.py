@@ -14,6 +14,7 @@ Not in it: latencies. What an operator waits for inside itself (counts of rows, 
 work. Rejected: measured waiting times. They are what is to be predicted.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,13 +40,13 @@ from antiphon.train.layer_schedule import (
 from antiphon.train.memory_check import setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.schedule_search import Times, seconds_of
-from antiphon.train.tiled import Arriving, Leaving, Tiled
+from antiphon.train.tiled import Tiled
 
 SUMS = "gradient sum"
 _START_OF = {wait: start for start, wait in WAIT_OF.items()}
-_WORKS_AT = {  # in which step a tiled operator does what its operators do in which
-    Arriving: {WAIT: RUN, START_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
-    Leaving: {START: RUN, WAIT_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
+_WORKS_AT = {  # whether rows arrive: in which step a tiled operator does what its operators do in which
+    True: {WAIT: RUN, START_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
+    False: {START: RUN, WAIT_GRADIENT: GRADIENT, WEIGHTS: WEIGHTS},
 }
 
 
@@ -138,21 +139,21 @@ class _Costs:
         backward: bool,
     ) -> None:
         """What a tiled step does beside its own exchange is taken off the exchange."""
-        verb = _WORKS_AT[type(operator)].get(action.verb)
+        verb = _WORKS_AT[operator.arrives].get(action.verb)
         labels = [] if verb is None else [_label(Action(verb, part), backward=backward) for part in operator.parts]
         work_s = sum(self.operator_s.get(label, 0.0) for label in labels)
         work_s /= self._holders(operator.name) * self.config.micro_batches
         if action.verb not in WAIT_OF.values():
             computing[action] = work_s
+        each = sent[operator.exchange.name]
         if action.verb in WAIT_OF:
-            each = sent[operator.exchange.name]
             num_bytes = each.backward_bytes if action.verb == START_GRADIENT else each.forward_bytes
             travelling[action] = self.links.seconds(each.pattern, self.sizes.groups(each.axes), num_bytes)
             start = action
         else:
             start = Action(_START_OF.get(action.verb, ""), action.operator)
         if start in travelling and verb not in (None, WEIGHTS):
-            beside = 1 - 1 / max(self.sizes.expert, self.sizes.expert_tensor)
+            beside = 1 - 1 / math.prod(self.sizes.of(axis) for axis in each.axes)
             if action.verb in WAIT_OF:
                 travelling[start] -= min(travelling[start], work_s) * beside
             else:  # its work stands behind what is left of the exchange
