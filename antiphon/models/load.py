@@ -132,8 +132,8 @@ def load_expert_half(
 
 def load_expert(
     checkpoint: Checkpoint, spec: ModelSpec, share: Share, half: ExpertHalf, layer: int, expert: int, slot: int
-) -> int:
-    """Read one more expert, biases included, into a slot that nothing uses; `half.hold` makes it count. Bytes read.
+) -> None:
+    """Read one more expert, biases included, into a slot that nothing uses; `half.hold` makes it count.
 
     `spec` and `share` as in `load_expert_half`. May run beside `half.forward`, in another thread. `CheckpointError` if
     the checkpoint has changed meanwhile."""
@@ -142,7 +142,6 @@ def load_expert(
     )
     reader = WeightReader(checkpoint, half.backend, check(checkpoint, refs.refs), None)
     reader.expert(half.experts[layer], slot, refs)
-    return reader.done_bytes
 
 
 def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:

@@ -14,6 +14,7 @@
 4. What is there now stays, unless the new map pays its moves.
 
 All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
+`placement.balance` is the planner's, quicker and coarser; it says why both are there.
 Rejected: an integer program. It is the yardstick in the tests, and takes seconds to minutes.
 
 Letters: L layers, E experts, W workers.

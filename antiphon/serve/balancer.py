@@ -42,7 +42,7 @@ class Balancer:
         num_experts = len(first.owners[self._layers[0]])
         self._shape = (len(self._layers), num_experts)
         self._speeds = WorkerSpeeds(first.num_workers, num_experts, first.knee)
-        self._window: deque[FloatArray] = deque(maxlen=WINDOW_STEPS)
+        self._window: deque[list[bytes]] = deque(maxlen=WINDOW_STEPS)  # by step, of each attention worker
         self._step = 0
         self._num_steps = 0
         self._planned_from = first
@@ -51,14 +51,14 @@ class Balancer:
         self._thread = ThreadPoolExecutor(1, "balancer")
 
     def count(self, step: int, expert_rows: bytes) -> None:
-        """The rows of a step, as one of its attention workers counted them."""
+        """The rows of a step, as one of its attention workers counted them. They are added up when a plan is made: this
+        is between two steps."""
         if not expert_rows:
             return
-        rows = np.frombuffer(expert_rows, dtype=np.int32).reshape(self._shape).astype(np.float64)
         if self._window and step == self._step:
-            self._window[-1] += rows
+            self._window[-1].append(expert_rows)
         else:
-            self._window.append(rows)
+            self._window.append([expert_rows])
             self._num_steps += 1
             self._step = step
 
@@ -76,7 +76,7 @@ class Balancer:
             self._planned_s, self._num_steps, self._planned_from = time.monotonic(), 0, placing.current
             speeds = self._speeds.shares()
             self._plan = self._thread.submit(
-                self._make_plan, np.stack(self._window), placing.current, placing.slots, speeds
+                self._make_plan, list(self._window), placing.current, placing.slots, speeds
             )
 
     def _is_due(self) -> bool:
@@ -87,9 +87,9 @@ class Balancer:
         return time.monotonic() - self._planned_s > PERIOD_S
 
     def _make_plan(
-        self, window: FloatArray, now: ExpertPlacement, slots: int, speeds: tuple[float, ...]
+        self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...]
     ) -> ExpertPlacement | None:
-        loads = recent_loads(window)
+        loads = recent_loads(self._rows_of(window))
         held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
         even = float(loads.sum(axis=1).mean()) / now.num_workers
         wanted = place(
@@ -105,6 +105,11 @@ class Balancer:
             return None
         owners = {layer: owners_of(wanted[number]) for number, layer in enumerate(self._layers)}
         return ExpertPlacement(now.num_workers, owners, speeds=speeds, knee=now.knee)
+
+    def _rows_of(self, window: list[list[bytes]]) -> FloatArray:
+        """[steps, layers, experts], of all attention workers together."""
+        counts = [np.sum([np.frombuffer(rows, dtype=np.uint32) for rows in step], axis=0) for step in window]
+        return np.array(counts, dtype=np.float64).reshape(-1, *self._shape)
 
 
 def _differ(speeds: tuple[float, ...], told: tuple[float, ...]) -> bool:

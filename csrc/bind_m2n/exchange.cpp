@@ -91,6 +91,11 @@ void bind_attention(nb::module_& module) {
              nb::arg("timeout_s"))
         .def("num_pending", &AttentionSide::num_pending, nb::arg("micro_batch"))
         .def("forget", &AttentionSide::forget)
+        .def("take_counts",
+             [](AttentionSide& side) {
+                 const std::vector<uint32_t> counts = side.take_counts();
+                 return nb::bytes(reinterpret_cast<const char*>(counts.data()), counts.size() * sizeof(uint32_t));
+             })
         .def_prop_ro("bytes_sent", &AttentionSide::bytes_sent);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -16,7 +17,11 @@ void RowScatter::place(uint32_t layer, ExpertSplit split) {
         throw Error(Code::invalid, "a placement on " + std::to_string(split.num_workers()) + " workers: there are " +
                                        std::to_string(num_workers_));
     }
-    if (layer >= splits_.size()) splits_.resize(layer + 1);
+    if (layer >= splits_.size()) {
+        splits_.resize(layer + 1);
+        totals_.resize(layer + 1);
+    }
+    totals_[layer].resize(split.num_experts());
     splits_[layer] = std::move(split);
 }
 
@@ -26,7 +31,7 @@ void RowScatter::plan(uint32_t layer, const int32_t* ids, uint32_t count,
         throw Error(Code::invalid, "the experts of layer " + std::to_string(layer) + " are placed nowhere");
     }
     ExpertSplit& split = *splits_[layer];
-    this->count(split, ids, count);
+    this->count(layer, ids, count);
     if (split.has_copies()) {
         const auto rows = split.split(counts_);
         left_.assign(rows.begin(), rows.end());
@@ -49,7 +54,8 @@ void RowScatter::plan(uint32_t layer, const int32_t* ids, uint32_t count,
     }
 }
 
-void RowScatter::count(const ExpertSplit& split, const int32_t* ids, uint32_t count) {
+void RowScatter::count(uint32_t layer, const int32_t* ids, uint32_t count) {
+    const ExpertSplit& split = *splits_[layer];
     counts_.assign(split.num_experts(), 0);
     for (size_t choice = 0; choice < size_t{count} * shape_.top_k; ++choice) {
         const int32_t id = ids[choice];
@@ -60,6 +66,16 @@ void RowScatter::count(const ExpertSplit& split, const int32_t* ids, uint32_t co
         }
         ++counts_[static_cast<uint32_t>(id)];
     }
+    std::ranges::transform(totals_[layer], counts_, totals_[layer].begin(), std::plus{});
+}
+
+std::vector<uint32_t> RowScatter::take_counts() {
+    std::vector<uint32_t> taken;
+    for (auto& of_layer : totals_) {
+        taken.insert(taken.end(), of_layer.begin(), of_layer.end());
+        std::ranges::fill(of_layer, 0);
+    }
+    return taken;
 }
 
 // Of the copies that still take rows, one on a worker that the row visits anyway, else the one that takes most.

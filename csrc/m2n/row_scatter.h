@@ -60,17 +60,21 @@ class RowScatter {
     // (shape.dispatch_bytes(rows.size()) bytes). Ids of experts that live elsewhere become -1.
     void write(const GatedRows& gated, uint32_t worker, std::span<const uint32_t> rows, std::byte* payload) const;
 
+    // Rows of each expert since the last call, one placed layer after the other.
+    std::vector<uint32_t> take_counts();
+
     uint32_t num_workers() const { return num_workers_; }
     const RowShape& shape() const { return shape_; }
 
   private:
-    void count(const ExpertSplit& split, const int32_t* ids, uint32_t count);
+    void count(uint32_t layer, const int32_t* ids, uint32_t count);
     void choose_copies(const ExpertSplit& split, std::span<uint32_t> left, const int32_t* ids, uint32_t row);
 
     RowShape shape_;
     uint32_t num_workers_;
     std::vector<std::optional<ExpertSplit>> splits_;  // by layer
     std::vector<uint32_t> counts_;                    // rows of each expert in the micro-batch
+    std::vector<std::vector<uint32_t>> totals_;       // by layer: of each expert since `take_counts`
     std::vector<uint32_t> left_;                      // rows that each copy still takes
     std::vector<int32_t> worker_of_;                  // [count, top_k]
 };

@@ -64,6 +64,8 @@ class AttentionSide {
     void forget();  // whatever was dispatched and not combined
 
     uint64_t bytes_sent() const { return bytes_sent_; }
+    // Rows of each expert in all dispatches since the last call, one placed layer after the other.
+    std::vector<uint32_t> take_counts() { return scatter_.take_counts(); }
 
   private:
     struct Pending {

@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.comm.m2n.api import StepAborted
+from antiphon.comm.m2n.api import ExpertBatch, StepAborted
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from tests.comm.exchange_harness import LAYERS, TIMEOUT_S, Exchange, Traffic, dense, exchange, random_traffic
 from tests.comm.m2n.backends import Backend, by_name
@@ -125,8 +126,20 @@ def check_any_exchange(backend: Backend, placement: ExpertPlacement, data: st.Da
             assert end.bytes_sent == received[index] * (made.row_bytes + 8 * top_k)
         all_batches = [batch for batches in made.served.batches.values() for batch in batches]
         assert sum(int((batch.ids_RK >= 0).sum()) for batch in all_batches) == num_choices, "once for each choice"
+        check_counts(made, all_batches)
         replies = sum(len(batch.rows_RH) for batch in all_batches)
         assert sum(end.bytes_sent for end in made.experts) == replies * made.row_bytes
+
+
+def check_counts(made: Exchange, batches: list[ExpertBatch]) -> None:
+    """Attention workers have counted what expert workers saw, and count it once."""
+    shape = len(LAYERS), len(made.placement.owners[0])
+    seen = np.zeros(shape, dtype=np.int64)
+    for batch in batches:
+        np.add.at(seen[batch.layer], batch.ids_RK[batch.ids_RK >= 0].numpy(), 1)
+    counted = [np.frombuffer(end.take_counts(), dtype=np.uint32).reshape(shape) for end in made.attention]
+    assert np.sum(counted, axis=0).tolist() == seen.tolist()
+    assert not any(any(end.take_counts()) for end in made.attention)
 
 
 @pytest.mark.parametrize("backend", CARRIERS, ids=lambda backend: backend.name)

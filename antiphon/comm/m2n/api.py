@@ -77,6 +77,10 @@ class AttentionExchange(Protocol):
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Send each row once to every worker owning one of its experts. The arguments may be reused on return."""
 
+    def take_counts(self) -> bytes:
+        """Rows of each expert in all dispatches since the last call, to place experts by: uint32, one MoE layer
+        after the other. Empty where experts do not move."""
+
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         """Wait for all expert workers' partial sums of the last `dispatch` of this micro-batch and add them: [T, H].
 

@@ -174,6 +174,9 @@ class NativeAttentionExchange(_End):
             self._timeout_s,
         )
 
+    def take_counts(self) -> bytes:
+        return self._side.take_counts()
+
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         num_rows = self._side.num_pending(micro_batch)
         sum_TH = torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype, device="cpu")

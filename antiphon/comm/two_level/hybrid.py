@@ -68,6 +68,9 @@ class HybridExchange:
             self._levels, self._owners[layer], rows_TH, ids_TK, weights_TK, fused=self._fused
         )
 
+    def take_counts(self) -> bytes:
+        return b""
+
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         dispatch = self._under_way.pop(micro_batch)
         started_s = time.monotonic()

@@ -25,7 +25,6 @@ from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
-from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, RECEIVE, SAMPLE, STEP, SpanRecorder
 
@@ -54,19 +53,20 @@ class AttentionRunner:
         sampler: RowSampler | None,
         recorder: SpanRecorder,
         timeout_s: float,
-        counts: RowCounts | None = None,
         routing: RoutingRecorder | None = None,
         *,
+        count_rows: bool = False,
         shared: bool = False,
         stages: Stages | None = None,
     ) -> None:
-        """`sampler` None: another rank of this worker samples. `shared`: other workers' rows are computed in `experts`
+        """`sampler` None: another rank of this worker samples. `count_rows`: results say how many rows each expert got.
+        `shared`: other workers' rows are computed in `experts`
         too, so that every micro-batch goes there, rows or none; what comes back is the whole sum, on every rank.
         `stages`: this process's place in a pipeline; None: it has all layers."""
         self._shared = shared
         self._stages = stages
         self._half = half
-        self._counts = counts
+        self._count_rows = count_rows
         self._routing = routing
         self._device = half.backend.device
         self._experts = experts
@@ -84,8 +84,8 @@ class AttentionRunner:
         the same step may then be run again."""
         started_ns = time.monotonic_ns()
         experts = self._experts
-        if self._counts is not None:
-            self._counts.take()  # of a step that failed
+        if self._count_rows:
+            experts.take_counts()  # of a step that failed
         if self._routing is not None:
             self._routing.begin_step()
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
@@ -116,7 +116,7 @@ class AttentionRunner:
             wait_s=experts.wait_s - wait_s + self._stage_wait_s,
             exposed_s=experts.exposed_s - exposed_s,
             dispatch_bytes=experts.bytes_sent - num_bytes,
-            expert_rows=b"" if self._counts is None else self._counts.take(),
+            expert_rows=experts.take_counts() if self._count_rows else b"",
             routed=b"" if self._routing is None else self._routing.of_step(),
         )
 
@@ -202,8 +202,6 @@ class AttentionRunner:
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
         ids_TK, weights_TK = half.gate(layer, y_TH)
-        if self._counts is not None:
-            self._counts.add(layer, ids_TK)
         if self._routing is not None:
             self._routing.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)

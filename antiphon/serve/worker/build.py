@@ -31,7 +31,6 @@ from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
-from antiphon.serve.worker.row_counts import RowCounts
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
@@ -246,8 +245,8 @@ def _build_attention(
         RowSampler(backend) if leads else None,
         recorder,
         configure.timeout_s,
-        RowCounts(spec) if configure.count_rows and leads else None,
         RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
+        count_rows=configure.count_rows and leads,
         shared=levels is not None,
         stages=stages,
     )

@@ -1,17 +1,22 @@
 """An expert worker's part in moving experts while it serves: it loads what a coming placement wants, and lets go later.
 
-    prepare   a thread reads the missing experts from the checkpoint into free slots, at most so many bytes a second
+    prepare   a thread reads the missing experts from the checkpoint into free slots, a part of the time
     prepared  they count from now on; rows may come by the old map and by the new one
     retire    the engine says that no more rows come by older maps: their slots are free again
 
 Slots are given and freed on the worker's own thread only; the loading thread writes weights that nobody reads yet.
+Loading competes with batches for cores and memory. After each expert the thread rests four times as long as that took.
+So it takes the same part of a fast worker and of a slow one, whose experts take longer to load.
+
 Rejected: a copy from another worker. The checkpoint is mapped into memory and shared by all processes of a machine.
+Rejected: a limit in bytes/s. A worker with a fifth of a core never reached it, and its steps took 3.3 times as long.
+Rejected: a low priority for the thread. It holds the interpreter's lock at times, and batches would wait for it.
 """
 
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from threading import Event, Thread
 
 from antiphon import _native
 from antiphon.base.errors import UserError
@@ -20,30 +25,22 @@ from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("worker")
-LoadExpert = Callable[[int, int, int], int]  # layer, expert, slot -> bytes read
-BYTES_PER_S = 256 * 2**20  # of loading beside serving: a fraction of what a memory or a disk gives
+LoadExpert = Callable[[int, int, int], None]  # layer, expert, slot
+LOADING_SHARE = 0.2  # of the time that a move takes; the thread rests in between
 
 
 class ExpertMoves:
     """`load` reads an expert into a slot. One placement is prepared at a time. Not thread-safe."""
 
-    def __init__(
-        self,
-        index: int,
-        half: ExpertHalf,
-        load: LoadExpert,
-        placement: ExpertPlacement,
-        bytes_per_s: float = BYTES_PER_S,
-    ) -> None:
+    def __init__(self, index: int, half: ExpertHalf, load: LoadExpert, placement: ExpertPlacement) -> None:
         self._index = index
         self._half = half
         self._load = load
-        self._bytes_per_s = bytes_per_s
         self._placements = [placement]  # by which rows may come, oldest first
         self._coming: ExpertPlacement | None = None
         self._wanted: list[tuple[int, int, int]] = []  # layer, expert, slot
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._thread: Thread | None = None
+        self._stop = Event()
         self._failure: str | None = None
 
     def prepare(self, placement: ExpertPlacement) -> None:
@@ -51,7 +48,7 @@ class ExpertMoves:
         self.close()
         del self._placements[1:]  # they were given up: else the engine would have moved on to them
         self._free_unnamed()
-        self._stop = threading.Event()
+        self._stop = Event()
         self._coming, self._failure, self._wanted = placement, None, []
         for layer, ids in placement.experts_of(self._index).items():
             free = [slot for slot, expert in enumerate(self._half.expert_ids[layer]) if expert == FREE]
@@ -60,16 +57,16 @@ class ExpertMoves:
                 self._failure = f"layer {layer}: {len(missing)} experts are to come, {len(free)} slots are free"
                 return
             self._wanted += [(layer, expert, slot) for expert, slot in zip(missing, free, strict=False)]
-        self._thread = threading.Thread(target=self._run, args=(self._stop,), name="expert-moves", daemon=True)
+        self._thread = Thread(target=self._run, args=(self._stop,), name="expert-moves", daemon=True)
         self._thread.start()
 
-    def _run(self, stop: threading.Event) -> None:
+    def _run(self, stop: Event) -> None:
         _native.work_alone()  # packing weights must not take the kernels' threads from the running batch
         try:
             for layer, expert, slot in self._wanted:
                 started = time.monotonic()
-                num_bytes = self._load(layer, expert, slot)
-                if stop.wait(max(0.0, num_bytes / self._bytes_per_s - (time.monotonic() - started))):
+                self._load(layer, expert, slot)
+                if stop.wait((time.monotonic() - started) * (1 / LOADING_SHARE - 1)):
                     return
         except (UserError, OSError) as error:
             self._failure = str(error)

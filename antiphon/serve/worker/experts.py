@@ -37,6 +37,9 @@ class _NoPeers:
     def place(self, placement: ExpertPlacement) -> None:
         """All experts are here, or with the leader."""
 
+    def take_counts(self) -> bytes:
+        return b""
+
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         return self._results.pop(micro_batch)
 

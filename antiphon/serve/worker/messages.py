@@ -124,7 +124,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
-    `expert_rows`: rows of each expert of each MoE layer, as int32 one layer after the other; empty unless counted.
+    `expert_rows`: rows of each expert of each MoE layer, as uint32 one layer after the other; empty unless counted.
     `routed`: the experts that the rows chose, as `RoutedRows.ids`; empty unless recorded.
     """
 
