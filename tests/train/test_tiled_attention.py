@@ -1,5 +1,8 @@
 """Attention's all-to-alls in tiles, on ranks that share positions: against the same ranks without tiles, in float32."""
 
+import logging
+import logging.handlers
+import queue
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.base.logging import get_logger
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.models.config import model_spec
@@ -32,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, int], str]] = {
     "a norm over all heads": ("olmoe", {"num_attention_heads": 4, "num_key_value_heads": 4}, "selective"),
     "latent rows": ("deepseek_v3", {"num_attention_heads": 4, "num_key_value_heads": 4}, "full"),
 }
+WHY = {"a norm over all heads": "a norm is over all heads", "latent rows": "heads are made of a latent row"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ def step(spec: ModelSpec, mesh: Mesh, keep: str, links: tuple[TileLinks, ...]) -
 def compared(rank: int) -> dict[str, dict[str, Any]]:
     """By case: how far tiles are from whole exchanges, relative to a gradient's largest number."""
     mesh, found = connect(Sizes(world_size=RANKS, sequence=RANKS, expert=RANKS), rank, 60), {}
+    said = queue.SimpleQueue[logging.LogRecord]()
+    get_logger("train").addHandler(logging.handlers.QueueHandler(said))
     for case, (family, heads, keep) in CASES.items():
         spec = model_spec(family_config(family, num_hidden_layers=2, **heads).to_dict())
         links = connect_tiles(spec, TILE_ROWS, mesh)
@@ -95,6 +102,7 @@ def compared(rank: int) -> dict[str, dict[str, Any]]:
             "bytes": (tiled.sent_bytes, whole.sent_bytes),
             "names": tiled.names,
             "cut": heads_leave_in_tiles(spec.attention),
+            "said": [said.get().getMessage() for _ in range(said.qsize())],
         }
     return found
 
@@ -127,9 +135,12 @@ def test_bytes_are_those_of_whole_exchanges(of_ranks: list[dict[str, dict[str, A
 def test_the_timeline_says_what_is_cut(of_ranks: list[dict[str, dict[str, Any]]], case: str) -> None:
     for found in of_ranks:
         names, cut = found[case]["names"], found[case]["cut"]
-        assert cut == (case not in ("a norm over all heads", "latent rows"))
+        assert cut == (case not in WHY)
         for name in ("rows_a2a_out", *(("qkv_heads_a2a",) if cut else ())):
             assert {name, f"wait for {name}", f"{name} backward", f"wait for {name} backward"} <= names
             assert f"{name} weights backward" in names
         assert ("heads_a2a" in names) != cut
         assert "rows_a2a" not in names
+    warnings = [each for each in of_ranks[0][case]["said"] if "overlap.inside" in each]
+    assert len(warnings) == (0 if of_ranks[0][case]["cut"] else 1)
+    assert all(each.endswith(f"not cut into tiles, because {WHY[case]}") for each in warnings)
