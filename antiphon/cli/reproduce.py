@@ -81,7 +81,7 @@ def _listed(claim: Claim) -> dict[str, Any]:
 
 
 def tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """One table per paper, then the reasons of what does not hold."""
+    """One table per paper, then the reasons of what does not hold, or holds loosely."""
     found: list[RenderableType] = []
     for paper, title in PAPERS.items():
         of_paper = [row for row in rows if row.paper == paper]
@@ -91,7 +91,7 @@ def tables(rows: Sequence[Row]) -> list[RenderableType]:
             found += [table(COLUMNS, [_cells(row) for row in of_paper], title=heading), ""]
     by_reason: dict[str, list[str]] = {}
     for row in rows:
-        if not row.holds:
+        if row.reason:
             by_reason.setdefault(row.reason, []).append(row.id)
     for reason, names in by_reason.items():
         found.append(f"{', '.join(names)}: {reason}\n")

@@ -52,7 +52,7 @@ def direct(network: Network, spread: Spread, rows: Number, row_bytes: Number) ->
     fewest = ranks - together * (np.ceil(ranks / together) - 1)
     copies = rows * spread.ranks_per_row
     inside, across = copies * (together - 1) / ranks, copies * (ranks - fewest) / ranks
-    return _side_by_side(network, inside * row_bytes, across, ranks - fewest, row_bytes, num_hops=1)
+    return _side_by_side(network, spread, inside * row_bytes, across, ranks - fewest, row_bytes, num_hops=1)
 
 
 def once_per_node(network: Network, spread: Spread, rows: Number, row_bytes: Number) -> Parts:
@@ -60,14 +60,21 @@ def once_per_node(network: Network, spread: Spread, rows: Number, row_bytes: Num
     domains = np.asarray(spread.num_domains, dtype=np.float64)
     across = rows * spread.domains_per_row * (domains - 1) / domains
     inside = np.where(np.asarray(spread.ranks_per_domain) > 1, rows * spread.ranks_per_row, 0.0)
-    return _side_by_side(network, inside * row_bytes, across, domains - 1, row_bytes, num_hops=2)
+    return _side_by_side(network, spread, inside * row_bytes, across, domains - 1, row_bytes, num_hops=2)
 
 
 def _side_by_side(
-    network: Network, inside_bytes: Number, rows_across: Number, peers: Number, row_bytes: Number, *, num_hops: int
+    network: Network,
+    spread: Spread,
+    inside_bytes: Number,
+    rows_across: Number,
+    peers: Number,
+    row_bytes: Number,
+    *,
+    num_hops: int,
 ) -> Parts:
     inner, outer = network.scale_up, network.scale_out
-    up_s = np.where(np.asarray(inside_bytes) > 0, inner.latency_s + inside_bytes / inner.bytes_per_s, 0.0)
+    up_s = inner.stream_s(inside_bytes, np.minimum(spread.ranks_per_domain, spread.num_ranks) - 1)
     num_messages = np.minimum(peers, rows_across)
     message_bytes = rows_across * row_bytes / np.maximum(num_messages, 1e-12)
     wires = longest(inner.parts(up_s), outer.parts(outer.send_s(message_bytes, num_messages)))

@@ -10,13 +10,15 @@ them in one scale-up domain.
 3. All-to-all sends each pair its block directly, all at once; the two levels are different wires, the longer counts.
 4. Where `ranks_per_domain` does not divide `degree`, or the library knows no levels (`flat_rings`), one ring runs over
    all, each round as slow as its slowest link.
-5. A message of x bytes reaches the fraction x / (x + half) of the bandwidth: each message costs `half` bytes more.
+5. In a mesh a message has one wire, its pair's: of W wires a device uses as many as it has peers in the group, so that
+   4 ranks of a domain of 8 reach 3/7 of the rate that all 8 reach.
+6. A message of x bytes reaches the fraction x / (x + half) of the bandwidth: each message costs `half` bytes more.
 
 Rejected: the proportionalities of MixServe's eq. 1-3 as costs. They leave out latency and divide by the degree twice in
 eq. 2; `cost.hybrid` keeps them, named as what they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,17 +32,20 @@ CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One device's way to others, one direction: what a large message reaches, latency, Util's half point."""
+    """One device's way to others, one direction: what large messages reach, latency, Util's half point. `num_wires`: of
+    a mesh, those that `bytes_per_s` is spread over, one to each other device; 0: any message may use all of it."""
 
     level: Level
     bytes_per_s: Number
     latency_s: Number
     half_bytes: Number
+    num_wires: int = 0
 
     def wire_s(self, message_bytes: Number, num_messages: Number = 1) -> Number:
-        """Time the wire is busy with messages of that size, latency left out. No bytes, no time."""
+        """Time the wires are busy with messages of that size, latency left out. No bytes, no time."""
+        turns = np.maximum(num_messages, self.num_wires)
         busy: Number = np.where(
-            np.asarray(message_bytes) > 0, num_messages * (message_bytes + self.half_bytes) / self.bytes_per_s, 0.0
+            np.asarray(message_bytes) > 0, turns * (message_bytes + self.half_bytes) / self.bytes_per_s, 0.0
         )
         return busy
 
@@ -48,6 +53,14 @@ class Link:
         """`num_rounds` dependent rounds of `num_messages` messages each, every round with its latency."""
         sent = np.asarray(message_bytes * num_messages) > 0
         time: Number = np.where(sent, num_rounds * (self.latency_s + self.wire_s(message_bytes, num_messages)), 0.0)
+        return time
+
+    def stream_s(self, size_bytes: Number, num_peers: Number) -> Number:
+        """Time of `size_bytes`, spread evenly over `num_peers` peers and not cut into messages."""
+        slower = np.maximum(self.num_wires / np.maximum(num_peers, 1), 1.0)
+        time: Number = np.where(
+            np.asarray(size_bytes) > 0, self.latency_s + slower * size_bytes / self.bytes_per_s, 0.0
+        )
         return time
 
     def util(self, message_bytes: Number) -> Number:
@@ -146,7 +159,8 @@ class Network:
 
     def _flat_ring_pass(self, size_bytes: Number, degree: Number) -> Parts:
         chunk, rounds = size_bytes / degree, degree - 1
-        up = self.scale_up.parts(self.scale_up.send_s(chunk, 1, rounds))
+        inner = replace(self.scale_up, num_wires=0)  # rings in different orders share a mesh's wires
+        up = inner.parts(inner.send_s(chunk, 1, rounds))
         out = self.scale_out.parts(self.scale_out.send_s(chunk, 1, rounds))
         return select(np.asarray(up.total_s) > np.asarray(out.total_s), up, out)
 
@@ -170,6 +184,7 @@ def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
             bytes_per_s=group.scale_up_bytes_per_s * efficiency.scale_up,
             latency_s=cluster.scale_up_latency_s,
             half_bytes=efficiency.scale_up_half_bytes,
+            num_wires=group.device.scale_up_domain - 1 if group.device.scale_up_mesh else 0,
         ),
         scale_out=Link(
             level="scale_out",

@@ -185,7 +185,8 @@ def _inside(group: NodeGroup) -> str:
     if group.scale_up_domain == 1:
         return "no link between devices of a node"
     rate = number(group.scale_up_bytes_per_s / 1e9)
-    return f"{group.scale_up_domain} devices joined at {rate} GB/s each, each way"
+    how = ", a wire between each pair," if group.device.scale_up_mesh else ""
+    return f"{group.scale_up_domain} devices joined{how} at {rate} GB/s each, each way"
 
 
 def _device(seat: Seat, left: float, top: float, place: int, per_row: int) -> str:

@@ -4,14 +4,14 @@
 2. `ours` is a function, run only when the row is asked for; it never sees `theirs`.
 3. The tolerance is chosen by kind before ours is known: a counted number may differ by the rounding of the printed
    digit only, a modelled or simulated one by 15 to 25% (gains near 1: 10%), text not at all.
-4. A row that does not hold stays, with `reason`: what was found when it was looked into.
+4. A row that does not hold, or holds loosely, stays with `reason`: what was found when it was looked into.
 
 Rejected: expected results as tests. A test that fails is mended or removed; a row that fails is a result.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from antiphon.base.errors import UserError
@@ -61,7 +61,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A claim with our value. `reason` is empty where the row holds."""
+    """A claim with our value. `reason` is empty where the row holds, and not loosely."""
 
     id: str
     paper: Paper
@@ -126,8 +126,10 @@ def evaluate(claim: Claim) -> Row:
     ours = claim.ours()
     ours = ours if isinstance(ours, str) else float(ours)
     fits = holds(claim.theirs, ours, claim.tolerance, claim.relation)
-    reason = "" if fits else claim.reason or NOT_ANALYSED
-    return Row(**{**vars(claim), "ours": ours, "holds": fits, "reason": reason})
+    row = Row(**{**vars(claim), "ours": ours, "holds": fits})
+    if fits and not row.holds_loosely:
+        return replace(row, reason="")
+    return replace(row, reason=claim.reason or NOT_ANALYSED)
 
 
 def holds(theirs: Value, ours: Value, tolerance: float, relation: Relation = "within") -> bool:

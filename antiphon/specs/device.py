@@ -24,6 +24,7 @@ class DeviceSpec:
     `flops_per_s`: dense peak by compute dtype; a dtype that is missing cannot be computed in.
     `scale_up_domain`: how many devices the scale-up link connects at most (8: one server; 72: GB200 NVL72; 1: none).
     `scale_up_spans_nodes`: whether that link leaves the server (NVL72), so that a domain may be larger than a node.
+    `scale_up_mesh`: whether it is a wire of its own to each other device of a full domain, and no switch.
     `sustained`: fraction of the peak rates that is left at the clock a loaded device settles at. `num_processors`: how
     many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: not known, tiles are free.
     `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where nobody states one.
@@ -41,6 +42,7 @@ class DeviceSpec:
     power_w: Positive
     price: Positive | None = None
     scale_up_spans_nodes: bool = False
+    scale_up_mesh: bool = False
     sustained: float = 1.0
     num_processors: int | None = None
     sources: dict[str, str] = field(default_factory=dict)

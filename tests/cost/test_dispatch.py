@@ -37,6 +37,15 @@ def test_once_per_node_by_hand() -> None:
     assert once_per_node(slow_inside, spread, 16, 10).scale_up_s == pytest.approx(32 * 10 / 50)
 
 
+def test_in_a_mesh_rows_take_the_wire_of_their_pair() -> None:
+    # 32 copies: three quarters to 3 other ranks on 3 wires; with 2 ranks to a domain, a quarter of 64 to one of them.
+    mesh = replace(WIRES, scale_up=replace(WIRES.scale_up, num_wires=3, bytes_per_s=30.0))
+    together = Spread(num_ranks=4, ranks_per_domain=4, ranks_per_row=2.0, domains_per_row=1.0)
+    assert direct(mesh, together, 16, 10).scale_up_s == pytest.approx(16 * 2 * 10 * 3 / 4 / 30)
+    apart = Spread(num_ranks=4, ranks_per_domain=2, ranks_per_row=4.0, domains_per_row=2.0)
+    assert direct(mesh, apart, 16, 10).scale_up_s == pytest.approx(16 * 10 / (30 / 3))
+
+
 def test_no_rows_and_no_peers_cost_nothing() -> None:
     alone = Spread(num_ranks=1, ranks_per_domain=1, ranks_per_row=1.0, domains_per_row=1.0)
     several = Spread(num_ranks=8, ranks_per_domain=4, ranks_per_row=2.0, domains_per_row=1.5)

@@ -57,6 +57,20 @@ def test_across_domains() -> None:
     assert (exchanged.scale_up_s, exchanged.scale_out_s) == (0.0, pytest.approx(40e-3))
 
 
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_in_a_mesh_each_pair_has_a_wire_of_a_third_of_the_rate(degree: int) -> None:
+    """Counted wire by wire; a whole domain is as fast as at a switch."""
+    mesh = network(round_cluster(), round_group(device=replace(ROUND, scale_up_mesh=True)))
+    on_a_wire = 8 * MB / degree  # a rank's part to each other rank, whichever the collective
+    for name in ("reduce_scatter", "all_gather", "all_to_all"):
+        assert getattr(mesh, name)(8 * MB, degree).scale_up_s == pytest.approx(on_a_wire / (1e9 / 3)), name
+        faster = getattr(NETWORK, name)(8 * MB, degree).scale_up_s
+        assert faster == pytest.approx((degree - 1) * on_a_wire / 1e9), name
+    assert mesh.point_to_point(2 * MB, across=False).scale_up_s == pytest.approx(6e-3)
+    assert mesh.all_reduce(8 * MB, 8) == NETWORK.all_reduce(8 * MB, 8)
+    assert mesh.reduce_scatter(7 * MB, 7) == NETWORK.reduce_scatter(7 * MB, 7), "rings in all orders share the wires"
+
+
 def test_latency_is_paid_by_dependent_rounds_and_half_by_messages() -> None:
     slow = network(round_cluster(scale_up_latency_s=1e-3, scale_out_latency_s=5e-3), round_group())
     assert slow.reduce_scatter(8 * MB, 4).scale_up_s == pytest.approx(7e-3)

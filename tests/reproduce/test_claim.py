@@ -55,6 +55,9 @@ def test_a_row_says_why_it_does_not_hold() -> None:
     assert evaluate(replace(CLAIM, reason="because")).reason == ""
     assert evaluate(replace(CLAIM, ours=lambda: 3.0, reason="because")).reason == "because"
     assert evaluate(replace(CLAIM, ours=lambda: 3.0)).reason == NOT_ANALYSED
+    loose = replace(CLAIM, kind="modelled", unit="", theirs=1.2, ours=lambda: 1.1, tolerance=0.1, reason="because")
+    assert evaluate(loose).holds
+    assert evaluate(loose).reason == "because"
 
 
 def test_json_has_no_infinity() -> None:

@@ -77,9 +77,10 @@ def test_contradictions_of_the_papers_are_reported(name: str, rows: dict[str, Ro
     assert TRAPS[name] in rows[name].reason
 
 
-def test_what_does_not_hold_says_why(rows: dict[str, Row]) -> None:
-    silent = [row.id for row in rows.values() if not row.holds and row.reason in ("", NOT_ANALYSED)]
-    assert silent == []
+def test_what_does_not_hold_or_only_loosely_says_why(rows: dict[str, Row]) -> None:
+    doubtful = [row for row in rows.values() if not row.holds or row.holds_loosely]
+    assert [row.id for row in doubtful if row.reason in ("", NOT_ANALYSED)] == []
+    assert [row.id for row in rows.values() if row.reason and row not in doubtful] == []
 
 
 def test_counted_rows_rest_on_no_calibration(rows: dict[str, Row]) -> None:

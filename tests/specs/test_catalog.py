@@ -45,11 +45,11 @@ def test_the_devices_of_the_papers_are_there(name: str) -> None:
 @pytest.mark.parametrize("name", names("device"))
 def test_every_number_of_a_device_has_a_source(name: str) -> None:
     device = load_device(name)
-    numbers = {f.name for f in fields(DeviceSpec)} - {"name", "kind", "sources", "price", "scale_up_spans_nodes"}
+    numbers = {f.name for f in fields(DeviceSpec)} - {"name", "kind", "sources", "price"}
     numbers -= {"sustained"} if device.sustained == 1 else set()
     numbers -= {"num_processors"} if device.num_processors is None else set()
     numbers |= {"price"} if device.price is not None else set()
-    numbers |= {"scale_up_spans_nodes"} if device.scale_up_spans_nodes else set()
+    numbers -= {name for name in ("scale_up_spans_nodes", "scale_up_mesh") if not getattr(device, name)}
     assert set(device.sources) == numbers
     assert all(len(source) > 5 for source in device.sources.values())
 

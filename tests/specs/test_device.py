@@ -61,6 +61,7 @@ def test_sources_and_price_are_kept(tmp_path: Path) -> None:
         ({"price": "0"}, "price is 0: it must be above 0"),
         ({"kind": '"tpu"'}, "kind is 'tpu': use one of gpu, npu, cpu"),
         ({"scale_up_domain": "0"}, "scale_up_domain is 0: it must be at least 1"),
+        ({"scale_up_mesh": "1"}, "scale_up_mesh is 1: true or false is needed"),
         ({"scale_up_spans_nodes": "1"}, "scale_up_spans_nodes is 1: true or false is needed"),
         ({"flops_per_s": "148e12"}, "flops_per_s is 148000000000000.0: a table is needed"),
         ({"flops_per_s": "{ bf16 = 1e12 }"}, r"flops_per_s: unknown key bf16: did you mean bfloat16\?"),
@@ -102,6 +103,7 @@ devices = st.builds(
     power_w=positive,
     price=st.none() | positive,
     scale_up_spans_nodes=st.booleans(),
+    scale_up_mesh=st.booleans(),
     sources=st.dictionaries(st.sampled_from(["price", "power_w", "flops_per_s"]), texts),
 )
 

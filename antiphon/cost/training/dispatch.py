@@ -20,7 +20,10 @@ from antiphon.cost.parts import Number, Parts, select
 
 
 def stream_gather(link: Link, size_bytes: Number, degree: Number) -> Number:
-    """Seconds of an all-gather or reduce-scatter of `size_bytes` over a ring inside a domain."""
+    """Seconds of an all-gather or reduce-scatter of `size_bytes` over a ring inside a domain; in a mesh each rank's
+    part goes straight to every other."""
+    if link.num_wires:
+        return block_exchange(link, size_bytes, degree)
     sent = size_bytes * (np.asarray(degree, dtype=np.float64) - 1) / degree
     return link.send_s(sent)
 

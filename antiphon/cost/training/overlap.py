@@ -2,13 +2,16 @@
 
 1. R = time of the experts' products / time of one layer's token exchange. Above 1 the exchange fits behind them.
 2. Inter-operator: a communication runs beside operators that do not depend on it: in backward, gradients of weights and
-   what is made again; in forward, the shared expert beside dispatch and combine.
+   what is made again; in forward, the shared expert beside dispatch and combine. Memory-bound kernels that make
+   activations again run beside products: one waits for memory, the other for arithmetic.
 3. Intra-operator: a communication is cut into tiles and fused with the product next to it; of the two the longer
    counts.
 4. Of what could be hidden, the fraction `overlap` (the cluster's calibration) really is.
 
 Rejected: a hidden share per strategy. It would be the answer put in by hand.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +39,13 @@ def hidden_behind(communication: Parts, independent_s: Number, overlap: float) -
     hidden = overlap * np.minimum(total, independent_s)
     left: FloatArray = np.where(total > 0, 1 - hidden / np.where(total > 0, total, 1.0), 0.0)
     return left * communication
+
+
+def beside_products(again: Parts, compute_s: Number, overlap: float) -> Parts:
+    """What is left of kernels that make activations again: of their memory traffic what does not hide behind
+    `compute_s` seconds of arithmetic, and all else that they take."""
+    memory = Parts(memory_s=again.memory_s)
+    return replace(again, memory_s=hidden_behind(memory, compute_s, overlap).memory_s)
 
 
 def fused_speedup(communication_s: Number, product_s: Number, overlap: float) -> Number:

@@ -5,7 +5,7 @@
 2. MegaScale-MoE (section 4.1) makes the cheap ones again: norms, activation, exchanges; never attention, never
    products. The options of this kind are its choice; products and the whole layer are for machines with less memory.
 3. `choose` takes options in the order of seconds per byte saved until the target is met, by candidate. Under overlap
-   only the fraction of communication that cannot be hidden counts as seconds.
+   only the fraction of communication and of memory traffic that cannot be hidden counts as seconds.
 4. An option that builds on another one (products from rows that are made again) comes after it.
 
 Rejected: full recomputation or none, the usual switch. The cheap options save most of the memory at next to no time.
@@ -135,9 +135,10 @@ def dense_bytes(case: LayerSizes) -> Number:
 
 
 def seconds(option: Option, *, overlaps: bool, overlap: float) -> Number:
-    """What an option costs in backward: its computation, and of its communication what overlap cannot hide."""
-    communication_s = option.recomputed.communication.total_s
-    return option.recomputed.computation.total_s + communication_s * (1 - overlap if overlaps else 1.0)
+    """What an option costs in backward: of its communication and memory traffic what overlap cannot hide, all else."""
+    computation, communication = option.recomputed.computation, option.recomputed.communication
+    hideable_s = communication.total_s + computation.memory_s
+    return computation.total_s + communication.total_s - (overlap * hideable_s if overlaps else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

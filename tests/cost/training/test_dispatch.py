@@ -34,6 +34,15 @@ def test_times_by_hand() -> None:
     assert float(exchange(perfect(), 4e6, 1).total_s) == 0
 
 
+def test_in_a_mesh_two_of_four_have_one_wire_of_three() -> None:
+    cluster = round_cluster()
+    group = replace(cluster.groups[0], device=replace(cluster.groups[0].device, scale_up_mesh=True))
+    mesh = network(cluster, group)
+    for move in (gather, exchange):
+        assert float(move(mesh, 4e6, 2).total_s) == pytest.approx(2e6 / (1e9 / 3))
+        assert float(move(mesh, 4e6, 4).total_s) == pytest.approx(float(move(perfect(), 4e6, 4).total_s))
+
+
 def test_messages_pay_their_start() -> None:
     cluster = round_cluster(efficiency=replace(round_cluster().efficiency, scale_up_half_bytes=1e6))
     net = network(cluster, cluster.groups[0])
