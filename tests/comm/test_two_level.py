@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange, owner_table
 from antiphon.comm.two_level.levels import Levels, open_levels
@@ -208,6 +209,33 @@ def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
 
     for rank, result in enumerate(ranks.each(serve)):
         assert torch.equal(result, case.expected(rank))
+
+
+def test_the_form_of_an_exchange_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dispatched after `fused` was set goes that way; the result is the same."""
+    seen: list[bool] = []
+
+    class Seen(Dispatch):
+        def __init__(self, *arguments: Any, fused: bool) -> None:
+            seen.append(fused)
+            super().__init__(*arguments, fused=fused)
+
+    monkeypatch.setattr(hybrid, "Dispatch", Seen)
+    with box(TOPOLOGIES["d_DP = d_EP"]) as made:
+        case = Case(made.topology, [5], TOP_K, torch.float32, 3)
+
+        def serve(levels: Levels) -> list[Tensor]:
+            placement = ExpertPlacement(case.topology.expert_ep, {0: case.placed})
+            exchange = HybridExchange(levels, placement, lambda layer, *arrived: case.partial(levels.rank, *arrived))
+            results = []
+            for exchange.fused in (True, False):
+                exchange.dispatch(0, 0, *case.of(levels.rank))
+                results.append(exchange.combine(0, 0, PATIENCE_S))
+            return results
+
+        for rank, results in enumerate(made.each(serve)):
+            assert all(torch.equal(result, case.expected(rank)) for result in results)
+    assert sorted(seen) == [False] * made.topology.size + [True] * made.topology.size
 
 
 def test_a_placement_for_another_topology() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.comm.stages import Stages
+from antiphon.comm.two_level.forms import Forms
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
@@ -57,13 +58,14 @@ class AttentionRunner:
         counts: RowCounts | None = None,
         routing: RoutingRecorder | None = None,
         *,
-        shared: bool = False,
+        forms: Forms | None = None,
         stages: Stages | None = None,
     ) -> None:
-        """`sampler` None: another rank of this worker samples. `shared`: other workers' rows are computed in `experts`
-        too, so that every micro-batch goes there, rows or none; what comes back is the whole sum, on every rank.
-        `stages`: this process's place in a pipeline; None: it has all layers."""
-        self._shared = shared
+        """`sampler` None: another rank of this worker samples. `forms`: how rows travel where other workers' rows are
+        computed in `experts` too, so that every micro-batch goes there, rows or none; what comes back is the whole sum,
+        on every rank. `stages`: this process's place in a pipeline; None: it has all layers."""
+        self._forms = forms
+        self._shared = forms is not None
         self._stages = stages
         self._half = half
         self._counts = counts
@@ -98,6 +100,8 @@ class AttentionRunner:
         self._served.clear()
         self._stage_wait_s = 0.0
         experts.begin_step(step.step, step.participants)
+        if self._forms is not None:
+            self._forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)
         if self._stages is None:
             micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
             self._run_layers(list(enumerate(micro_batches)))

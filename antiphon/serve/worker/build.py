@@ -27,7 +27,7 @@ from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
-from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_levels
+from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
@@ -197,7 +197,7 @@ def _build_attention(
 ) -> AttentionWorker | Follower:
     """An attention worker or a replica, or one rank of it."""
     levels = None
-    if configure.hybrid_expert_tp is not None:
+    if configure.hybrid is not None:
         levels = hybrid_levels(configure, spec, backend.dtype, partial(_endpoint, configure))
     ranks = _rank_group(configure) if levels is None else levels.attention
     stages = None if configure.num_stages == 1 else _stages(configure, spec, backend.dtype, levels or ranks)
@@ -248,7 +248,7 @@ def _build_attention(
         configure.timeout_s,
         RowCounts(spec) if configure.count_rows and leads else None,
         RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
-        shared=levels is not None,
+        forms=hybrid_forms(configure, spec, backend.dtype, levels, exchange),
         stages=stages,
     )
     links = Links(None if levels else exchange, stages or levels or ranks)
@@ -283,7 +283,7 @@ def _stages(configure: Configure, spec: ModelSpec, dtype: torch.dtype, beside: R
     exchange = configure.exchange
     assert exchange is not None, "stages reach each other"
     place = StagePlace(
-        worker=configure.index if configure.hybrid_expert_tp is not None else 0,
+        worker=configure.index if configure.hybrid is not None else 0,
         stage=configure.rank // configure.tp,
         rank=configure.rank % configure.tp,
         num_stages=configure.num_stages,
