@@ -213,19 +213,15 @@ class ServeConfig:
             raise UserError(
                 f"--device {self.device} does not run --layout hybrid: its ranks exchange rows in host memory"
             )
-        wide, narrow = max(self.attention_tp, self.expert_tp), min(self.attention_tp, self.expert_tp)
-        num_ranks = self.num_attention * self.attention_tp
-        if wide % narrow or num_ranks % wide:
-            raise UserError(
-                f"--layout hybrid with --attention {self.num_attention}, --tp {self.attention_tp} and --expert-tp "
-                f"{self.expert_tp}: one TP degree must divide the other, and the larger the {num_ranks} ranks"
-            )
+        try:
+            _ = self.topology
+        except UserError as error:
+            raise UserError(f"--layout hybrid with --tp and --expert-tp: {error}") from error
 
     @property
     def topology(self) -> TwoLevel:
         """The ranks of one stage of a hybrid instance."""
-        num_ranks, node = self.num_attention * self.attention_tp, max(self.attention_tp, self.expert_tp)
-        return TwoLevel(num_nodes=num_ranks // node, attention_tp=self.attention_tp, expert_tp=self.expert_tp)
+        return TwoLevel.of_ranks(self.num_attention * self.attention_tp, self.attention_tp, self.expert_tp)
 
     @property
     def num_expert_parts(self) -> int:

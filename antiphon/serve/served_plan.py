@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from antiphon.base.errors import UserError
+from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import Layout, ServeConfig
@@ -193,12 +194,10 @@ def _check_hybrid(sizes: Parallel, file: Path) -> None:
         raise UserError(
             f"{file} has attention on {num_ranks} ranks and experts on {of_experts}: colocated, they are the same ranks"
         )
-    wide, narrow = max(sizes.attention_tp, sizes.expert_tp), min(sizes.attention_tp, sizes.expert_tp)
-    if wide % narrow or num_ranks % wide:
-        raise UserError(
-            f"{file} has attention_tp {sizes.attention_tp} and expert_tp {sizes.expert_tp} on {num_ranks} ranks: one "
-            f"must divide the other, and the larger the number of ranks"
-        )
+    try:
+        TwoLevel.of_ranks(num_ranks, sizes.attention_tp, sizes.expert_tp)
+    except UserError as error:
+        raise UserError(f"{file} has {error}") from error
 
 
 def _check_instances(phase: PhasePlan, file: Path) -> None:

@@ -282,8 +282,11 @@ def test_bytes_between_nodes_are_those_of_equation_12() -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(UserError, match="attention_tp 2 and expert_tp 3: one must divide the other"):
+    with pytest.raises(UserError, match="attention_tp 2 and expert_tp 3 on 3 ranks: one must divide the other"):
         TwoLevel(attention_tp=2, expert_tp=3)
+    with pytest.raises(UserError, match=r"attention_tp 2 and expert_tp 4 on 6 ranks: .* and the larger the number of"):
+        TwoLevel.of_ranks(6, 2, 4)
+    assert TwoLevel.of_ranks(8, 2, 4) == TwoLevel(num_nodes=2, attention_tp=2, expert_tp=4)
     with pytest.raises(UserError, match="num_nodes is 0: use at least 1"):
         TwoLevel(num_nodes=0)
     with pytest.raises(UserError, match="a hidden size of 12 cannot be cut into 5 equal shards"):

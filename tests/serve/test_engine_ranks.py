@@ -203,9 +203,9 @@ def test_stages_have_layers_and_hold_experts_too(tiny_model: TinyModel) -> None:
 
 
 def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:
-    with pytest.raises(UserError, match="one TP degree must divide the other, and the larger the 6 ranks"):
+    with pytest.raises(UserError, match="on 6 ranks: one must divide the other, and the larger the number of ranks"):
         config(tiny_model, "2t3*2")
-    with pytest.raises(UserError, match="one TP degree must divide the other, and the larger the 3 ranks"):
+    with pytest.raises(UserError, match="on 3 ranks: one must divide the other, and the larger the number of ranks"):
         config(tiny_model, "3*2")
 
 

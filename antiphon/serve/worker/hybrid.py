@@ -32,17 +32,13 @@ def hybrid_levels(
     assert exchange is not None, "ranks of an instance reach each other"
     assert configure.hybrid is not None, "only hybrid replicas share experts"
     tp = configure.tp
-    node = max(tp, configure.hybrid.expert_tp)
-    topology = TwoLevel(
-        num_nodes=exchange.num_attention * tp // node,
-        attention_tp=tp,
-        expert_tp=configure.hybrid.expert_tp,
-    )
+    topology = TwoLevel.of_ranks(exchange.num_attention * tp, tp, configure.hybrid.expert_tp)
     first = configure.rank // tp * tp  # of this stage
+    is_node = tp == topology.ranks_per_node  # else a node is several workers, maybe on several machines
     return open_levels(
         topology,
         configure.index * tp + configure.rank % tp,
-        inside=partial(endpoint, of_ranks=tp == node),  # else a node is several workers, maybe on several machines
+        inside=partial(endpoint, of_ranks=is_node),
         across=endpoint,
         names=[f"{configure.role}[{each // tp}][{first + each % tp}]" for each in range(topology.size)],
         message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
