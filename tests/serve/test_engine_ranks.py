@@ -135,6 +135,20 @@ def test_text_is_the_same_with_every_form_of_the_exchange(
     assert phases == {True, False}
 
 
+def test_a_process_says_once_how_it_reaches_others(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Though it has several ends: of its ranks, of its node, between nodes. Rank 0 says what was measured."""
+    with running(config(tiny_model, "2t2*2")) as engine:
+        assert complete(engine, prompts[:2]) == reference[:2]
+        wait_until_idle(engine)
+    lines = capfd.readouterr().err.splitlines()
+    said = [line.partition("replica")[2] for line in lines if "transport" in line]
+    assert [line.partition(":")[0] for line in sorted(said)] == ["[0][0]", "[0][1]", "[1][0]", "[1][1]"]
+    assert all(": transport shm, waits by " in line for line in said)
+    assert sum("of an exchange by rows, fused and synchronous: 1: " in line for line in lines) == 1
+
+
 def test_forms_belong_to_the_hybrid_layout(tiny_model: TinyModel) -> None:
     with pytest.raises(UserError, match="--decode-collectives fused needs --layout hybrid"):
         config(tiny_model, "1t2", decode_collectives="fused")
