@@ -11,7 +11,7 @@ from antiphon.base.units import parse_bytes
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 from antiphon.specs.placement import read_placement
-from antiphon.specs.plan import MAX_MICRO_BATCHES
+from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
 
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
@@ -56,6 +56,13 @@ class WorkerOptions:
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
     ] = None
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
+    # Out of the help, which fills its screen; docs/ranks.md has them.
+    prefill_collectives: Annotated[
+        str, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+    ] = "auto"
+    decode_collectives: Annotated[
+        str, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+    ] = "auto"
     device: DeviceOption = "cpu"
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16, float32.")] = "auto"
     kernels: Annotated[str, typer.Option(metavar="NAME", help="cpu (native), reference.")] = "auto"
@@ -99,6 +106,8 @@ class WorkerOptions:
             num_stages=self.pp,
             num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
+            prefill_collectives=cast(Collectives, self.prefill_collectives),
+            decode_collectives=cast(Collectives, self.decode_collectives),
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,

@@ -27,6 +27,8 @@ _PLANNED = (
     "pp",
     "micro_batches",
     "max_running",
+    "prefill_collectives",
+    "decode_collectives",
 )  # options a plan decides
 
 
@@ -50,6 +52,8 @@ def planned_config(
         expert_tp=served.expert_tp if served.layout != "colocated" else None,
         pp=served.num_stages,
         micro_batches=served.num_micro_batches,
+        prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
+        decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
     )
     room = capacity.max_batch_tokens
     if not given_options(context, ["max_batch_tokens"]):
@@ -57,6 +61,11 @@ def planned_config(
     planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=room)
     config = planned.config(model, planned_capacity, trace=trace)
     return replace(config, placement=config.placement or served.placement), served
+
+
+def _decided(planned: str, asked: str) -> str:
+    """What the plan says, unless it leaves the choice open."""
+    return asked if planned == "auto" else planned
 
 
 def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:

@@ -8,6 +8,7 @@ Rejected: keeping the search's columns beside the plan. A reader of plan.json co
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from antiphon.planner.instance_packing import widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts, group_of, step_parts
 from antiphon.planner.table import CandidateTable, Outcome
-from antiphon.specs.plan import LAYOUTS, DeviceUse, PhasePlan, Predicted
+from antiphon.specs.plan import LAYOUTS, Collectives, DeviceUse, PhasePlan, Predicted
 
 
 def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
@@ -47,10 +48,22 @@ def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instance
         micro_batches=int(one.micro_batches[0]),
         batch=int(one.instance_batch[0]),
         two_batches=bool(np.any(step_parts_of(setting, one).in_halves)),
+        collectives=collectives_of(setting, one),
         devices=devices_of(setting, one, instances),
         placement=placement_of(fractions),
         predicted=predicted_of(setting, one, instances),
     )
+
+
+def collectives_of(setting: Setting, one: Candidates) -> Collectives:
+    """The form of the exchange that a single candidate's numbers are of; `auto` where both forms take the same time."""
+    if one.layout_of(0) == "disaggregated":
+        return "auto"
+    of_form = [replace(setting, limits=replace(setting.limits, fused=fused)) for fused in (True, False)]
+    fused_s, synchronous_s = (float(step_parts_of(each, one).step_s[0]) for each in of_form)
+    if fused_s == synchronous_s:
+        return "auto"
+    return "fused" if setting.limits.fused else "synchronous"
 
 
 def devices_of(setting: Setting, one: Candidates, num_instances: int) -> tuple[DeviceUse, ...]:

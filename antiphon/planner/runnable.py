@@ -13,7 +13,7 @@ import numpy as np
 
 from antiphon.planner.candidates import DISAGGREGATED, BoolArray, Candidates
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_MICRO_BATCHES
+from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_MICRO_BATCHES, groups_nest
 
 
 def can_be_served(model: ModelSpec, candidates: Candidates, on_cpu: BoolArray) -> BoolArray:
@@ -24,11 +24,10 @@ def can_be_served(model: ModelSpec, candidates: Candidates, on_cpu: BoolArray) -
     most_attention = min(model.attention.num_heads, model.vocab_size, *local)
     has_parts = (candidates.attention_tp <= most_attention) & (candidates.expert_tp <= widths.intermediate)
     apart = candidates.attention_dp <= MAX_ATTENTION_WORKERS
-    wide = np.maximum(candidates.attention_tp, candidates.expert_tp)
-    narrow = np.minimum(candidates.attention_tp, candidates.expert_tp)
-    together = apart & (wide % narrow == 0) & (candidates.attention_dp * candidates.attention_tp % wide == 0)
+    num_ranks = candidates.attention_dp * candidates.attention_tp
+    together = apart & groups_nest(num_ranks, candidates.attention_tp, candidates.expert_tp)
     is_one = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
-    together &= is_one | (on_cpu & (model.hidden_size % narrow == 0))
+    together &= is_one | (on_cpu & (model.hidden_size % np.minimum(candidates.attention_tp, candidates.expert_tp) == 0))
     together &= candidates.pp <= min(model.num_layers, MAX_MICRO_BATCHES)
     shape = np.where(candidates.layout == DISAGGREGATED, apart, together)
     return np.asarray(has_parts & shape)

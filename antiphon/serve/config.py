@@ -19,7 +19,7 @@ from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.worker.messages import Role
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
-from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES
+from antiphon.specs.plan import COLLECTIVES, MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
@@ -48,8 +48,9 @@ class ServeConfig:
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
-    the transport between workers. Of the attention workers (or replicas) and expert workers, the last
-    `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
+    the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
+    exchanges in steps with and without rows of prompts. Of the attention workers (or replicas) and expert workers, the
+    last `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
     `join_secret`.
     """
 
@@ -74,6 +75,8 @@ class ServeConfig:
     num_threads: int | None = None
     timeout_s: float = 30.0
     exchange: str = "auto"
+    prefill_collectives: Collectives = "auto"
+    decode_collectives: Collectives = "auto"
     join_address: str = ""
     join_secret: bytes = field(default=b"", repr=False)
     joined_attention: int = 0
@@ -138,7 +141,7 @@ class ServeConfig:
                 f"above 0 s and at most {MAX_TIMEOUT_S:.0f}",
             ),
         )
-        for holds, name, value, limit in (*checks, *self._role_checks()):
+        for holds, name, value, limit in (*checks, *self._role_checks(), *self._collectives_checks()):
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
         self._check_joining()
@@ -167,6 +170,13 @@ class ServeConfig:
             for name, own in roles
             for limit in (f"1 to {MAX_THREADS}",)
         ]
+
+    def _collectives_checks(self) -> list[tuple[bool, str, object, str]]:
+        forms = ("prefill", self.prefill_collectives), ("decode", self.decode_collectives)
+        for phase, form in forms:
+            if form != "auto" and self.layout != "hybrid":
+                raise UserError(f"--{phase}-collectives {form} needs --layout hybrid: elsewhere there is one form")
+        return [(form in COLLECTIVES, f"{phase}-collectives", form, ", ".join(COLLECTIVES)) for phase, form in forms]
 
     def _check_joining(self) -> None:
         for name, joined, all_workers in (
@@ -203,19 +213,15 @@ class ServeConfig:
             raise UserError(
                 f"--device {self.device} does not run --layout hybrid: its ranks exchange rows in host memory"
             )
-        wide, narrow = max(self.attention_tp, self.expert_tp), min(self.attention_tp, self.expert_tp)
-        num_ranks = self.num_attention * self.attention_tp
-        if wide % narrow or num_ranks % wide:
-            raise UserError(
-                f"--layout hybrid with --attention {self.num_attention}, --tp {self.attention_tp} and --expert-tp "
-                f"{self.expert_tp}: one TP degree must divide the other, and the larger the {num_ranks} ranks"
-            )
+        try:
+            _ = self.topology
+        except UserError as error:
+            raise UserError(f"--layout hybrid with --tp and --expert-tp: {error}") from error
 
     @property
     def topology(self) -> TwoLevel:
         """The ranks of one stage of a hybrid instance."""
-        num_ranks, node = self.num_attention * self.attention_tp, max(self.attention_tp, self.expert_tp)
-        return TwoLevel(num_nodes=num_ranks // node, attention_tp=self.attention_tp, expert_tp=self.expert_tp)
+        return TwoLevel.of_ranks(self.num_attention * self.attention_tp, self.attention_tp, self.expert_tp)
 
     @property
     def num_expert_parts(self) -> int:

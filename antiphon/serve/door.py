@@ -2,12 +2,14 @@
 
 A worker that joins takes the first free place of its role; one too many waits as a spare and takes the place of the
 next that is lost. Ranks that reach each other over shared memory take their places together, when one machine has
-enough of them. Workers of one machine are counted here, over all roles, because they take its GPUs in turn. The
-engine's thread asks for `arrivals`; workers arrive on the listener's threads.
+enough of them; ranks that could be anywhere and are at several addresses are worth a warning, because every layer's
+sums then go between these. Workers of one machine are counted here, over all roles, because they take its GPUs in
+turn. The engine's thread asks for `arrivals`; workers arrive on the listener's threads.
 """
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Set
 from itertools import count
 
@@ -76,6 +78,7 @@ class Door:
         self._lock = threading.Lock()
         self._asked: dict[WorkerName, Configure] = {}
         self._peers: list[JoinedPeer] = []
+        self._told: dict[WorkerName, Counter[str]] = {}  # leaders whose ranks no machine can seat, and who waits then
         self._on_arrival: Callable[[], None] = lambda: None
 
     def start(self, on_arrival: Callable[[], None]) -> None:
@@ -120,8 +123,13 @@ class Door:
                 _log.info("%s at %s left before it had a place", peer.name, peer.host)
             found = []
             for names in self._asked_together():
-                for name, peer in zip(names, self._peers_for(names), strict=False):
+                peers = self._peers_for(names)
+                if not peers:
+                    self._say_who_is_apart(names)
+                for name, peer in zip(names, peers, strict=False):
                     self._peers.remove(peer)
+                    self._say_if_apart(name, peer.host)
+                    self._told.pop(name.leader, None)
                     self._seats[name] = (peer.host, self._free_index(peer.host))
                     _log.info("%s is %s at %s", name, peer.name, peer.host)
                     configure = _at(self._asked.pop(name), peer, self._seats[name][1])
@@ -148,6 +156,38 @@ class Door:
             if len(peers) >= len(names) and machines <= {host}:
                 return peers[: len(names)]
         return []
+
+    def _say_who_is_apart(self, names: list[WorkerName]) -> None:
+        """A warning if as many wait as there are places, and these cannot be filled all the same."""
+        leader, role = names[0].leader, names[0].role
+        waiting = Counter(peer.host for peer in self._peers if peer.role == role)
+        num_asked = sum(name.role == role for name in self._asked)
+        if (
+            waiting.total() < num_asked
+            or not _shares_memory(self._asked[names[0]])
+            or self._told.get(leader) == waiting
+        ):
+            return
+        self._told[leader] = waiting
+        _log.warning(
+            "%s: its %d ranks share memory, so they join from one address; those who wait are at %s: start them on one "
+            "machine, give one address with --host, or let them reach each other over --transport tcp",
+            leader,
+            self._asked[names[0]].num_ranks,
+            ", ".join(f"{host} ({count})" for host, count in sorted(waiting.items())),
+        )
+
+    def _say_if_apart(self, name: WorkerName, host: str) -> None:
+        """A warning if the other ranks of this worker are somewhere else."""
+        others = {other for each, (other, _) in self._seats.items() if each.leader == name.leader}
+        if others and host not in others:
+            _log.warning(
+                "%s is at %s, other ranks of it at %s: every layer's sums go between them; a worker is faster on one "
+                "machine",
+                name,
+                host,
+                ", ".join(sorted(others)),
+            )
 
     def _free_index(self, host: str) -> int:
         """The lowest number that no worker of `host` has."""

@@ -38,7 +38,7 @@ from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.routing_record import RoutingRecord
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.tracked import TrackedRequests
-from antiphon.serve.worker.messages import Configure, ExchangeConfig, Role
+from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, Role
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row
 
@@ -266,9 +266,17 @@ class Launcher:
             count_rows=config.balance != "off",
             record_routing=config.record_routing is not None,
             exchange=exchange,
-            hybrid_expert_tp=config.expert_tp if config.layout == "hybrid" else None,
+            hybrid=self._hybrid(),
             timeout_s=config.timeout_s,
             trace=config.trace,
+        )
+
+    def _hybrid(self) -> HybridConfig | None:
+        config = self.config
+        if config.layout != "hybrid":
+            return None
+        return HybridConfig(
+            expert_tp=config.expert_tp, prefill=config.prefill_collectives, decode=config.decode_collectives
         )
 
     def _info(self) -> EngineInfo:

@@ -60,11 +60,20 @@ class RayPlacement:
 
     def __init__(self, config: ServeConfig, cluster: RayCluster, *, start_timeout_s: float = 60.0) -> None:
         if config.layout != "disaggregated":
-            raise UserError("--ray places attention and expert workers: add --layout disaggregated")
+            raise UserError(
+                f"--ray places attention and expert workers, which --layout {config.layout} does not have: use "
+                "--layout disaggregated, or start replicas on the other machines by `antiphon worker` (--join-workers)"
+            )
         if config.joined_attention or config.joined_experts:
             raise UserError("--ray places all workers itself: leave --join-workers and --join-address out")
-        if max(config.attention_tp, config.expert_tp, config.num_instances) > 1:
-            raise UserError("--ray places workers of one rank, once: leave --tp, --expert-tp and --instances out")
+        if config.num_instances > 1:
+            raise UserError(f"--ray places one instance: leave --instances {config.num_instances} out")
+        if max(config.attention_tp, config.expert_tp) > 1:
+            raise UserError(
+                f"--ray places workers of one rank, not of --tp {config.attention_tp} and --expert-tp "
+                f"{config.expert_tp}: it does not keep a worker's ranks on one node; leave these out, or start the "
+                f"ranks there with `antiphon worker` (--join-workers)"
+            )
         if ":" in config.device:
             raise UserError(f"--device {config.device}: with --ray, Ray chooses the GPUs; use cuda")
         self._asked = config

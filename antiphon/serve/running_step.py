@@ -84,7 +84,17 @@ class RunningStep:
                 self._running.setdefault(name, _Part(None, []))
         participants = self._participants()
         self._num_steps += bool(self._running)
-        return {name: self._message(part, participants) for name, part in self._running.items()}
+        sizes = self._sizes()
+        prefill, most_rows = any(count > 1 for rows in sizes for count in rows), max(map(sum, sizes), default=0)
+        return {
+            name: self._message(part, participants, prefill=prefill, most_rows=most_rows)
+            for name, part in self._running.items()
+        }
+
+    def _sizes(self) -> list[list[int]]:
+        """Rows of every sequence of every micro-batch, of all workers."""
+        every = [sequences for part in self._running.values() for sequences in part.micro_batches]
+        return [[len(sequence.token_ids) for sequence in sequences] for sequences in every]
 
     def _participants(self) -> list[list[int]]:
         num_micro_batches = max((len(part.micro_batches) for part in self._running.values()), default=0)
@@ -93,7 +103,7 @@ class RunningStep:
             for index in range(num_micro_batches)
         ]
 
-    def _message(self, part: _Part, participants: list[list[int]]) -> RunStep:
+    def _message(self, part: _Part, participants: list[list[int]], *, prefill: bool, most_rows: int) -> RunStep:
         plan, bitmasks = part.plan, {}
         for sequence in plan.sequences if plan is not None else ():
             if sequence.samples and (mask := self._tracked.bitmask_of(sequence.request_id)) is not None:
@@ -105,6 +115,8 @@ class RunningStep:
             starts=list(plan.starts) if plan is not None else [],
             micro_batches=part.micro_batches + [[]] * missing,
             participants=participants,
+            prefill=prefill,
+            most_rows=most_rows,
             bitmasks=bitmasks,
         )
 

@@ -14,10 +14,11 @@ be of something else.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from antiphon.base.errors import UserError
+from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import Layout, ServeConfig
@@ -27,6 +28,7 @@ from antiphon.specs.plan import (
     MAX_ATTENTION_WORKERS,
     MAX_INSTANCES,
     MAX_MICRO_BATCHES,
+    Collectives,
     Parallel,
     PhasePlan,
     Plan,
@@ -42,6 +44,7 @@ _UNEVEN = 0.05  # a replica's fraction that differs more than this from an even 
 class ServedPlan:
     """A plan in this engine's own terms. `placement` None: colocated workers hold all experts.
 
+    The collectives are those of the plan's phases; `auto` where it leaves them open.
     `devices`: what the plan counts on. `notes`: where engine and plan differ harmlessly, one line each.
     """
 
@@ -55,6 +58,8 @@ class ServedPlan:
     num_stages: int = 1
     num_micro_batches: int
     max_running: int
+    prefill_collectives: Collectives = "auto"
+    decode_collectives: Collectives = "auto"
     placement: ExpertPlacement | None
     predicted: Predicted
     devices: tuple[str, ...]
@@ -72,9 +77,11 @@ class ServedPlan:
             "pp": self.num_stages,
             "micro-batches": self.num_micro_batches,
             "max-running": self.max_running,
+            "prefill-collectives": self.prefill_collectives,
+            "decode-collectives": self.decode_collectives,
         }
         for name, value in given.items():
-            if name in own and value not in (own[name], "auto"):
+            if name in own and "auto" not in (own[name], value) and value != own[name]:
                 raise UserError(
                     f"--{name} {value} contradicts {self.file}, which says {own[name]}: leave one of them out"
                 )
@@ -89,7 +96,15 @@ def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     check_planned_for(spec, plan.model_config, plan.model, file)
     if phase.layout == "disaggregated":
         return _disaggregated(phase, spec, file)
-    return _colocated(phase, spec, file)
+    served = _colocated(phase, spec, file)
+    if served.layout != "hybrid":
+        return served
+    prefill = plan.phases.get("prefill")
+    return replace(
+        served,
+        prefill_collectives="auto" if prefill is None else prefill.collectives,
+        decode_collectives=phase.collectives,
+    )
 
 
 def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None:
@@ -179,12 +194,10 @@ def _check_hybrid(sizes: Parallel, file: Path) -> None:
         raise UserError(
             f"{file} has attention on {num_ranks} ranks and experts on {of_experts}: colocated, they are the same ranks"
         )
-    wide, narrow = max(sizes.attention_tp, sizes.expert_tp), min(sizes.attention_tp, sizes.expert_tp)
-    if wide % narrow or num_ranks % wide:
-        raise UserError(
-            f"{file} has attention_tp {sizes.attention_tp} and expert_tp {sizes.expert_tp} on {num_ranks} ranks: one "
-            f"must divide the other, and the larger the number of ranks"
-        )
+    try:
+        TwoLevel.of_ranks(num_ranks, sizes.attention_tp, sizes.expert_tp)
+    except UserError as error:
+        raise UserError(f"{file} has {error}") from error
 
 
 def _check_instances(phase: PhasePlan, file: Path) -> None:

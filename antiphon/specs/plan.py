@@ -25,12 +25,22 @@ from antiphon.specs.strict_table import CountFromZero, NotNegative, Table, read_
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
 PhaseName = Literal["prefill", "decode"]
+# Of a hybrid phase: rows between nodes and inside them at the same time, one after the other, or as measured.
+Collectives = Literal["fused", "synchronous", "auto"]
+COLLECTIVES: tuple[Collectives, ...] = ("fused", "synchronous", "auto")
 Objective = Literal["per-gpu", "per-cost", "per-power"]
 OBJECTIVES: tuple[Objective, ...] = ("per-gpu", "per-cost", "per-power")
 # The most that the engine runs.
 MAX_MICRO_BATCHES = 64  # of a phase
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
 MAX_INSTANCES = 64
+
+
+def groups_nest(num_ranks: Any, attention_tp: Any, expert_tp: Any) -> Any:
+    """Whether so many ranks can be both attention groups and expert groups: one kind is made of whole groups of the
+    other, and the ranks are whole groups of both. Of numbers, or of arrays of candidates."""
+    nested = (attention_tp % expert_tp == 0) | (expert_tp % attention_tp == 0)
+    return nested & (num_ranks % attention_tp == 0) & (num_ranks % expert_tp == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +112,8 @@ class Rejected:
 class PhasePlan:
     """How one phase is run. `batch`: requests in flight per instance (decode) or tokens of a pass (prefill).
     `two_batches`: each micro-batch is cut in halves, of which one computes while the other's rows are exchanged
-    (colocated layouts). `placement[e]` lists (expert worker or EP rank, fraction of expert e's tokens), fractions
+    (colocated layouts). `collectives`: the form of the exchange that the prediction is of; `auto` where it makes no
+    difference. `placement[e]` lists (expert worker or EP rank, fraction of expert e's tokens), fractions
     adding up to 1."""
 
     layout: Layout
@@ -111,6 +122,7 @@ class PhasePlan:
     micro_batches: int
     batch: int
     two_batches: bool = False
+    collectives: Collectives = "auto"
     devices: tuple[DeviceUse, ...] = ()
     placement: tuple[tuple[tuple[int, float], ...], ...]
     predicted: Predicted
@@ -178,6 +190,7 @@ def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:
         "micro_batches": phase.micro_batches,
         "batch": phase.batch,
         "two_batches": phase.two_batches,
+        "collectives": phase.collectives,
         "devices": [asdict(use) for use in phase.devices],
         "placement": {
             str(expert): {str(worker): fraction for worker, fraction in shares}

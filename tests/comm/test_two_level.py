@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange, owner_table
 from antiphon.comm.two_level.levels import Levels, open_levels
@@ -210,6 +211,33 @@ def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
         assert torch.equal(result, case.expected(rank))
 
 
+def test_the_form_of_an_exchange_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dispatched after `fused` was set goes that way; the result is the same."""
+    seen: list[bool] = []
+
+    class Seen(Dispatch):
+        def __init__(self, *arguments: Any, fused: bool) -> None:
+            seen.append(fused)
+            super().__init__(*arguments, fused=fused)
+
+    monkeypatch.setattr(hybrid, "Dispatch", Seen)
+    with box(TOPOLOGIES["d_DP = d_EP"]) as made:
+        case = Case(made.topology, [5], TOP_K, torch.float32, 3)
+
+        def serve(levels: Levels) -> list[Tensor]:
+            placement = ExpertPlacement(case.topology.expert_ep, {0: case.placed})
+            exchange = HybridExchange(levels, placement, lambda layer, *arrived: case.partial(levels.rank, *arrived))
+            results = []
+            for exchange.fused in (True, False):
+                exchange.dispatch(0, 0, *case.of(levels.rank))
+                results.append(exchange.combine(0, 0, PATIENCE_S))
+            return results
+
+        for rank, results in enumerate(made.each(serve)):
+            assert all(torch.equal(result, case.expected(rank)) for result in results)
+    assert sorted(seen) == [False] * made.topology.size + [True] * made.topology.size
+
+
 def test_a_placement_for_another_topology() -> None:
     with box(TwoLevel()) as alone, pytest.raises(UserError, match="placed on 2 groups of ranks, the topology has 1"):
         HybridExchange(alone.levels[0], contiguous_placement(4, 2, [0]), lambda layer, *arrived: arrived[0])
@@ -254,8 +282,11 @@ def test_bytes_between_nodes_are_those_of_equation_12() -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(UserError, match="attention_tp 2 and expert_tp 3: one must divide the other"):
+    with pytest.raises(UserError, match="attention_tp 2 and expert_tp 3 on 3 ranks: one must divide the other"):
         TwoLevel(attention_tp=2, expert_tp=3)
+    with pytest.raises(UserError, match=r"attention_tp 2 and expert_tp 4 on 6 ranks: .* and the larger the number of"):
+        TwoLevel.of_ranks(6, 2, 4)
+    assert TwoLevel.of_ranks(8, 2, 4) == TwoLevel(num_nodes=2, attention_tp=2, expert_tp=4)
     with pytest.raises(UserError, match="num_nodes is 0: use at least 1"):
         TwoLevel(num_nodes=0)
     with pytest.raises(UserError, match="a hidden size of 12 cannot be cut into 5 equal shards"):

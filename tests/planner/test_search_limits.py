@@ -8,7 +8,9 @@ from antiphon.base.errors import UserError
 from antiphon.planner.account import account
 from antiphon.planner.explain import one_of
 from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
+from antiphon.planner.setting import SearchLimits
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import (
     check_counts,
@@ -163,3 +165,18 @@ def test_the_account_of_a_token_adds_up_to_the_score() -> None:
                 items = account(where, one_of(table, index), int(table.outcome.num_instances[index]))
                 assert min(items.values()) >= 0
                 assert sum(items.values()) == pytest.approx(1 / scores[index], rel=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_plan_says_which_form_of_the_exchange_it_counts_on(fused: bool) -> None:
+    """Two nodes of four devices: only what goes between nodes and is split inside one too has two levels to overlap."""
+    here = setting(limits=SearchLimits(fused=fused))
+    table = evaluate_phase(here, ("hybrid", "dp_ep"))
+    forms = {}
+    for index in range(len(table.candidates.layout)):
+        phase = phase_plan(here, table, index)
+        sizes = phase.parallel
+        forms[sizes.attention_tp, sizes.expert_tp, sizes.attention_dp * sizes.attention_tp] = phase.collectives
+    named = "fused" if fused else "synchronous"
+    assert [forms[2, tp, 8] for tp in (1, 2, 4, 8)] == ["auto", named, named, "auto"]
+    assert {form for (_, _, num_devices), form in forms.items() if num_devices <= 4} == {"auto"}

@@ -9,9 +9,11 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.config import OneRole
 from antiphon.serve.engine import Engine
+from antiphon.serve.fleet import Fleet
 from antiphon.serve.launch import Launcher
-from antiphon.serve.worker.messages import Role
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker.messages import Role, RunStep
+from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.specs.plan import Collectives
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,
@@ -97,6 +99,63 @@ def test_the_loss_of_a_rank_costs_no_token(
         assert changed == {name for name in first if name.leader == victim.leader}
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("synchronous", "fused"), slow("fused", "synchronous"), slow("synchronous", "synchronous")]
+)
+def test_text_is_the_same_with_every_form_of_the_exchange(
+    prefill: Collectives,
+    decode: Collectives,
+    tiny_model: TinyModel,
+    prompts: Prompts,
+    reference: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default, measured, is among the layouts above. All workers hear the same of a step: phase and size."""
+    steps: dict[int, list[RunStep]] = {}
+    send = Fleet.send
+
+    def seen(fleet: Fleet, worker: WorkerProcess, message: object) -> None:
+        if isinstance(message, RunStep):
+            steps.setdefault(message.step, []).append(message)
+        send(fleet, worker, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fleet, "send", seen)
+    forms = {"prefill_collectives": prefill, "decode_collectives": decode}
+    with running(config(tiny_model, "2t2*2/m2", **forms)) as engine:
+        assert complete(engine, prompts[:8]) == reference[:8]
+        wait_until_idle(engine)
+    phases = set()
+    for messages in steps.values():
+        assert len(messages) == 2, "both replicas take part"
+        sequences = [[len(each.token_ids) for each in batch] for told in messages for batch in told.micro_batches]
+        for told in messages:
+            assert told.prefill == (max(map(max, filter(None, sequences))) > 1)
+            assert told.most_rows == max(map(sum, sequences))
+            phases.add(told.prefill)
+    assert phases == {True, False}
+
+
+def test_a_process_says_once_how_it_reaches_others(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Though it has several ends: of its ranks, of its node, between nodes. Rank 0 says what was measured."""
+    with running(config(tiny_model, "2t2*2")) as engine:
+        assert complete(engine, prompts[:2]) == reference[:2]
+        wait_until_idle(engine)
+    lines = capfd.readouterr().err.splitlines()
+    said = [line.partition("replica")[2] for line in lines if "transport" in line]
+    assert [line.partition(":")[0] for line in sorted(said)] == ["[0][0]", "[0][1]", "[1][0]", "[1][1]"]
+    assert all(": transport shm, waits by " in line for line in said)
+    assert sum("of an exchange by rows, fused and synchronous: 1: " in line for line in lines) == 1
+
+
+def test_forms_belong_to_the_hybrid_layout(tiny_model: TinyModel) -> None:
+    with pytest.raises(UserError, match="--decode-collectives fused needs --layout hybrid"):
+        config(tiny_model, "1t2", decode_collectives="fused")
+    with pytest.raises(UserError, match="--prefill-collectives is slow: it must be fused, synchronous, auto"):
+        config(tiny_model, "2*2", prefill_collectives="slow")
+
+
 def test_instances_share_the_requests(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
     """Two groups of workers; one of them loses its experts while all stream."""
     with running(config(tiny_model, "1+1/m2", num_instances=2)) as engine:
@@ -158,9 +217,9 @@ def test_stages_have_layers_and_hold_experts_too(tiny_model: TinyModel) -> None:
 
 
 def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:
-    with pytest.raises(UserError, match="one TP degree must divide the other, and the larger the 6 ranks"):
+    with pytest.raises(UserError, match="on 6 ranks: one must divide the other, and the larger the number of ranks"):
         config(tiny_model, "2t3*2")
-    with pytest.raises(UserError, match="one TP degree must divide the other, and the larger the 3 ranks"):
+    with pytest.raises(UserError, match="on 3 ranks: one must divide the other, and the larger the number of ranks"):
         config(tiny_model, "3*2")
 
 

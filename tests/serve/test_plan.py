@@ -98,6 +98,21 @@ def test_ranks_and_instances_of_a_plan() -> None:
     assert served.placement == ExpertPlacement(2, dict.fromkeys(SPEC.expert_layers, ((0,), (0, 1), (1,), (1,), (0,))))
 
 
+def test_the_form_of_a_plans_exchange_is_its_phases() -> None:
+    sizes = Parallel(attention_dp=2, attention_tp=2, expert_ep=2, expert_tp=2)
+    shared = replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT, collectives="synchronous")
+    served = obey(plan(shared), SPEC, FILE)
+    assert (served.prefill_collectives, served.decode_collectives) == ("auto", "synchronous")
+    served = obey(plan(shared, phases={"decode": shared, "prefill": replace(shared, collectives="fused")}), SPEC, FILE)
+    assert (served.prefill_collectives, served.decode_collectives) == ("fused", "synchronous")
+    served.refuse_other({"prefill-collectives": "fused", "decode-collectives": "auto"})
+    with pytest.raises(UserError, match=r"--prefill-collectives synchronous contradicts plan\.json, which says fused"):
+        served.refuse_other({"prefill-collectives": "synchronous"})
+    obey(plan(shared), SPEC, FILE).refuse_other({"prefill-collectives": "fused"})
+    replicas = replace(TOGETHER, collectives="fused")
+    assert obey(plan(replicas), SPEC, FILE).decode_collectives == "auto"
+
+
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
     uneven = (((0, 0.8), (1, 0.2)), *PLACEMENT[1:])
     served = obey(plan(replace(APART, placement=uneven)), SPEC, FILE)

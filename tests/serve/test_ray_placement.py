@@ -216,7 +216,11 @@ def test_cpus_that_others_have_reserved_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": "colocated"}, "add --layout disaggregated"),
+        ({"layout": "colocated"}, "which --layout colocated does not have: use --layout disaggregated"),
+        ({"layout": "hybrid", "attention_tp": 2, "expert_tp": 2}, "which --layout hybrid does not have"),
+        ({"attention_tp": 2}, "not of --tp 2 and --expert-tp 1: it does not keep a worker's ranks on one node"),
+        ({"expert_tp": 3}, "not of --tp 1 and --expert-tp 3: .* start the ranks there with `antiphon worker`"),
+        ({"num_instances": 2}, "--ray places one instance: leave --instances 2 out"),
         ({"device": "cuda:1"}, "Ray chooses the GPUs"),
         (
             {"joined_experts": 1, "join_address": "10.0.0.1:7700", "join_secret": SECRET},

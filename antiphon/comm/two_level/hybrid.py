@@ -28,7 +28,8 @@ Experts = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class HybridExchange:
     """`placement`: its workers are the parts of the experts, one for each expert group (`TwoLevel.part_of`).
 
-    Waits are bounded by the groups' timeout. `exposed_s` is `wait_s`: what a wait does not cover has been hidden."""
+    Waits are bounded by the groups' timeout. `exposed_s` is `wait_s`: what a wait does not cover has been hidden.
+    `fused`: the form of every exchange from the next dispatch on (`forms` chooses it)."""
 
     def __init__(self, levels: Levels, placement: ExpertPlacement, experts: Experts, *, fused: bool = True) -> None:
         if placement.num_workers != levels.topology.expert_ep:
@@ -39,7 +40,7 @@ class HybridExchange:
         self._levels = levels
         self.place(placement)
         self._experts = experts
-        self._fused = fused
+        self.fused = fused
         self._under_way: dict[int, Dispatch] = {}
         self.wait_s = 0.0
 
@@ -59,13 +60,18 @@ class HybridExchange:
     def place(self, placement: ExpertPlacement) -> None:
         self._owners = {layer: torch.tensor(owner_table(owners)) for layer, owners in placement.owners.items()}
 
+    @property
+    def any_owners(self) -> Tensor:
+        """Of one layer, as `Dispatch` takes them."""
+        return next(iter(self._owners.values()))
+
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         """All ranks take part in every micro-batch; `participants` are needed by who calls."""
         self._under_way.clear()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         self._under_way[micro_batch] = Dispatch(
-            self._levels, self._owners[layer], rows_TH, ids_TK, weights_TK, fused=self._fused
+            self._levels, self._owners[layer], rows_TH, ids_TK, weights_TK, fused=self.fused
         )
 
     def take_counts(self) -> bytes:

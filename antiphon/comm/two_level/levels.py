@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import UserError
@@ -19,11 +20,12 @@ from antiphon.comm.two_level.topology import TwoLevel
 MakeEndpoint = Callable[[str], _m2n.Endpoint]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Levels:
     """`attention`, `experts`: this rank's groups inside its node; `across`: the same place of all nodes.
 
-    `ledger`: payload bytes by "level.purpose", `inside.` or `across.`; routing is what goes along with rows."""
+    `ledger`: payload bytes by "level.purpose", `inside.` or `across.`; routing is what goes along with rows. `epoch`:
+    the last one that has begun."""
 
     topology: TwoLevel
     rank: int
@@ -31,6 +33,7 @@ class Levels:
     experts: RankGroup
     across: RankGroup
     ledger: Ledger = field(default_factory=Ledger)
+    epoch: int = -1
 
     @property
     def node(self) -> int:
@@ -62,6 +65,13 @@ class Levels:
             if group not in done:
                 group.reset(epoch, [known[member][kind] for member in members[kind]])
                 done.append(group)
+        self.epoch = epoch
+
+    def sum_over_all(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the sum over all ranks of the topology, the same bits on each: see `all_reduce`."""
+        whole_node = self.attention if self.topology.attention_tp >= self.topology.expert_tp else self.experts
+        whole_node.all_reduce(tensor)
+        self.across.all_reduce(tensor)
 
     def abort(self, epoch: int) -> None:
         """Any thread: see `RankGroup.abort`."""

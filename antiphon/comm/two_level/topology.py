@@ -15,8 +15,10 @@ A machine may hold several nodes in this sense.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 from antiphon.base.errors import UserError
+from antiphon.specs.plan import groups_nest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +33,14 @@ class TwoLevel:
         for name in ("num_nodes", "attention_tp", "expert_tp"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: use at least 1")
-        if self.ranks_per_node % min(self.attention_tp, self.expert_tp):
-            raise UserError(
-                f"attention_tp {self.attention_tp} and expert_tp {self.expert_tp}: one must divide the other"
-            )
+        _check_groups(self.size, self.attention_tp, self.expert_tp)
+
+    @classmethod
+    def of_ranks(cls, num_ranks: int, attention_tp: int, expert_tp: int) -> Self:
+        """So many ranks in such groups. `UserError` if one group size does not divide the other and the ranks."""
+        _check_groups(num_ranks, attention_tp, expert_tp)
+        num_nodes = num_ranks // max(attention_tp, expert_tp)
+        return cls(num_nodes=num_nodes, attention_tp=attention_tp, expert_tp=expert_tp)
 
     @property
     def ranks_per_node(self) -> int:
@@ -98,3 +104,11 @@ class TwoLevel:
     def across(self, rank: int) -> range:
         """The ranks at the same place of all nodes, in order of nodes."""
         return range(self.place_of(rank), self.size, self.ranks_per_node)
+
+
+def _check_groups(num_ranks: int, attention_tp: int, expert_tp: int) -> None:
+    if not groups_nest(num_ranks, attention_tp, expert_tp):
+        raise UserError(
+            f"attention_tp {attention_tp} and expert_tp {expert_tp} on {num_ranks} ranks: one must divide the other, "
+            f"and the larger the number of ranks"
+        )

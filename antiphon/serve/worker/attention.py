@@ -19,6 +19,7 @@ from torch import Tensor
 
 from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.comm.stages import Stages
+from antiphon.comm.two_level.forms import Forms
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
@@ -56,14 +57,15 @@ class AttentionRunner:
         routing: RoutingRecorder | None = None,
         *,
         count_rows: bool = False,
-        shared: bool = False,
+        forms: Forms | None = None,
         stages: Stages | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples. `count_rows`: results say how many rows each expert got.
-        `shared`: other workers' rows are computed in `experts`
-        too, so that every micro-batch goes there, rows or none; what comes back is the whole sum, on every rank.
-        `stages`: this process's place in a pipeline; None: it has all layers."""
-        self._shared = shared
+        `forms`: how rows travel where other workers' rows are computed in `experts` too, so that every micro-batch goes
+        there, rows or none; what comes back is the whole sum, on every rank. `stages`: this process's place in a
+        pipeline; None: it has all layers."""
+        self._forms = forms
+        self._shared = forms is not None
         self._stages = stages
         self._half = half
         self._count_rows = count_rows
@@ -98,6 +100,8 @@ class AttentionRunner:
         self._served.clear()
         self._stage_wait_s = 0.0
         experts.begin_step(step.step, step.participants)
+        if self._forms is not None:
+            self._forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)
         if self._stages is None:
             micro_batches = [self._begin(sequences) for sequences in step.micro_batches]
             self._run_layers(list(enumerate(micro_batches)))

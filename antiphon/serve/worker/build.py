@@ -7,10 +7,10 @@ from functools import partial
 import psutil
 import torch
 
-from antiphon import _m2n, _native
+from antiphon import _native
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
-from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.mesh import split_evenly
 from antiphon.comm.rank_group import Alone, RankGroup
@@ -25,9 +25,10 @@ from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
+from antiphon.serve.worker.endpoints import Endpoints, rank_names
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
-from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_levels
+from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
@@ -87,25 +88,23 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
     spec = load_model_spec(configure.model)
     checkpoint = Checkpoint(configure.model)
     recorder = SpanRecorder(configure.trace)
-    if configure.role == "experts":
-        ranks = _rank_group(configure)
-        return _build_experts(configure, backend, spec, checkpoint, ranks, recorder, progress)
-    return _build_attention(configure, backend, spec, checkpoint, recorder, progress)
+    endpoints = Endpoints(configure)
+    build = _build_experts if configure.role == "experts" else _build_attention
+    worker = build(configure, endpoints, backend, spec, checkpoint, recorder, progress)
+    if endpoints.description:
+        name = f"{configure.role}[{configure.index}]"
+        _log.info("%s: %s", name if configure.num_ranks == 1 else f"{name}[{configure.rank}]", endpoints.description)
+    return worker
 
 
-def _rank_group(configure: Configure) -> RankGroup:
+def _rank_group(configure: Configure, endpoints: Endpoints) -> RankGroup:
     """This process among the ranks of its worker, or of its stage."""
     tp, rank = configure.tp, configure.rank % configure.tp
     if tp == 1:
         return Alone()
-    names = _rank_names(configure)[configure.rank - rank :][:tp]
-    endpoint = _endpoint(configure, names[rank], of_ranks=True)
+    names = rank_names(configure)[configure.rank - rank :][:tp]
+    endpoint = endpoints.open(names[rank], of_ranks=True)
     return NativeRankGroup(endpoint, rank, tp, names=names, timeout_s=configure.timeout_s)
-
-
-def _rank_names(configure: Configure) -> list[str]:
-    """What the processes of this worker call each other (`WorkerName.among_peers`)."""
-    return [f"{configure.role}[{configure.index}][{rank}]" for rank in range(configure.num_ranks)]
 
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
@@ -142,33 +141,16 @@ def exchange_shape(
     )
 
 
-def _endpoint(configure: Configure, name: str, *, of_ranks: bool = False) -> _m2n.Endpoint:
-    """This process's end of an exchange, or of a group of its worker's ranks. It says how it waits, because that
-    decides more than anything else."""
-    exchange = configure.exchange
-    assert exchange is not None, "a worker without peers needs no endpoint"
-    endpoint = _m2n.Endpoint(
-        name,
-        exchange.rank_transport if of_ranks else exchange.transport,
-        host=exchange.host,
-        secret=exchange.secret,
-        waiting=exchange.waiting,
-        local_processes=exchange.local_processes,
-        spin_s=SPIN_S,
-    )
-    _log.info("%s: transport %s, waits by %s", endpoint.name, endpoint.transport, endpoint.waiting)
-    return endpoint
-
-
 def _build_experts(
     configure: Configure,
+    endpoints: Endpoints,
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
-    ranks: RankGroup,
     recorder: SpanRecorder,
     progress: ReportProgress,
 ) -> ExpertWorker | Follower:
+    ranks = _rank_group(configure, endpoints)
     share = share_of(spec, ranks.rank, ranks.size)
     placement, num_slots = configure.placement, configure.expert_slots
     held = placement.experts_of(configure.index)
@@ -178,7 +160,7 @@ def _build_experts(
     if ranks.rank > 0:
         return Follower(experts, recorder, Links(None, ranks), moves, backend.name, configure.timeout_s)
     exchange = NativeExpertExchange(
-        _endpoint(configure, f"experts[{configure.index}]"),
+        endpoints.open(f"experts[{configure.index}]"),
         _exchange_shape(configure, spec),
         configure.index,
     )
@@ -188,6 +170,7 @@ def _build_experts(
 
 def _build_attention(
     configure: Configure,
+    endpoints: Endpoints,
     backend: KernelBackend,
     spec: ModelSpec,
     checkpoint: Checkpoint,
@@ -196,10 +179,10 @@ def _build_attention(
 ) -> AttentionWorker | Follower:
     """An attention worker or a replica, or one rank of it."""
     levels = None
-    if configure.hybrid_expert_tp is not None:
-        levels = hybrid_levels(configure, spec, backend.dtype, partial(_endpoint, configure))
-    ranks = _rank_group(configure) if levels is None else levels.attention
-    stages = None if configure.num_stages == 1 else _stages(configure, spec, backend.dtype, levels or ranks)
+    if configure.hybrid is not None:
+        levels = hybrid_levels(configure, spec, backend.dtype, endpoints.open)
+    ranks = _rank_group(configure, endpoints) if levels is None else levels.attention
+    stages = None if configure.num_stages == 1 else _stages(configure, endpoints, spec, backend.dtype, levels or ranks)
     layers = range(*split_evenly(spec.num_layers, configure.num_stages)[configure.rank // configure.tp])
     # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
     is_replica = configure.role == "replica"
@@ -229,7 +212,7 @@ def _build_attention(
         exchange = LeadersExperts()
     else:
         exchange = NativeAttentionExchange(
-            _endpoint(configure, f"attention[{configure.index}]"),
+            endpoints.open(f"attention[{configure.index}]"),
             _exchange_shape(configure, spec),
             configure.index,
             configure.placement,
@@ -247,7 +230,7 @@ def _build_attention(
         configure.timeout_s,
         RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
         count_rows=configure.count_rows and leads,
-        shared=levels is not None,
+        forms=hybrid_forms(configure, spec, backend.dtype, levels, exchange),
         stages=stages,
     )
     links = Links(None if levels else exchange, stages or levels or ranks)
@@ -277,12 +260,14 @@ def _own_experts(
     return hybrid_exchange(levels, configure.placement, half)
 
 
-def _stages(configure: Configure, spec: ModelSpec, dtype: torch.dtype, beside: RankGroup | Levels) -> Stages:
+def _stages(
+    configure: Configure, endpoints: Endpoints, spec: ModelSpec, dtype: torch.dtype, beside: RankGroup | Levels
+) -> Stages:
     """This process among the stages of its worker, not yet connected."""
     exchange = configure.exchange
     assert exchange is not None, "stages reach each other"
     place = StagePlace(
-        worker=configure.index if configure.hybrid_expert_tp is not None else 0,
+        worker=configure.index if configure.hybrid is not None else 0,
         stage=configure.rank // configure.tp,
         rank=configure.rank % configure.tp,
         num_stages=configure.num_stages,
@@ -291,8 +276,8 @@ def _stages(configure: Configure, spec: ModelSpec, dtype: torch.dtype, beside: R
     return open_stages(
         place,
         beside,
-        endpoint=partial(_endpoint, configure, of_ranks=True),
-        names=_rank_names(configure),
+        endpoint=partial(endpoints.open, of_ranks=True),
+        names=rank_names(configure),
         step_bytes=exchange.max_rows * spec.hidden_size * dtype.itemsize,
         num_micro_batches=exchange.num_micro_batches,
         timeout_s=configure.timeout_s,

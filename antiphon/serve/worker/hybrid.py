@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from antiphon import _m2n
+from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.comm.two_level.exchange import message_bytes
+from antiphon.comm.two_level.forms import Forms, Travelling
 from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
@@ -28,19 +30,15 @@ def hybrid_levels(
     """This process among all ranks of its stage of the instance, not yet connected."""
     exchange = configure.exchange
     assert exchange is not None, "ranks of an instance reach each other"
-    assert configure.hybrid_expert_tp is not None, "only hybrid replicas share experts"
+    assert configure.hybrid is not None, "only hybrid replicas share experts"
     tp = configure.tp
-    node = max(tp, configure.hybrid_expert_tp)
-    topology = TwoLevel(
-        num_nodes=exchange.num_attention * tp // node,
-        attention_tp=tp,
-        expert_tp=configure.hybrid_expert_tp,
-    )
+    topology = TwoLevel.of_ranks(exchange.num_attention * tp, tp, configure.hybrid.expert_tp)
     first = configure.rank // tp * tp  # of this stage
+    is_node = tp == topology.ranks_per_node  # else a node is several workers, maybe on several machines
     return open_levels(
         topology,
         configure.index * tp + configure.rank % tp,
-        inside=partial(endpoint, of_ranks=tp == node),  # else a node is several workers, maybe on several machines
+        inside=partial(endpoint, of_ranks=is_node),
         across=endpoint,
         names=[f"{configure.role}[{each // tp}][{first + each % tp}]" for each in range(topology.size)],
         message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
@@ -65,3 +63,18 @@ def hybrid_exchange(levels: Levels, placement: ExpertPlacement, half: ExpertHalf
         return half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
 
     return HybridExchange(levels, placement, compute)
+
+
+def hybrid_forms(
+    configure: Configure, spec: ModelSpec, dtype: torch.dtype, levels: Levels | None, exchange: AttentionExchange
+) -> Forms | None:
+    """What decides the form of each step's exchanges; None where replicas do not share experts."""
+    if levels is None:
+        return None
+    assert configure.exchange is not None, "ranks of an instance reach each other"
+    assert configure.hybrid is not None, "only hybrid replicas share experts"
+    assert isinstance(exchange, HybridExchange), "it goes over the levels"
+    rows = Travelling(
+        hidden_size=spec.hidden_size, top_k=spec.router.top_k, dtype=dtype, max_rows=configure.exchange.max_rows
+    )
+    return Forms(exchange, levels, rows, prefill=configure.hybrid.prefill, decode=configure.hybrid.decode)

@@ -13,6 +13,7 @@ from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.plan import Collectives
 from antiphon.specs.sampling import TokenLogprob
 
 Role = Literal["replica", "attention", "experts"]
@@ -38,11 +39,18 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
 
 
+class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas hold experts for each other (layout hybrid), each expert on `expert_tp` ranks. `prefill`, `decode`: the
+    form of the exchanges in steps with and without rows of prompts."""
+
+    expert_tp: int
+    prefill: Collectives
+    decode: Collectives
+
+
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
     `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
-
-    `hybrid_expert_tp`: replicas hold experts for each other, each expert on so many ranks (layout hybrid); None: not.
 
     A worker is a group of `num_ranks` processes, evenly dealt out to `num_stages` stages of a pipeline, one stage after
     the other; this is number `rank`, and 0 leads: it gets the steps.
@@ -69,7 +77,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     count_rows: bool
     record_routing: bool = False
     exchange: ExchangeConfig | None
-    hybrid_expert_tp: int | None = None
+    hybrid: HybridConfig | None = None
     timeout_s: float
     trace: bool
 
@@ -100,6 +108,8 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `step` counts the steps of the group: it is the same for all who step together. `participants[i]` lists the
     attention workers that have rows in micro-batch i (a worker may have none).
+    `prefill`: some sequence of the group has more rows than the one that follows its last token; `most_rows`: of the
+    largest micro-batch of any of its workers.
     `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
     """
 
@@ -108,6 +118,8 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     starts: list[SequenceStart]
     micro_batches: list[list[SequenceStep]]
     participants: list[list[int]]
+    prefill: bool = False
+    most_rows: int = 0
     bitmasks: dict[str, bytes] = {}
 
 
