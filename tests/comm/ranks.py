@@ -1,4 +1,9 @@
-"""Runs a function on several gloo ranks, each a process of its own."""
+"""Runs a function on several gloo ranks, each a process of its own.
+
+Ranks are forked from one process of `multiprocessing`, the fork server, that has imported the trainer: to import it
+takes a rank longer than most of what tests do there. A rank imports the module of its function besides, so functions
+of ranks belong in modules that do not import transformers.
+"""
 
 import multiprocessing
 import queue
@@ -10,13 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store as _default_store
 
 TIMEOUT_S = 280
+PRELOADED = ["pytest", "torch.distributed", "antiphon.train.trainer"]
 
 
 def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
     """`work(rank)` of each rank; `work` is a function of a module. An error on a rank fails the test with its text."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(world_size, rank, str(folder / "store"), work, results), daemon=True)
@@ -33,6 +42,20 @@ def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[
     failures = [f"rank {rank}:\n{failure}" for rank, (_, failure) in sorted(found.items()) if failure]
     assert not failures, "\n".join(failures)
     return [found[rank][0] for rank in range(world_size)]
+
+
+def begin_anew() -> None:
+    """End all process groups, then connect the ranks of `on_ranks` again. Every rank calls it, with nothing under way.
+    A function that makes many meshes calls it between them: groups that live on take processor time from all others."""
+    store, world_size, rank = _default_store(), dist.get_world_size(), dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    _begin(PrefixStore("anew", store), world_size, rank)
+
+
+def _begin(store: Any, world_size: int, rank: int) -> None:
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _collect(results: Any, world_size: int) -> dict[int, tuple[Any, str]]:
@@ -52,13 +75,7 @@ def _collect(results: Any, world_size: int) -> dict[int, tuple[Any, str]]:
 def _rank(world_size: int, rank: int, store: str, work: Callable[[int], Any], results: Any) -> None:
     try:
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
+        _begin(dist.FileStore(store, world_size), world_size, rank)
         results.put((rank, (work(rank), "")))
         dist.barrier()
     except Exception:

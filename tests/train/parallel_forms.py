@@ -20,6 +20,7 @@ from antiphon.train.setup import connect_tiles
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
+from tests.comm.ranks import begin_anew
 
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 PLAIN = CommunicationConfig()
@@ -67,6 +68,11 @@ class Form:
             expert=self.expert,
             expert_tensor=self.expert_tensor,
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Enough for every stage."""
+        return 4 if self.pipeline > 1 else 2
 
     @property
     def micro_batches(self) -> int:
@@ -194,21 +200,27 @@ class Difference:
     purpose: str
 
 
-def differences(models: dict[str, tuple[dict[str, Any], tuple[Form, ...]]], rank: int) -> dict[Any, Difference]:
-    """By model and form; of `models` are given their `config.json` and their forms."""
+def differences(
+    models: dict[str, tuple[dict[int, dict[str, Any]], tuple[Form, ...]]], rank: int
+) -> dict[Any, Difference]:
+    """By model and form; of `models` are given their `config.json` by number of layers, and their forms."""
     found, expected = {}, dict[Any, tuple[dict[str, Tensor], PassResult, Tensor]]()
     alone = connect(Sizes(), 0)
     for form in (*EVERY_FAMILY, *SOME_FAMILIES):
+        if not any(form in forms for _, forms in models.values()):
+            continue
         first = form.communication.sums == "priority"
         mesh = connect(form.sizes(), rank, 60, form.communication.wire(), first=first)
-        for name, (config, forms) in models.items():
+        for name, (configs, forms) in models.items():
             if form not in forms:
                 continue
-            spec, key = model_spec(config), (name, form.micro_batches, form.losses)
+            spec, key = model_spec(configs[form.num_layers]), (name, form.num_layers, form.micro_batches, form.losses)
             if key not in expected:
                 one, passed, norm = one_step(spec, alone, form)
                 expected[key] = ({piece.name: _gradient(piece) for piece in one}, passed, norm)
             found[name, form] = _difference(*one_step(spec, mesh, form), *expected[key])
+        mesh.close()
+        begin_anew()
     return found
 
 

@@ -1,5 +1,5 @@
 """Sixty steps of training beside transformers in float64, with weights and data from a plain integer generator: in one
-process, and on two ranks in every form.
+process, and on two ranks in every form. The quick lane has sixty of one model and eight of everything else.
 
 Everybody who runs this gets the same digits. transformers rounds norms, router scores and logits to float32 even in a
 float64 model, which hides whatever is smaller; here it is kept from that. A wrong gradient, a skipped expert or a clip
@@ -7,7 +7,7 @@ that counts a gradient twice shows at once.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ ON_RANKS = {
     for form in FORMS
     if name in BALANCE or form == "sequence and expert"
 }
+FEW_STEPS = 8  # in the quick lane
 SPOILED = "expert 3 doubled on its rank"
 
 
@@ -95,13 +96,13 @@ def theirs_of(name: str) -> Any:
     return model
 
 
-def their_curve(name: str, folder: Path) -> Curve:
+def their_curve(name: str, num_steps: int, folder: Path) -> Curve:
     """transformers' losses and norms; the model is saved in `folder` before its first step."""
     model = theirs_of(name)
     model.save_pretrained(folder)
     model.double()
     optimizer, weight, found = adamw(list(model.parameters())), BALANCE.get(name, 0.0), []
-    for ids in batches():
+    for ids in batches()[:num_steps]:
         loss = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         (loss + weight * balance_of(model, ids) if weight else loss).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -118,76 +119,92 @@ def balance_of(model: Any, ids: Tensor) -> Tensor:
     return torch.stack([load_balancing_loss_func(each, experts, top_k) for each in logits]).mean()
 
 
+Theirs = Callable[[str, int], tuple[Path, Curve]]
+
+
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Curve]]:
-    """The folder and the curve of each model."""
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        unround(patch)
-        for name in MODELS:
-            folder = tmp_path_factory.mktemp("model")
-            found[name] = (folder, their_curve(name, folder))
-    return found
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+    """The folder of a model, and its curve of so many steps."""
+
+    def found(name: str, num_steps: int) -> tuple[Path, Curve]:
+        folder = tmp_path_factory.mktemp("model")
+        with pytest.MonkeyPatch.context() as patch:
+            unround(patch)
+            return folder, their_curve(name, num_steps, folder)
+
+    return cache(found)
 
 
 def differences(found: Curve, expected: Curve) -> tuple[float, float]:
-    """The largest of the losses and of the norms, over the steps that were found."""
-    pairs = list(zip(found, expected, strict=False))
+    """The largest of the losses and of the norms."""
+    pairs = list(zip(found, expected, strict=True))
     return max(abs(ours[0] - theirs[0]) for ours, theirs in pairs), max(abs(a[1] - b[1]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sixty_steps_are_those_of_transformers(name: str, theirs: dict[str, tuple[Path, Curve]]) -> None:
-    folder, expected = theirs[name]
-    found = Run(folder, BALANCE.get(name, 0.0)).curve()
+def lengths_of(name: str) -> list[Any]:
+    """One model of all steps in the quick lane, all models in the slow one."""
+    long = pytest.param(name, NUM_STEPS, marks=() if name == "olmoe" else pytest.mark.slow)
+    return [long] if name == "olmoe" else [(name, FEW_STEPS), long]
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [each for name in MODELS for each in lengths_of(name)])
+def test_steps_are_those_of_transformers(name: str, num_steps: int, theirs: Theirs) -> None:
+    folder, expected = theirs(name, num_steps)
+    found = Run(folder, BALANCE.get(name, 0.0), num_steps).curve()
     loss, norm = differences(found, expected)
     print(f"{name}: loss {loss:.0e}, norm {norm:.0e}")
-    assert len(found) == len(expected) == NUM_STEPS
-    assert expected[-1][0] < expected[0][0] - 0.5, "it learned"
+    assert len(found) == len(expected) == num_steps
+    assert num_steps < NUM_STEPS or expected[-1][0] < expected[0][0] - 0.5, "it learned"
     assert loss < 1e-9
     assert norm < 1e-7
 
 
+OnTwo = Callable[[int], list[dict[str, Curve]]]
+
+
 @pytest.fixture(scope="module")
-def on_two(theirs: dict[str, tuple[Path, Curve]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Curve]]:
-    runs = {
-        both: Run(theirs[name][0], BALANCE.get(name, 0.0), sizes=FORMS[form]) for both, (name, form) in ON_RANKS.items()
-    }
-    runs[SPOILED] = Run(theirs["olmoe"][0], num_steps=4, sizes=FORMS["pipeline"], spoil=double_an_expert)
-    return on_ranks(2, tmp_path_factory.mktemp("ranks"), partial(curves_of, runs))
+def on_two(theirs: Theirs, tmp_path_factory: pytest.TempPathFactory) -> OnTwo:
+    """The curves of so many steps, by rank."""
+
+    def found(num_steps: int) -> list[dict[str, Curve]]:
+        runs = {
+            both: Run(theirs(name, num_steps)[0], BALANCE.get(name, 0.0), num_steps, FORMS[form])
+            for both, (name, form) in ON_RANKS.items()
+        }
+        runs[SPOILED] = Run(theirs("olmoe", num_steps)[0], num_steps=4, sizes=FORMS["pipeline"], spoil=double_an_expert)
+        return on_ranks(2, tmp_path_factory.mktemp("ranks"), partial(curves_of, runs))
+
+    return cache(found)
 
 
+@pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.param(NUM_STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("both", ON_RANKS)
-def test_sixty_steps_on_two_ranks_are_those_of_transformers(
-    both: str, theirs: dict[str, tuple[Path, Curve]], on_two: list[dict[str, Curve]]
-) -> None:
-    for of_rank in on_two:
-        loss, norm = differences(of_rank[both], theirs[ON_RANKS[both][0]][1])
+def test_steps_on_two_ranks_are_those_of_transformers(both: str, num_steps: int, theirs: Theirs, on_two: OnTwo) -> None:
+    for of_rank in on_two(num_steps):
+        loss, norm = differences(of_rank[both], theirs(ON_RANKS[both][0], num_steps)[1])
         print(f"{both}: loss {loss:.0e}, norm {norm:.0e}")
-        assert len(of_rank[both]) == NUM_STEPS
+        assert len(of_rank[both]) == num_steps
         assert loss < 1e-8
         assert norm < 1e-8
 
 
 @pytest.mark.parametrize("spoil", [double_an_expert, drop_an_expert, drop_the_router])
-def test_what_goes_wrong_is_seen(spoil: Spoil, theirs: dict[str, tuple[Path, Curve]]) -> None:
+def test_what_goes_wrong_is_seen(spoil: Spoil, theirs: Theirs) -> None:
     """A comparison that would not notice these would say nothing."""
-    folder, expected = theirs["olmoe"]
-    loss, norm = differences(Run(folder, num_steps=4, spoil=spoil).curve(), expected)
+    folder, expected = theirs("olmoe", FEW_STEPS)
+    loss, norm = differences(Run(folder, num_steps=4, spoil=spoil).curve(), expected[:4])
     assert loss > 1e-8
     assert norm > 1e-5
 
 
-def test_what_goes_wrong_on_one_rank_is_seen(
-    theirs: dict[str, tuple[Path, Curve]], on_two: list[dict[str, Curve]]
-) -> None:
-    loss, norm = differences(on_two[0][SPOILED], theirs["olmoe"][1])
+def test_what_goes_wrong_on_one_rank_is_seen(theirs: Theirs, on_two: OnTwo) -> None:
+    loss, norm = differences(on_two(FEW_STEPS)[0][SPOILED], theirs("olmoe", FEW_STEPS)[1][:4])
     assert loss > 1e-8
     assert norm > 1e-5
 
 
-def test_a_balance_loss_that_is_left_out_is_seen(theirs: dict[str, tuple[Path, Curve]]) -> None:
-    folder, expected = theirs["qwen3_moe balanced"]
-    loss, norm = differences(Run(folder, num_steps=12).curve(), expected)
+def test_a_balance_loss_that_is_left_out_is_seen(theirs: Theirs) -> None:
+    folder, expected = theirs("qwen3_moe balanced", FEW_STEPS)
+    loss, norm = differences(Run(folder, num_steps=FEW_STEPS).curve(), expected)
     assert loss > 1e-8
     assert norm > 1e-8

@@ -69,7 +69,7 @@ def ratios(ranks: int, rank: int) -> dict[tuple[str, float], tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_peak_memory_at_fourfold_skew(tmp_path: Path, ranks: int) -> None:
     """Of the fullest rank; without a budget it is far above the limit, so the counter sees what it is there for."""
     found = on_ranks(ranks, tmp_path, partial(ratios, ranks))

@@ -1,7 +1,9 @@
 """Two steps with shards of optimizer, gradients and parameters on four ranks, against one process, in float64 and in
 16 bits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
-from tests.comm.ranks import on_ranks
+from tests.comm.ranks import begin_anew, on_ranks
 from tests.train.harness import CONFIG, LATENT
 from tests.train.parallel_forms import LOSSES, RANKS, batch_of
 
@@ -65,6 +67,29 @@ FORMS = [
     Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
     Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
 ]
+
+
+QUICK = [  # every optimizer, zero, axis, communication and type, each zero with several of them
+    *(form for form in COUNTED if (form.axes == MIXED) == bool(form.zero % 2)),
+    Form("qwen3_moe", "muon", 0, SLICED),
+    Form("qwen3_moe", "muon", 3, MIXED),
+    Form("deepseek_v3", "muon", 1, SLICED),
+    Form("qwen3_moe", "adamw", 2, STAGED),
+    Form("qwen3_moe", "adamw", 3, MIXED, TWO_NODES),
+    Form("qwen3_moe", "muon", 1, DATA, TWO_NODES),
+    Form("qwen3_moe", "adamw", 3, DATA, NARROW),
+    Form("qwen3_moe", "adamw", 1, MIXED, replace(NARROW, hierarchical=True, node_size=2)),
+    Form("qwen3_moe", "muon", 2, MIXED, NARROW),
+    Form("qwen3_moe", "adamw", 0, SLICED, FLOAT8),
+    Form("qwen3_moe", "adamw", 0, MIXED, replace(FLOAT8, activations="float8_permutation")),
+    Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
+    Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
+]
+assert set(QUICK) <= set(FORMS)
+
+
+def cases(forms: list[Form]) -> list[Any]:
+    return [pytest.param(form, marks=() if form in QUICK else pytest.mark.slow) for form in forms]
 
 
 def some_steps(
@@ -143,12 +168,14 @@ def by_formula(spec: ModelSpec, sizes: Sizes, rank: int, zero: int, num_passes: 
     }
 
 
-def differences(rank: int) -> dict[Form, tuple[float, float, str, dict[str, float], dict[str, float]]]:
+def differences(quick: bool, rank: int) -> dict[Form, tuple[float, float, str, dict[str, float], dict[str, float]]]:
     """By form: the largest difference of losses and norms, and of values, with the parameter's name; bytes sent in a
     step for gradients and parameters, and those by formula."""
     found = {}
     expected: dict[tuple[str, str, int, str], tuple[list[float], dict[str, Tensor]]] = {}
     for form in FORMS:
+        if (form in QUICK) != quick:
+            continue
         spec, sizes = model_spec(MODELS[form.model]), Sizes(world_size=RANKS, **dict(form.axes))
         key = form.model, form.optimizer, 1 if sizes.data == 4 else 2, form.dtype
         if key not in expected:
@@ -174,17 +201,27 @@ def differences(rank: int) -> dict[Form, tuple[float, float, str, dict[str, floa
                 worst = max(worst, (float(apart.max()) if apart.numel() else 0.0, piece.name))
         apart = max(abs(a - b) for a, b in zip(numbers, theirs, strict=True))
         found[form] = (apart, *worst, sent, by_formula(spec, sizes, rank, form.zero, key[2]))
+        begin_anew()
     return found
 
 
+DifferencesOf = Callable[[Form], list[dict[Form, Any]]]
+
+
 @pytest.fixture(scope="module")
-def all_differences(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Form, Any]]:
-    return on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), differences)
+def differences_of(tmp_path_factory: pytest.TempPathFactory) -> DifferencesOf:
+    """By rank, of the forms in the lane of one; ranks are started once for each lane."""
+
+    @cache
+    def of_lane(quick: bool) -> list[dict[Form, Any]]:
+        return on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), partial(differences, quick))
+
+    return lambda form: of_lane(form in QUICK)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_steps_are_those_of_one_process(all_differences: list[dict[Form, Any]], form: Form) -> None:
-    for of_rank in all_differences:
+@pytest.mark.parametrize("form", cases(FORMS), ids=str)
+def test_steps_are_those_of_one_process(differences_of: DifferencesOf, form: Form) -> None:
+    for of_rank in differences_of(form):
         numbers, values, name, *_ = of_rank[form]
         communication = form.communication
         narrow = "bfloat16" in (form.dtype, communication.gradients) or communication.activations != "plain"
@@ -192,8 +229,8 @@ def test_steps_are_those_of_one_process(all_differences: list[dict[Form, Any]], 
         assert values < (2 * STEPS * RATE if narrow else 1e-9), name  # AdamW steps by the rate, whatever the gradient
 
 
-@pytest.mark.parametrize("form", COUNTED, ids=str)
-def test_bytes_are_those_of_the_formulas(all_differences: list[dict[Form, Any]], form: Form) -> None:
-    for of_rank in all_differences:
+@pytest.mark.parametrize("form", cases(COUNTED), ids=str)
+def test_bytes_are_those_of_the_formulas(differences_of: DifferencesOf, form: Form) -> None:
+    for of_rank in differences_of(form):
         *_, sent, expected = of_rank[form]
         assert sent == expected
