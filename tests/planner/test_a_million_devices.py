@@ -34,7 +34,7 @@ def workload(requests_per_s: float | None) -> WorkloadSpec:
     return replace(shipped.workload("chat"), requests_per_s=requests_per_s, slo=SloSpec(tpot_s=0.1))
 
 
-@pytest.mark.parametrize("skew", [0.0, 0.5])
+@pytest.mark.parametrize("skew", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_a_million_devices_in_seconds(skew: float) -> None:
     started_s = time.process_time()
     result = make_plan(

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import bind
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, live
-from tests.serve.server_harness import wait_until
+from tests.serve.server_harness import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +35,7 @@ def server() -> Iterator[Live]:
 def wait_ended(server: Live, num_requests: int) -> None:
     assert len(server.engine.submissions) == num_requests
     for submission in server.engine.submissions:
-        assert submission.ended.wait(10), "the engine still computes for a client that is gone"
+        assert submission.ended.wait(PATIENCE_S), "the engine still computes for a client that is gone"
         assert submission.aborted
 
 
@@ -70,10 +69,8 @@ def test_what_clients_gave_up_is_counted(server: Live) -> None:
         next(response.iter_lines())
     wait_ended(server, 1)
     counted = 'antiphon:requests_finished_total{reason="abort"} 1.0'
-    for _ in range(100):  # the engine is told a moment before the server counts
-        if counted in server.http.get("/metrics").text:
-            return
-    pytest.fail("the request was not counted as aborted")
+    # the engine is told a moment before the server counts
+    wait_until(lambda: counted in server.http.get("/metrics").text, "the request is counted as aborted")
 
 
 def test_requests_that_end_by_themselves_are_not_aborted(server: Live) -> None:
@@ -179,18 +176,19 @@ def test_draining_refuses_new_requests_finishes_running_ones_and_ends(server: Li
     assert not server.engine.submissions[0].aborted
 
 
+def listens(server: Live) -> bool:
+    try:
+        httpx.get(f"{server.url}/health")
+    except httpx.TransportError:
+        return False
+    return True
+
+
 def test_a_server_whose_engine_gives_up_ends_too() -> None:
     with live(fake_engine()) as server:
         assert server.complete().status_code == 200
         server.engine.on_giving_up()
-        for _ in range(100):
-            try:
-                httpx.get(f"{server.url}/health")
-            except httpx.TransportError:
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("it still listens")
+        wait_until(lambda: not listens(server), "it listens no more")
         server.engine.on_giving_up()
 
 
