@@ -26,7 +26,6 @@ VARIANTS = {
     PLAIN: (),
     "gradients in BF16": ("communication.gradients=bfloat16",),
     "+ rows in FP8": ("communication.gradients=bfloat16", "communication.activations=float8"),
-    "+ on permutation legs only": ("communication.gradients=bfloat16", "communication.activations=float8_permutation"),
     "uncompressed, another seed": ("seed=1",),
 }
 BLOCKS = 50  # points of a curve, each the mean of a block of steps
