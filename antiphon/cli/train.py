@@ -1,6 +1,5 @@
 """`antiphon train`: train a model as a TOML file says; `antiphon export`: a checkpoint of it in Hugging Face format."""
 
-import importlib
 import json as jsonlib
 import multiprocessing
 import os
@@ -126,7 +125,6 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
     spec = load_model_spec(Path(config.model.path))
     plan_options(spec, config, sizes_of(config, spec, ranks))
     prepare_data(config, spec)
-    importlib.import_module("torch._dynamo")  # the optimizer of each rank would, for seconds
     os.environ["OMP_NUM_THREADS"] = str(threads_of_rank(ranks))
     refused = multiprocessing.get_context("fork").Value("b", 0)
     how = LaunchConfig(
