@@ -90,7 +90,24 @@ class ServeConfig:
     of_experts: OneRole = OneRole()
 
     def __post_init__(self) -> None:
-        checks = (
+        for holds, name, value, limit in (*self._checks(), *self._role_checks(), *self._collectives_checks()):
+            if not holds:
+                raise UserError(f"--{name} is {value}: it must be {limit}")
+        self._check_joining()
+        if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
+            raise UserError("--balance and --expert-slots need --layout disaggregated: elsewhere experts do not move")
+        if self.num_stages > 1 and self.layout == "disaggregated":
+            raise UserError(
+                "--pp needs --layout colocated or hybrid: apart from experts, an attention worker has all layers"
+            )
+        if self.num_stages > 1 and self.record_routing is not None:
+            raise UserError(
+                f"--record-routing with --pp {self.num_stages}: a pipeline's leader sees the choices of its own layers "
+                "only; use --pp 1"
+            )
+
+    def _checks(self) -> tuple[tuple[bool, str, object, str], ...]:
+        return (
             (self.layout in get_args(Layout), "layout", self.layout, ", ".join(get_args(Layout))),
             (
                 1 <= self.num_attention <= MAX_ATTENTION_WORKERS,
@@ -141,22 +158,6 @@ class ServeConfig:
                 f"above 0 s and at most {MAX_TIMEOUT_S:.0f}",
             ),
         )
-        for holds, name, value, limit in (*checks, *self._role_checks(), *self._collectives_checks()):
-            if not holds:
-                raise UserError(f"--{name} is {value}: it must be {limit}")
-        self._check_joining()
-        if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
-            raise UserError("--balance and --expert-slots need --layout disaggregated: elsewhere experts do not move")
-
-        if self.num_stages > 1 and self.layout == "disaggregated":
-            raise UserError(
-                "--pp needs --layout colocated or hybrid: apart from experts, an attention worker has all layers"
-            )
-        if self.num_stages > 1 and self.record_routing is not None:
-            raise UserError(
-                f"--record-routing with --pp {self.num_stages}: a pipeline's leader sees the choices of its own layers "
-                "only; use --pp 1"
-            )
 
     def _role_checks(self) -> list[tuple[bool, str, object, str]]:
         roles = (("attention", self.of_attention), ("expert", self.of_experts))

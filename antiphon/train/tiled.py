@@ -44,7 +44,7 @@ class Tiled(Operator):
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
         """Of `reads` and `saves`, what a step of it needs."""
-        raise NotImplementedError
+        return {"start": self.reads, "start again": self.reads, "weights": self.product.saves}.get(verb, ())
 
     def start(self, here: Here, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
         """Begin; what is made meanwhile, by name. Of what it makes only `wanted` is needed."""

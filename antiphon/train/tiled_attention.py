@@ -50,9 +50,6 @@ class HeadsLeaving(Tiled):
             links=links,
         )
 
-    def reads_at(self, verb: str) -> tuple[str, ...]:
-        return {"start": self.reads, "start again": self.reads, "weights": self.product.saves}.get(verb, ())
-
     def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_BsH, columns = values[self.reads[0]], here.sequences.parallel.projected_columns
         run.collective = self.exchange.collective(here, x_BsH)
@@ -99,9 +96,6 @@ class HeadsArriving(Tiled):
             arrives=True,
             links=links,
         )
-
-    def reads_at(self, verb: str) -> tuple[str, ...]:
-        return {"start": self.reads, "start again": self.reads, "weights": self.product.saves}.get(verb, ())
 
     def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_Pw, columns = values[self.reads[0]], here.sequences.parallel.output_columns

@@ -106,7 +106,7 @@ def test_what_is_measured_is_an_exchange(name: str) -> None:
 
         def sent(levels: Levels, fused: bool) -> dict[str, int]:
             levels.ledger.take()
-            assert forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused) > 0
+            forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused)
             return dict(levels.ledger.take().sent_bytes)
 
         fused, synchronous = (made.each(lambda levels, form=form: sent(levels, form)) for form in (True, False))
