@@ -35,7 +35,8 @@ def obey(
     _refuse_unknown_ways(plan, file)
     tensors_of(plan.layout.rematerialized)  # which refuses what it does not know
     layout = plan.layout
-    memory, overlap = MemoryConfig(again=layout.rematerialized), OverlapConfig(beside=layout.overlap != "none")
+    memory = MemoryConfig(again=layout.rematerialized)
+    overlap = OverlapConfig(beside=layout.overlap != "none", inside=layout.overlap == "intra")
     decided = {
         "parallel": _parallel(layout),
         "communication": _formats(layout),
@@ -85,12 +86,10 @@ def _formats(layout: TrainingLayout) -> dict[str, Any]:
 def _refuse_unknown_ways(plan: TrainingPlan, file: Path) -> None:
     """`UserError` for what the trainer does not do: the prediction would be of another run."""
     layout = plan.layout
-    for what, value, refused, fix in (
-        ("overlap", layout.overlap, layout.overlap == "intra", "--overlap inter"),
-        ("gradients", plan.gradients, plan.gradients != "float32", "--precision gradients=float32"),
-    ):
-        if refused:
-            raise UserError(f"{file}: {what} is {value}, which the trainer cannot do: plan with {fix}")
+    if plan.gradients != "float32":
+        raise UserError(
+            f"{file}: gradients is {plan.gradients}, which the trainer cannot do: plan with --precision gradients=float32"
+        )
     if layout.activation_wire not in ("fp8", plan.compute):
         raise UserError(
             f"{file}: activation_wire is {layout.activation_wire}, compute {plan.compute}: rows travel as they are "

@@ -77,6 +77,8 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
     assert {"ln1_out", "fc1_out"} <= set(dropped)
     serial = obey(replace(plan, layout=replace(plan.layout, overlap="none")), config, spec, FILE)
     assert not serial.overlap.beside
+    tiled = obey(replace(plan, layout=replace(plan.layout, overlap="intra")), config, spec, FILE)
+    assert (found.overlap.inside, tiled.overlap.beside, tiled.overlap.inside) == (False, True, True)
     tensor = obey(
         replace(plan, layout=replace(plan.layout, attention="tensor", experts="tensor")), config, spec, FILE
     ).parallel
@@ -95,7 +97,6 @@ def test_without_overlap_nothing_else_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "plan", "changes", "message"),
     [
-        ({"overlap": "intra"}, {}, (), r"overlap is intra, which the trainer cannot do: plan with --overlap inter"),
         ({"activation_wire": "bfloat16"}, {}, (), r"activation_wire is bfloat16, compute float32.*wire=float32"),
         ({}, {"gradients": "bfloat16"}, (), r"gradients is bfloat16.*--precision gradients=float32"),
         ({"rematerialized": ("rmsnorm_1",)}, {}, (), r"memory.again names 'rmsnorm_1'.*ln1_out"),
@@ -133,7 +134,7 @@ def test_two_ranks_obey(tmp_path: Path) -> None:
         "data_parallel": 1,
         "micro_batch": 2,
         "num_micro_batches": config.batch // 2,
-        "overlap": "inter",
+        "overlap": "intra",
         "rematerialized": ("ln1_out", "ln2_out", "ffn_in", "fc2_in"),
     }
     plan = tmp_path / "plan.json"
