@@ -11,7 +11,9 @@
    because its weights have to move.
 3. `placement.split` says what the rows' split makes of it. Where that is more than 1% above an even load, copies of the
    busiest worker change places or replace others' second copies, as long as that helps.
-4. What is there now stays, unless the new map pays its moves.
+4. What is there now is changed in the same way, one change after another. Each map's time counts with the cost of the
+   moves to it, and the best one wins: what is there now, what it became, or the new map. So counts that are only noisy
+   move little.
 
 All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
 `placement.balance` is the planner's, quicker and coarser; it says why both are there.
@@ -59,8 +61,12 @@ def place(
         if worst > CLOSE * costs[layer].sum() / speeds.sum():
             held[layer] = _improve(costs[layer], held[layer], slots, speeds)
     if now is not None:
-        stays = _worst(costs, now, speeds) <= _worst(costs, held, speeds) + move_cost * num_moves(now, held)
-        held = np.where(stays[:, None, None], now, held)
+        changed = np.stack(
+            [_improve(costs[layer], now[layer], slots, speeds, move_cost) for layer in range(len(costs))]
+        )
+        maps = np.stack([now, changed, held])
+        prices = np.stack([_worst(costs, each, speeds) + move_cost * num_moves(now, each) for each in maps])
+        held = maps[np.argmin(prices, axis=0), np.arange(len(costs))]  # of equals the first
     return held.reshape(*np.shape(loads), num_workers)
 
 
@@ -155,9 +161,13 @@ def _greedy(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray | 
     return held
 
 
-def _improve(costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray) -> BoolArray:
+def _improve(
+    costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray, move_cost: float = 0.0
+) -> BoolArray:
     """Step 3, for one layer [E, W]: the best BEAM maps of each round are changed again, also those that are no better
-    than before, because a copy often pays only after a second change. Large layers follow one map."""
+    than before, because a copy often pays only after a second change. Large layers follow one map. With a `move_cost`
+    an expert that a worker gets has to pay for itself."""
+    first = held
     width = int(np.clip(BEAM_NUMBERS // held.size, 1, BEAM))
     enough = CLOSE * costs.sum() / speeds.sum()
     parts = split_loads(costs, held, speeds)
@@ -171,7 +181,7 @@ def _improve(costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray)
         if not len(changed):
             break
         split = split_loads(np.broadcast_to(costs, (len(changed), costs.size)), changed, speeds)
-        times = (split.sum(axis=1) / speeds).max(axis=1)
+        times = (split.sum(axis=1) / speeds).max(axis=1) + move_cost * num_moves(first, changed)
         order = np.argsort(times, kind="stable")[:width]
         beam = [(changed[index], split[index]) for index in order]
         if times[order[0]] < worst * (1 - 1e-6):
