@@ -161,9 +161,7 @@ def _greedy(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray | 
     return held
 
 
-def _improve(
-    costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray, move_cost: float = 0.0
-) -> BoolArray:
+def _improve(costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray, move_cost: float = 0.0) -> BoolArray:
     """Step 3, for one layer [E, W]: the best BEAM maps of each round are changed again, also those that are no better
     than before, because a copy often pays only after a second change. Large layers follow one map. With a `move_cost`
     an expert that a worker gets has to pay for itself."""

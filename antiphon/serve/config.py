@@ -94,8 +94,15 @@ class ServeConfig:
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
         self._check_joining()
-        if self.layout != "disaggregated" and (self.balance != "off" or self.expert_slots is not None):
-            raise UserError("--balance and --expert-slots need --layout disaggregated: elsewhere experts do not move")
+        if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
+            raise UserError(
+                "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
+            )
+        if self.num_stages > 1 and self.balance != "off":
+            raise UserError(
+                f"--balance {self.balance} with --pp {self.num_stages}: a pipeline's leader counts the rows of its own "
+                f"layers only: leave one of them out"
+            )
         if self.num_stages > 1 and self.layout == "disaggregated":
             raise UserError(
                 "--pp needs --layout colocated or hybrid: apart from experts, an attention worker has all layers"

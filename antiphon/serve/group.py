@@ -78,8 +78,8 @@ class StepGroup:
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes], None] | None = None,
     ) -> None:
-        """`placing`: where experts are, if they are apart from attention; `balancer`: who decides where they should be.
-        `record` takes step, worker and the experts that its rows chose."""
+        """`placing`: where experts are, if attention workers do not have them all; `balancer`: who decides where they
+        should be. `record` takes step, worker and the experts that its rows chose."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))
         self._control = None if len(members.processes) == 1 else ExchangeControl(fleet, members)
@@ -128,7 +128,7 @@ class StepGroup:
         if not self.quiet:
             return
         self._between_steps()
-        messages = self._step.begin(self.live_attention)
+        messages = self._step.begin(self.live_attention, 0 if self.placing is None else self.placing.current.version)
         if messages:
             self._step_started = time.monotonic()
             self._waiting_since_s = self._fleet.clock.now_s
@@ -146,7 +146,8 @@ class StepGroup:
         elif not missing:
             if self._balancer is not None:
                 self._balancer.advance(self.placing)
-            self.placing.advance(members.loaded_attention(), members.ranks(members.experts))
+            told_apart = [] if members.share_experts else members.loaded_attention()
+            self.placing.advance(told_apart, members.expert_holders)
 
     def withdraw(self) -> list[Request]:
         """Take all requests back, and the plans that failed with them. Only while no step runs."""

@@ -107,7 +107,7 @@ class Launcher:
 
     @property
     def _spare_slot(self) -> bool:
-        """Experts may move, so expert workers need room for one on its way in each layer."""
+        """Experts may move, so who holds them needs room for one on its way in each layer."""
         return self.config.balance != "off" or self.config.expert_slots is not None
 
     def engine(self) -> Engine:
@@ -128,7 +128,7 @@ class Launcher:
         membership, path = self._membership(), config.record_routing
         record = None if path is None else RoutingRecord(path, self._info().model_name, self.spec, len(membership))
         for number, (attention, experts) in enumerate(membership):
-            placing = self._place_experts(experts, statistics)
+            placing = self._place_experts(attention if config.layout == "hybrid" else experts, statistics)
             ranks_of = {name: self._ranks_of(name) for name in (*attention, *experts)}
             balances = placing is not None and config.balance != "off"
             group = StepGroup(
@@ -154,13 +154,14 @@ class Launcher:
             relaunch=self.launch,
         )
 
-    def _place_experts(self, experts: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
-        if not experts:
+    def _place_experts(self, holders: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
+        """`holders`: the workers that hold experts for others."""
+        if not holders:
             return None
         placing = PlacementControl(
             self.spec, self._placement, self._slots, self.fleet, statistics, may_move=self._spare_slot
         )
-        self._placing[experts[0].instance] = placing
+        self._placing[holders[0].instance] = placing
         return placing
 
     def _membership(self) -> list[tuple[list[WorkerName], list[WorkerName]]]:

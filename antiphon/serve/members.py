@@ -53,6 +53,11 @@ class Members:
         """Attention workers of which all ranks are up."""
         return [name for name in self.attention if self.is_loaded(name)]
 
+    @property
+    def expert_holders(self) -> Sequence[WorkerName]:
+        """The processes that hold experts for others: those of expert workers, or of all that share experts."""
+        return self.processes if self.share_experts else self.ranks(self.experts)
+
     def missing_experts(self) -> frozenset[int]:
         """Expert workers of which not all ranks are up."""
         return frozenset(name.index for name in self.experts if not self.is_loaded(name))

@@ -1,9 +1,12 @@
 """Experts of a group on the move: from the placement that rows are sent by to the one that is wanted, while it serves.
 
     aim       a target is set: by a client (`POST /placement`) or by the balancer
-    prepare   expert workers load what the next map on the way wants of them, beside serving (`placement/moves`)
+    prepare   who holds experts loads what the next map on the way wants there, beside serving (`placement/moves`)
     switch    all have it: between two steps attention workers begin to send rows by the new map
-    retire    expert workers let go what only older maps named
+    retire    who holds experts lets go what only older maps named
+
+Where replicas share experts (layout hybrid), every rank prepares, and each step says by which map its rows go, because
+all ranks have to change in the same one. Elsewhere attention workers are told the map, and their rows say which it was.
 
 Each map on the way gives a worker at most one new expert a layer, so a worker needs one spare slot. A worker that dies
 changes nothing: it starts again with the present map, then prepares what it missed.
@@ -60,7 +63,7 @@ class PlacementControl:
         target.check_fits(self._moe_layers, self._num_experts, self.current.num_workers, self.slots)
         if not self._may_move and num_moves(self.current, target):
             raise UserError(
-                "experts cannot move: the expert workers have no spare slot; start the server with --expert-slots "
+                "experts cannot move: no worker has a spare slot; start the server with --expert-slots "
                 f"{self.slots} or more, or with --balance"
             )
 
@@ -79,7 +82,7 @@ class PlacementControl:
 
     def advance(self, attention: Collection[WorkerName], experts: Collection[WorkerName]) -> None:
         """Take the next step of a move, if one is due. Call between two steps, when all these processes are ready:
-        attention workers' leaders, and all ranks of expert workers."""
+        attention workers' leaders, unless their steps say it, and all processes that hold experts for others."""
         if self._coming is not None and not self._waiting_for:
             self._switch(attention, experts)
         if self._target is not None and self._coming is None and not self.absent:
@@ -123,7 +126,7 @@ class PlacementControl:
         ranks of its worker are up, so that from now on a new map reaches it as it does all others."""
         if worker.name.role == "attention" and is_loaded:
             self._fleet.send(self._fleet.workers[worker.name.leader], Place(self._without_absent()))
-        elif worker.name.role == "experts" and self._coming is not None:
+        elif worker.name.role != "attention" and self._coming is not None:
             self._waiting_for.add(worker.name)
             self._fleet.send(worker, Prepare(self._coming))
 

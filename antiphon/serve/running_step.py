@@ -67,8 +67,9 @@ class RunningStep:
         """Attention workers that have not answered yet; empty: no step runs."""
         return list(self._running)
 
-    def begin(self, workers: Iterable[WorkerName]) -> dict[WorkerName, RunStep]:
-        """What to send to each of `workers` that has something to compute: a part that failed, or a new plan."""
+    def begin(self, workers: Iterable[WorkerName], placement: int = 0) -> dict[WorkerName, RunStep]:
+        """What to send to each of `workers` that has something to compute: a part that failed, or a new plan.
+        `placement`: the version by which rows go to experts."""
         assert not self._running, "a step is running"
         workers = list(workers)
         for name in workers:
@@ -87,7 +88,7 @@ class RunningStep:
         sizes = self._sizes()
         prefill, most_rows = any(count > 1 for rows in sizes for count in rows), max(map(sum, sizes), default=0)
         return {
-            name: self._message(part, participants, prefill=prefill, most_rows=most_rows)
+            name: self._message(part, participants, prefill=prefill, most_rows=most_rows, placement=placement)
             for name, part in self._running.items()
         }
 
@@ -103,7 +104,9 @@ class RunningStep:
             for index in range(num_micro_batches)
         ]
 
-    def _message(self, part: _Part, participants: list[list[int]], *, prefill: bool, most_rows: int) -> RunStep:
+    def _message(
+        self, part: _Part, participants: list[list[int]], *, prefill: bool, most_rows: int, placement: int
+    ) -> RunStep:
         plan, bitmasks = part.plan, {}
         for sequence in plan.sequences if plan is not None else ():
             if sequence.samples and (mask := self._tracked.bitmask_of(sequence.request_id)) is not None:
@@ -117,6 +120,7 @@ class RunningStep:
             participants=participants,
             prefill=prefill,
             most_rows=most_rows,
+            placement=placement,
             bitmasks=bitmasks,
         )
 

@@ -88,7 +88,8 @@ def _refuse_unknown_ways(plan: TrainingPlan, file: Path) -> None:
     layout = plan.layout
     if plan.gradients != "float32":
         raise UserError(
-            f"{file}: gradients is {plan.gradients}, which the trainer cannot do: plan with --precision gradients=float32"
+            f"{file}: gradients is {plan.gradients}, which the trainer cannot do: "
+            f"plan with --precision gradients=float32"
         )
     if layout.activation_wire not in ("fp8", plan.compute):
         raise UserError(

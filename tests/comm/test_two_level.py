@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +15,10 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
-from antiphon.comm.two_level.hybrid import HybridExchange, owner_table
+from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.placement.split import split_rows
 from antiphon.specs.placement import ExpertPlacement, Owners, contiguous_placement
 from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name
 
@@ -102,9 +104,16 @@ class Case:
             self.ids.append(order[:, :top_k].to(torch.int32))
             self.weights.append(torch.rand(num_rows, top_k, generator=generator))
 
-    @property
-    def owners(self) -> Tensor:
-        return torch.tensor(owner_table(self.placed))
+    def parts_of(self, ids: Tensor) -> Tensor:
+        """The part that serves each choice: of an expert with copies they get shares of its rows in their order, as the
+        split says."""
+        parts, held = torch.empty_like(ids), np.zeros((len(self.placed), self.topology.expert_ep), dtype=bool)
+        for expert, owners in enumerate(self.placed):
+            held[expert, list(owners)] = True
+        counts = np.bincount(ids.flatten().numpy(), minlength=len(self.placed))
+        for expert, rows in enumerate(split_rows(counts, held)):
+            parts[ids == expert] = torch.tensor([part for part, n in enumerate(rows) for _ in range(n)]).int()
+        return parts
 
     def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         group = rank // self.topology.attention_tp
@@ -127,7 +136,7 @@ class Case:
             over_nodes = torch.zeros(rows.shape)
             for node in range(topology.num_nodes):
                 part = node * topology.parts_per_node + place
-                here = self.owners[torch.arange(len(ids)).unsqueeze(1) % len(self.owners), ids.long()] == part
+                here = self.parts_of(ids) == part
                 own = torch.where(here, ids, -1)
                 ranks = range(part * topology.expert_tp, (part + 1) * topology.expert_tp)
                 summed = torch.zeros(rows.shape)
@@ -138,7 +147,8 @@ class Case:
         return total.to(self.dtype)
 
     def dispatch(self, levels: Levels, fused: bool) -> Dispatch:
-        return Dispatch(levels, self.owners, *self.of(levels.rank), fused=fused)
+        rows, ids, weights = self.of(levels.rank)
+        return Dispatch(levels, self.parts_of(ids), rows, ids, weights, fused=fused)
 
     def finish(self, levels: Levels, dispatch: Dispatch) -> Tensor:
         arrived = dispatch.wait()
@@ -190,7 +200,7 @@ def test_a_new_epoch_forgets_what_was_dispatched(ranks: Box) -> None:
 def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
     case = Case(ranks.topology, [7, 0, 3], TOP_K, torch.bfloat16, 9)
     parts = case.topology.expert_ep
-    if parts > 1:  # expert 0 is on two parts, which take turns
+    if parts > 1:  # expert 0 is on two parts, which share its rows
         case.placed = ((0, 1), *case.placed[1:])
 
     def serve(levels: Levels) -> Tensor:

@@ -54,13 +54,26 @@ def at_outputs(*actions: Callable[[], object]) -> Callable[[int], None]:
     return on_output
 
 
-@pytest.mark.parametrize("policy", ["static", "window"])
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        ("2+2/m2", "static"),
+        ("2+2/m2", "window"),
+        ("2t2*2", "window"),
+        pytest.param("2*1/m2", "static", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_text_whoever_decides(
-    policy: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+    layout: str,
+    policy: str,
+    tiny_model: TinyModel,
+    prompts: Prompts,
+    reference: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(balancer, "WINDOW_STEPS", 4)
     monkeypatch.setattr(balancer, "PERIOD_S", 0.0)
-    with running(config(tiny_model, "2+2/m2", balance=policy, expert_slots=4)) as engine:
+    with running(config(tiny_model, layout, balance=policy, expert_slots=4)) as engine:
         before = owners_of(engine)
         assert complete(engine, prompts) == reference
         wait_until(lambda: engine.stats().placement_changes > 0, "experts that moved")
@@ -68,7 +81,10 @@ def test_the_same_text_whoever_decides(
         assert complete(engine, prompts) == reference
 
 
-@pytest.mark.parametrize("layout", ["2+2/m2", pytest.param("1t2+2t2/m2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    ["2+2/m2", "2t2*2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1t2+2t2/m2", "2*1/m2", "2p2*1"))],
+)
 def test_moves_while_requests_run_and_what_is_refused(
     layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
 ) -> None:
@@ -93,20 +109,22 @@ def test_moves_while_requests_run_and_what_is_refused(
 
 
 @pytest.mark.parametrize(
-    "victims",
+    ("layout", "victims"),
     [
-        [("attention", 0)],
-        [("experts", 0)],
-        pytest.param([("experts", 1)], marks=pytest.mark.slow),
-        pytest.param([("experts", 1), ("attention", 1)], marks=pytest.mark.slow),
-        pytest.param([("experts", 0), ("experts", 1)], marks=pytest.mark.slow),
+        ("2+2/m2", [("attention", 0)]),
+        ("2+2/m2", [("experts", 0)]),
+        ("2*1", [("replica", 1)]),
+        pytest.param("2+2/m2", [("experts", 1)], marks=pytest.mark.slow),
+        pytest.param("2+2/m2", [("experts", 1), ("attention", 1)], marks=pytest.mark.slow),
+        pytest.param("2+2/m2", [("experts", 0), ("experts", 1)], marks=pytest.mark.slow),
+        pytest.param("2t2*2", [("replica", 0), ("replica", 1)], marks=pytest.mark.slow),
     ],
 )
 def test_deaths_in_the_middle_of_a_move_cost_no_token(
-    victims: list[tuple[str, int]], tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+    layout: str, victims: list[tuple[str, int]], tiny_model: TinyModel, prompts: Prompts, reference: Tokens
 ) -> None:
     """All experts of worker 0 go to worker 1 and the other way round: each is an old and a new owner."""
-    with running(config(tiny_model, "2+2/m2", expert_slots=4, placement=placement(FIRST))) as engine:
+    with running(config(tiny_model, layout, expert_slots=4, placement=placement(FIRST))) as engine:
 
         def die() -> None:
             for role, index in victims:
@@ -116,7 +134,8 @@ def test_deaths_in_the_middle_of_a_move_cost_no_token(
         assert [request.error for request in finished] == [None] * len(prompts)
         assert [request.token_ids for request in finished] == reference
         wait_until(lambda: owners_of(engine) == SECOND, "a move that goes on")
-        assert engine.stats().num_worker_restarts == len(victims)
+        num_processes = len(victims) * (2 if "t2" in layout else 1)
+        assert engine.stats().num_worker_restarts == num_processes
         wait_until(lambda: engine.complete, "all workers are back")
         assert complete(engine, prompts[:8]) == reference[:8]
 
@@ -127,6 +146,7 @@ def test_deaths_in_the_middle_of_a_move_cost_no_token(
         ("2+2/m2", 0),
         *(pytest.param("2+2/m2", seed, marks=pytest.mark.slow) for seed in range(1, 8)),
         *(pytest.param("1+2t2/m2", seed, marks=pytest.mark.slow) for seed in range(8, 11)),
+        *(pytest.param("2t2*2", seed, marks=pytest.mark.slow) for seed in range(11, 15)),
     ],
 )
 def test_moves_and_deaths_in_any_order(

@@ -216,6 +216,13 @@ def test_stages_have_layers_and_hold_experts_too(tiny_model: TinyModel) -> None:
         config(tiny_model, "1p2+1/m2")
 
 
+def test_where_experts_cannot_move(tiny_model: TinyModel) -> None:
+    with pytest.raises(UserError, match="need --layout disaggregated or hybrid: here every replica has all experts"):
+        config(tiny_model, "2", balance="window")
+    with pytest.raises(UserError, match="--balance static with --pp 2: a pipeline's leader counts the rows of its own"):
+        config(tiny_model, "2p2*1", balance="static")
+
+
 def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:
     with pytest.raises(UserError, match="on 6 ranks: one must divide the other, and the larger the number of ranks"):
         config(tiny_model, "2t3*2")

@@ -63,21 +63,19 @@ class Dispatch:
     def __init__(
         self,
         levels: Levels,
-        owners: Tensor,
+        parts_TK: Tensor,
         x_TH: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
         *,
         fused: bool = True,
     ) -> None:
-        """`owners[turn][e]`: the part, of `expert_ep`, that serves expert e for rows whose index is `turn` modulo the
-        number of turns. Waits only for free slots."""
+        """`parts_TK`: which part of the experts, of `expert_ep`, serves each choice; equal on all ranks of an attention
+        group. Waits only for free slots."""
         self._levels, self._fused = levels, fused
         self._topology = levels.topology
         self._num_rows, self._hidden = x_TH.shape
         self._dtype, self._top_k = x_TH.dtype, ids_TK.shape[1]
-        turns_T1 = (torch.arange(self._num_rows) % owners.shape[0]).unsqueeze(1)
-        parts_TK = owners[turns_T1, ids_TK.long()]
         self._rows_of: list[Tensor] = []
         outgoing: list[_Rows] = []
         for node in range(self._topology.num_nodes):

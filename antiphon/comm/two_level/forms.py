@@ -33,10 +33,11 @@ _ENOUGH_S = 0.25  # no larger number of rows is timed once so much time has gone
 
 @dataclass(frozen=True, kw_only=True)
 class Travelling:
-    """The rows that travel: how wide, how many experts each has, and how many one message has room for."""
+    """The rows that travel: how wide, how many experts each has, of how many; the most rows of a message."""
 
     hidden_size: int
     top_k: int
+    num_experts: int
     dtype: torch.dtype
     max_rows: int
 
@@ -102,11 +103,10 @@ def measure(exchange: HybridExchange, levels: Levels, rows: Travelling) -> dict[
 
 def round_trip_s(exchange: HybridExchange, levels: Levels, rows: Travelling, num_rows: int, *, fused: bool) -> float:
     """Seconds on this rank to exchange so many rows of every attention group; nothing is computed in between."""
-    owners = exchange.any_owners
-    chosen = torch.arange(num_rows * rows.top_k, dtype=torch.int32) % owners.shape[1]
+    chosen = (torch.arange(num_rows * rows.top_k, dtype=torch.int32) % rows.num_experts).view(num_rows, -1)
     x_TH = torch.zeros(num_rows, rows.hidden_size, dtype=rows.dtype)
     weights_TK = torch.ones(num_rows, rows.top_k)
     started_s = time.perf_counter()
-    dispatch = Dispatch(levels, owners, x_TH, chosen.view(num_rows, -1), weights_TK, fused=fused)
+    dispatch = Dispatch(levels, exchange.parts_of_any_layer(chosen), x_TH, chosen, weights_TK, fused=fused)
     dispatch.combine(dispatch.wait().rows_RH)
     return time.perf_counter() - started_s

@@ -8,13 +8,14 @@ one's attention is computed. Everything else happens in `combine`.
 Letters: T rows here, R rows received, H hidden, K choices.
 """
 
-import math
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from antiphon import _m2n
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.comm.two_level.exchange import Dispatch
@@ -38,6 +39,9 @@ class HybridExchange:
                 f"{levels.topology.expert_ep}: make them equal"
             )
         self._levels = levels
+        num_experts = max(map(len, placement.owners.values()))
+        self._counts = {layer: np.zeros(num_experts, dtype=np.int64) for layer in placement.owners}
+        self._placement: ExpertPlacement | None = None
         self.place(placement)
         self._experts = experts
         self.fused = fused
@@ -58,24 +62,30 @@ class HybridExchange:
         return self._levels.ticket
 
     def place(self, placement: ExpertPlacement) -> None:
-        self._owners = {layer: torch.tensor(owner_table(owners)) for layer, owners in placement.owners.items()}
+        """Rows go by `placement` from now on. All ranks of an instance have to change in the same step."""
+        if placement is not self._placement:
+            self._placement = placement
+            self._owners = {layer: _LayerOwners(owners, placement) for layer, owners in placement.owners.items()}
 
-    @property
-    def any_owners(self) -> Tensor:
-        """Of one layer, as `Dispatch` takes them."""
-        return next(iter(self._owners.values()))
+    def parts_of_any_layer(self, ids_TK: Tensor) -> Tensor:
+        """As `Dispatch` takes them, for rows that are nobody's."""
+        return next(iter(self._owners.values())).parts_of(ids_TK)
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         """All ranks take part in every micro-batch; `participants` are needed by who calls."""
         self._under_way.clear()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._under_way[micro_batch] = Dispatch(
-            self._levels, self._owners[layer], rows_TH, ids_TK, weights_TK, fused=self.fused
-        )
+        self._counts[layer] += np.bincount(ids_TK.numpy().ravel(), minlength=len(self._counts[layer]))
+        parts_TK = self._owners[layer].parts_of(ids_TK)
+        self._under_way[micro_batch] = Dispatch(self._levels, parts_TK, rows_TH, ids_TK, weights_TK, fused=self.fused)
 
     def take_counts(self) -> bytes:
-        return b""
+        """Rows of each expert that this rank has dispatched since the last call: uint32, layer after layer."""
+        taken = np.concatenate(list(self._counts.values())).astype(np.uint32).tobytes()
+        for counts in self._counts.values():
+            counts[:] = 0
+        return taken
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         dispatch = self._under_way.pop(micro_batch)
@@ -112,8 +122,27 @@ class HybridExchange:
         self._levels.close()
 
 
-def owner_table(owners: Owners) -> list[list[int]]:
-    """`table[turn][expert]`: the group for rows whose index is `turn` modulo the number of turns. Copies take turns:
-    all ranks must know where a row goes without being told."""
-    num_turns = math.lcm(*(len(groups) for groups in owners))
-    return [[groups[turn % len(groups)] for groups in owners] for turn in range(num_turns)]
+class _LayerOwners:
+    """Which part of the experts serves each choice, in one layer. The rows of copied experts are split anew each time
+    (`placement/split`). Ranks with the same rows agree without a message, since the split follows from the choices."""
+
+    def __init__(self, owners: Owners, placement: ExpertPlacement) -> None:
+        self._first = torch.tensor([parts[0] for parts in owners])
+        self._all = torch.tensor([part for parts in owners for part in parts])
+        self._split = (
+            None
+            if len(self._all) == len(owners)
+            else _m2n.ExpertSplit(placement.num_workers, owners, placement.speeds, placement.knee)
+        )
+
+    def parts_of(self, ids_TK: Tensor) -> Tensor:
+        """[T, K] from the experts' global ids."""
+        ids_TK = ids_TK.long()
+        if self._split is None:
+            return self._first[ids_TK]
+        ids = ids_TK.flatten()
+        counts = np.bincount(ids.numpy(), minlength=len(self._first)).astype(np.uint32)
+        rows = torch.from_numpy(self._split.split(counts).astype(np.int64))
+        parts = torch.empty_like(ids)
+        parts[ids.argsort(stable=True)] = self._all.repeat_interleave(rows)
+        return parts.view(ids_TK.shape)

@@ -24,6 +24,7 @@ from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.block_tables import BlockTables
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.routing_recorder import RoutingRecorder
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
@@ -58,13 +59,16 @@ class AttentionRunner:
         *,
         count_rows: bool = False,
         forms: Forms | None = None,
+        moves: ExpertMoves | None = None,
         stages: Stages | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples. `count_rows`: results say how many rows each expert got.
         `forms`: how rows travel where other workers' rows are computed in `experts` too, so that every micro-batch goes
-        there, rows or none; what comes back is the whole sum, on every rank. `stages`: this process's place in a
+        there, rows or none; what comes back is the whole sum, on every rank. `moves`: of the experts here, if they
+        serve others too; each step then names the placement by which rows go. `stages`: this process's place in a
         pipeline; None: it has all layers."""
         self._forms = forms
+        self._moves = moves
         self._shared = forms is not None
         self._stages = stages
         self._half = half
@@ -99,6 +103,8 @@ class AttentionRunner:
                 self._sampler.add(start)
         self._served.clear()
         self._stage_wait_s = 0.0
+        if self._moves is not None:
+            experts.place(self._moves.named(step.placement))
         experts.begin_step(step.step, step.participants)
         if self._forms is not None:
             self._forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)

@@ -47,6 +47,7 @@ class AttentionWorker:
     recorder: SpanRecorder
     exchange: AttentionExchange
     links: Links
+    moves: ExpertMoves | None
     kernels: str
 
 
@@ -197,8 +198,9 @@ def _build_attention(
         layers=layers,
     )
     exchange: AttentionExchange
+    moves = None
     if is_replica:
-        exchange = _own_experts(
+        exchange, moves = _own_experts(
             configure,
             backend,
             spec,
@@ -231,13 +233,14 @@ def _build_attention(
         RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
         count_rows=configure.count_rows and leads,
         forms=hybrid_forms(configure, spec, backend.dtype, levels, exchange),
+        moves=moves,
         stages=stages,
     )
     links = Links(None if levels else exchange, stages or levels or ranks)
     crew = ranks if stages is None else stages.crew
     if not leads:
-        return Follower(FollowingAttention(crew, runner), recorder, links, None, backend.name, configure.timeout_s)
-    return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, backend.name)
+        return Follower(FollowingAttention(crew, runner), recorder, links, moves, backend.name, configure.timeout_s)
+    return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, moves, backend.name)
 
 
 def _own_experts(
@@ -249,15 +252,18 @@ def _own_experts(
     levels: Levels | None,
     layers: range,
     progress: ReportProgress,
-) -> AttentionExchange:
-    """The experts of a replica's layers: all of them here, or this rank's part of what its instance shares."""
+) -> tuple[AttentionExchange, ExpertMoves | None]:
+    """The experts of a replica's layers: all of them here, or this rank's part of what its instance shares, which may
+    move."""
     if levels is None:
         every = {layer: range(spec.router.num_experts) for layer in spec.expert_layers if layer in layers}
         share = share_of(spec, ranks.rank, ranks.size)
-        return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share))
+        return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share)), None
     held, share = hybrid_experts(levels, spec, configure.placement, layers)
-    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share)
-    return hybrid_exchange(levels, configure.placement, half)
+    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share, num_slots=configure.expert_slots)
+    load = partial(load_expert, checkpoint, spec, share, half)
+    moves = ExpertMoves(levels.topology.part_of(levels.rank), half, load, configure.placement)
+    return hybrid_exchange(levels, configure.placement, half), moves
 
 
 def _stages(

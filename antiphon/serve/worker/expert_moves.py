@@ -1,4 +1,5 @@
-"""An expert worker's part in moving experts while it serves: it loads what a coming placement wants, and lets go later.
+"""A process's part in moving the experts that it holds for others while it serves: it loads what a coming placement
+wants, and lets go later.
 
     prepare   a thread reads the missing experts from the checkpoint into free slots, a part of the time
     prepared  they count from now on; rows may come by the old map and by the new one
@@ -51,6 +52,8 @@ class ExpertMoves:
         self._stop = Event()
         self._coming, self._failure, self._wanted = placement, None, []
         for layer, ids in placement.experts_of(self._index).items():
+            if layer not in self._half.expert_ids:
+                continue  # of another stage
             free = [slot for slot, expert in enumerate(self._half.expert_ids[layer]) if expert == FREE]
             missing = [expert for expert in ids if expert not in self._half.expert_ids[layer]]
             if len(missing) > len(free):
@@ -85,6 +88,15 @@ class ExpertMoves:
                 self._half.hold(layer, slot, expert)
             self._placements.append(coming)
         return coming.version, self._failure
+
+    @property
+    def under_way(self) -> bool:
+        """A preparation has not been reported as ended."""
+        return self._coming is not None
+
+    def named(self, version: int) -> ExpertPlacement:
+        """A placement that this process has prepared and was not told to let go."""
+        return next(each for each in self._placements if each.version == version)
 
     def retire(self, version: int) -> None:
         """No rows come any more by placements older than `version`: what only they name is let go."""

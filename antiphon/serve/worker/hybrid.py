@@ -75,6 +75,10 @@ def hybrid_forms(
     assert configure.hybrid is not None, "only hybrid replicas share experts"
     assert isinstance(exchange, HybridExchange), "it goes over the levels"
     rows = Travelling(
-        hidden_size=spec.hidden_size, top_k=spec.router.top_k, dtype=dtype, max_rows=configure.exchange.max_rows
+        hidden_size=spec.hidden_size,
+        top_k=spec.router.top_k,
+        num_experts=spec.router.num_experts,
+        dtype=dtype,
+        max_rows=configure.exchange.max_rows,
     )
     return Forms(exchange, levels, rows, prefill=configure.hybrid.prefill, decode=configure.hybrid.decode)

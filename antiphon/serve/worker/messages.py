@@ -49,7 +49,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Everything a worker needs to become ready. `expert_slots`: experts an expert worker has room for in a layer.
+    """Everything a worker needs to become ready. `expert_slots`: experts that there is room for in a layer.
     `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
 
     A worker is a group of `num_ranks` processes, evenly dealt out to `num_stages` stages of a pipeline, one stage after
@@ -110,6 +110,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     attention workers that have rows in micro-batch i (a worker may have none).
     `prefill`: some sequence of the group has more rows than the one that follows its last token; `most_rows`: of the
     largest micro-batch of any of its workers.
+    `placement`: where replicas that share experts send rows in this step, by its version; all their ranks have it.
     `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
     """
 
@@ -120,6 +121,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     participants: list[list[int]]
     prefill: bool = False
     most_rows: int = 0
+    placement: int = 0
     bitmasks: dict[str, bytes] = {}
 
 
@@ -178,7 +180,7 @@ class ExchangeReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Expert workers: load what this coming placement wants of you, beside serving."""
+    """Who holds experts: load what this coming placement wants of you, beside serving."""
 
     placement: ExpertPlacement
 
@@ -197,7 +199,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
-    """Expert workers: no rows come any more by placements older than `version`."""
+    """Who holds experts: no rows come any more by placements older than `version`."""
 
     version: int
 

@@ -83,9 +83,12 @@ class Orders:
             time.sleep(_LAST_WORDS_S)  # a deadline, not a look: this thread ends with the process if that ends in order
             os._exit(0)
 
-    def next(self) -> object:
-        """The next order; waits for it. `PeerLost` when the engine is gone."""
-        return self._checked(self._queue.get())
+    def next(self, timeout_s: float | None = None) -> object | None:
+        """The next order; waits for it, or until None comes after `timeout_s`. `PeerLost` when the engine is gone."""
+        try:
+            return self._checked(self._queue.get(timeout=timeout_s))
+        except queue.Empty:
+            return None
 
     @property
     def waiting(self) -> bool:
@@ -109,8 +112,11 @@ class Orders:
 def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -> None:
     """Obey the engine: one message in, one answer out; now and then a word on the exchange."""
     last_report = 0.0
+    moves = worker.moves
     while True:
-        message = orders.next()
+        if moves is not None and (ended := moves.finished()) is not None:
+            channel.send(Prepared(*ended))
+        message = orders.next(_IDLE_S if moves is not None and moves.under_way else None)
         if isinstance(message, RunStep):
             channel.send(_run_step(worker, message))
             if time.monotonic() - last_report > _REPORT_S and (traffic := worker.exchange.traffic()).pairs:
@@ -120,9 +126,7 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
             _reset(worker, channel, message)
         elif isinstance(message, Place):
             worker.exchange.place(message.placement)
-        elif isinstance(message, TakeSpans):
-            channel.send(worker.recorder.take(message.last_steps))
-        elif isinstance(message, Shutdown):
+        elif message is not None and not _obey_any(worker, channel, message):
             return
 
 
@@ -203,10 +207,15 @@ def _await_reset(worker: ExpertWorker | Follower, channel: Channel, orders: Orde
 
 def _obey(worker: ExpertWorker | Follower, channel: Channel, orders: Orders, message: object) -> bool:
     """Carry out one order; an epoch that cannot begin is followed by the next. False: exit."""
+    if isinstance(message, Reset):
+        return _reset(worker, channel, message) or _await_reset(worker, channel, orders)
+    return _obey_any(worker, channel, message)
+
+
+def _obey_any(worker: LoadedWorker, channel: Channel, message: object) -> bool:
+    """Orders that every worker takes between steps. False: exit."""
     if isinstance(message, TakeSpans):
         channel.send(worker.recorder.take(message.last_steps))
-    elif isinstance(message, Reset):
-        return _reset(worker, channel, message) or _await_reset(worker, channel, orders)
     elif worker.moves is not None and isinstance(message, Prepare):
         worker.moves.prepare(message.placement)
     elif worker.moves is not None and isinstance(message, Retire):
@@ -261,7 +270,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             serve_attention(worker, channel, orders)
         elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
             serve_batches(worker, channel, orders)  # before the first epoch a follower has nobody to listen to
-        if not isinstance(worker, AttentionWorker) and worker.moves is not None:
+        if worker.moves is not None:
             worker.moves.close()  # Python cannot end while a thread of it computes
         worker.links.close()
     except PeerLost:
