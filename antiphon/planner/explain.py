@@ -103,7 +103,7 @@ def why_slower(
         account(setting, one_of(table, index), int(table.outcome.num_instances[index])) for index in (loser, winner)
     ]
     item = max(accounts[0], key=lambda name: accounts[0][name] - accounts[1][name])
-    head = f"{mine:.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:.4g}"
+    head = f"{mine:,.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:,.4g}"
     if mine >= best * (1 - 1e-6) and pairs is not None:
         return f"{head} by itself; {_why_not_paired(setting, table.candidates.layout_of(loser), pairs)}"
     if mine > best * (1 + 1e-6):

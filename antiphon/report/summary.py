@@ -142,9 +142,11 @@ def reasons(losers: tuple[Rejected, ...]) -> list[tuple[str, str]]:
     merged: dict[str, list[Rejected]] = {}
     for loser in losers:
         merged.setdefault(re.sub(r"[0-9][0-9.,e+-]*", "#", loser.reason), []).append(loser)
-    return [
-        (" and ".join(LAYOUT_TITLES[loser.layout] for loser in alike), alike[0].reason) for alike in merged.values()
-    ]
+    return [(_titles([LAYOUT_TITLES[loser.layout] for loser in alike]), alike[0].reason) for alike in merged.values()]
+
+
+def _titles(layouts: list[str]) -> str:
+    return layouts[0] if len(layouts) == 1 else f"{layouts[0]}; alike: {', '.join(layouts[1:])}"
 
 
 def placement_summary(phase: PhasePlan) -> str:

@@ -91,6 +91,6 @@ def test_reasons_that_differ_in_numbers_alone_are_told_once() -> None:
         Rejected(layout="dp_ep", reason="1,649 tokens/s, 83% of 1979"),
     )
     assert reasons(losers) == [
-        ("TP + PP and DP + EP", "1978 tokens/s, 100.0% of 1979"),
+        ("TP + PP; alike: DP + EP", "1978 tokens/s, 100.0% of 1979"),
         ("hybrid TP-EP", "its weights do not fit"),
     ]
