@@ -110,7 +110,10 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Sums over all ranks; rank i gets the `sizes[i]` rows of its turn. Unequal ones travel padded to the largest."""
+    """Sums over all ranks, in order of rank; rank i gets the `sizes[i]` rows of its turn.
+
+    Over gloo an all-to-all brings every rank's rows, and they are added here: gloo's own is an all-reduce that throws
+    away all but a part, so it sends twice the bytes. On other back-ends unequal parts travel padded to the largest."""
 
     group: Group
     purpose: str
@@ -120,16 +123,38 @@ class ReduceScatter:
     def name(self) -> str:
         return f"{self.purpose}.reduce_scatter"
 
+    @property
+    def _own(self) -> int:
+        return self.sizes[self.group.index]
+
+    @property
+    def _adds_here(self) -> bool:
+        return dist.get_backend(self.group.process_group) == "gloo"
+
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        largest = max(self.sizes)
+        group, largest = self.group, max(self.sizes)
+        if self._adds_here:
+            buffer = x.new_empty((group.size * self._own, *x.shape[1:]))
+            group.ledger.sent(self.name, (x.shape[0] - self._own) * _row_bytes(x))
+            received = [self._own] * group.size
+            work = dist.all_to_all_single(
+                buffer, x, received, list(self.sizes), group=group.process_group, async_op=True
+            )
+            return buffer, work
         if min(self.sizes) != largest:
             x = torch.cat([_padded(part, largest) for part in torch.split(x, list(self.sizes))])
         buffer = x.new_empty((largest, *x.shape[1:]))
-        self.group.ledger.sent(self.name, (self.group.size - 1) * largest * _row_bytes(x))
-        return buffer, reduce_scatter_single(buffer, x, group=self.group.process_group, async_op=True)
+        group.ledger.sent(self.name, (group.size - 1) * largest * _row_bytes(x))
+        return buffer, reduce_scatter_single(buffer, x, group=group.process_group, async_op=True)
 
     def finish(self, buffer: Tensor) -> Tensor:
-        return buffer[: self.sizes[self.group.index]]
+        if not self._adds_here:
+            return buffer[: self._own]
+        parts = buffer.view(self.group.size, self._own, *buffer.shape[1:])
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
 
     def reverse(self) -> Collective:
         return AllGather(self.group, self.purpose, self.sizes)
