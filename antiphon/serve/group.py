@@ -162,7 +162,9 @@ class StepGroup:
         if isinstance(message, StepResult):
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
-            self._statistics.record_experts(worker.name.instance * len(self.members.experts) + message.index, message)
+            assert self.placing is not None, "only experts that others use are counted"
+            in_instance = self.placing.current.num_workers
+            self._statistics.record_experts(worker.name.instance * in_instance + message.index, message)
             if self._balancer is not None:
                 self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):

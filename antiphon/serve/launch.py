@@ -291,6 +291,7 @@ class Launcher:
             num_instances=config.num_instances,
             num_attention=config.num_attention,
             num_experts_workers=config.num_experts if self._disaggregated else 0,
+            num_expert_parts=config.num_expert_parts,
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
         )

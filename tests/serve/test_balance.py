@@ -79,6 +79,8 @@ def test_the_same_text_whoever_decides(
         wait_until(lambda: engine.stats().placement_changes > 0, "experts that moved")
         assert owners_of(engine) != before
         assert complete(engine, prompts) == reference
+        wait_until(lambda: set(engine.stats().balancedness_per_layer) == {0, 1}, "a report of both workers' rows")
+        assert set(engine.stats().rows_per_expert[0]) == {0, 1}
 
 
 @pytest.mark.parametrize(

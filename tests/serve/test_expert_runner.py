@@ -8,7 +8,7 @@ from torch import Tensor
 
 from antiphon.comm.m2n.api import ExpertBatch
 from antiphon.comm.rank_group import Alone
-from antiphon.serve.worker.experts import ExpertRunner
+from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner
 from antiphon.serve.worker.ranks import ExpertRanks
 from antiphon.serve.worker.spans import SpanRecorder
 
@@ -31,8 +31,6 @@ class _Half:
 
 class _Exchange:
     """Hands out batches; the ids of one that has been answered are overwritten, as a new message would."""
-
-    wait_s = 0.5
 
     def __init__(self, batches: list[ExpertBatch]) -> None:
         self._batches = batches
@@ -65,12 +63,13 @@ def test_rows_of_each_expert_are_counted_before_the_reply() -> None:
     half: Any = _Half()
     moves: Any = SimpleNamespace(check=lambda versions: None)
     recorder = SpanRecorder(keeps_all=False)
-    runner = ExpertRunner(2, ExpertRanks(Alone(), half, moves, recorder), exchange, recorder)
-    assert runner.report() is None
+    counters = ExpertCounters(2, half)
+    runner = ExpertRunner(ExpertRanks(Alone(), half, moves, recorder), exchange, counters, recorder)
+    assert counters.report() is None
     while runner.serve_one(0.0, 1.0):
         pass
-    report = runner.report()
+    report = counters.report()
     assert report is not None
     assert (report.index, report.rows_per_layer) == (2, {0: 3, 5: 1})
     assert report.rows_per_expert == {0: {1: 3, 3: 1}, 5: {1: 0, 3: 1}}
-    assert runner.report() is None, "each row is reported once"
+    assert counters.report() is None, "each row is reported once"

@@ -114,7 +114,7 @@ class Dashboard:
             now=_now(stats, has_expert_workers=info.num_experts_workers > 0),
             history=_history(list(self._samples), info.num_instances * info.num_attention),
             last_steps=steps,
-            load=_load(stats, info.num_experts_workers),
+            load=_load(stats, info.num_expert_parts),
             events=[ShownEvent.model_validate(event, from_attributes=True) for event in stats.events],
         )
 
@@ -180,5 +180,5 @@ def _load(stats: EngineStats, per_instance: int) -> list[LayerLoad]:
 
 def _name_of(number: int, per_instance: int) -> str:
     """Of an expert worker that is counted over all instances."""
-    instance, index = divmod(number, max(1, per_instance))
+    instance, index = divmod(number, per_instance)
     return (f"{instance}/" if instance else "") + f"experts[{index}]"

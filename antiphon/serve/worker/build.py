@@ -27,7 +27,7 @@ from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.endpoints import Endpoints, rank_names
 from antiphon.serve.worker.expert_moves import ExpertMoves
-from antiphon.serve.worker.experts import ExpertRunner, LeadersExperts, LocalExperts
+from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner, LeadersExperts, LocalExperts
 from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
@@ -48,6 +48,7 @@ class AttentionWorker:
     exchange: AttentionExchange
     links: Links
     moves: ExpertMoves | None
+    counters: ExpertCounters | None
     kernels: str
 
 
@@ -60,18 +61,20 @@ class ExpertWorker:
     exchange: ExpertExchange
     links: Links
     moves: ExpertMoves
+    counters: ExpertCounters
     kernels: str
     timeout_s: float
 
 
 @dataclass
 class Follower:
-    """A loaded rank that does what the leader of its worker says."""
+    """A loaded rank that does what the leader of its worker says. `counters`: if it leads ranks that share experts."""
 
     runner: FollowingAttention | ExpertRanks
     recorder: SpanRecorder
     links: Links
     moves: ExpertMoves | None
+    counters: ExpertCounters | None
     kernels: str
     timeout_s: float
 
@@ -159,14 +162,16 @@ def _build_experts(
     moves = ExpertMoves(configure.index, half, partial(load_expert, checkpoint, spec, share, half), placement)
     experts = ExpertRanks(ranks, half, moves, recorder)
     if ranks.rank > 0:
-        return Follower(experts, recorder, Links(None, ranks), moves, backend.name, configure.timeout_s)
+        return Follower(experts, recorder, Links(None, ranks), moves, None, backend.name, configure.timeout_s)
     exchange = NativeExpertExchange(
         endpoints.open(f"experts[{configure.index}]"),
         _exchange_shape(configure, spec),
         configure.index,
     )
-    runner = ExpertRunner(configure.index, experts, exchange, recorder)
-    return ExpertWorker(runner, recorder, exchange, Links(exchange, ranks), moves, backend.name, configure.timeout_s)
+    counters = ExpertCounters(configure.index, half)
+    runner = ExpertRunner(experts, exchange, counters, recorder)
+    links = Links(exchange, ranks)
+    return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
 
 
 def _build_attention(
@@ -198,9 +203,9 @@ def _build_attention(
         layers=layers,
     )
     exchange: AttentionExchange
-    moves = None
+    moves, counters = None, None
     if is_replica:
-        exchange, moves = _own_experts(
+        exchange, moves, counters = _own_experts(
             configure,
             backend,
             spec,
@@ -239,8 +244,9 @@ def _build_attention(
     links = Links(None if levels else exchange, stages or levels or ranks)
     crew = ranks if stages is None else stages.crew
     if not leads:
-        return Follower(FollowingAttention(crew, runner), recorder, links, moves, backend.name, configure.timeout_s)
-    return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, moves, backend.name)
+        follower = FollowingAttention(crew, runner)
+        return Follower(follower, recorder, links, moves, counters, backend.name, configure.timeout_s)
+    return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, moves, counters, backend.name)
 
 
 def _own_experts(
@@ -252,18 +258,20 @@ def _own_experts(
     levels: Levels | None,
     layers: range,
     progress: ReportProgress,
-) -> tuple[AttentionExchange, ExpertMoves | None]:
-    """The experts of a replica's layers: all of them here, or this rank's part of what its instance shares, which may
-    move."""
+) -> tuple[AttentionExchange, ExpertMoves | None, ExpertCounters | None]:
+    """The experts of a replica's layers: all of them here, or this rank's part of what its instance shares. Those may
+    move, and the first of the ranks that share them counts what they compute."""
     if levels is None:
         every = {layer: range(spec.router.num_experts) for layer in spec.expert_layers if layer in layers}
         share = share_of(spec, ranks.rank, ranks.size)
-        return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share)), None
+        return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share)), None, None
     held, share = hybrid_experts(levels, spec, configure.placement, layers)
     half = load_expert_half(checkpoint, spec, backend, held, progress, share=share, num_slots=configure.expert_slots)
     load = partial(load_expert, checkpoint, spec, share, half)
-    moves = ExpertMoves(levels.topology.part_of(levels.rank), half, load, configure.placement)
-    return hybrid_exchange(levels, configure.placement, half), moves
+    part = levels.topology.part_of(levels.rank)
+    counters = ExpertCounters(part, half) if levels.experts.rank == 0 else None
+    moves = ExpertMoves(part, half, load, configure.placement)
+    return hybrid_exchange(levels, configure.placement, half, counters), moves, counters
 
 
 def _stages(

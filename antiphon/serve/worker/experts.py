@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
+from antiphon.comm.m2n.api import ExpertExchange
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
@@ -77,19 +77,57 @@ class LeadersExperts(_NoPeers):
         self._results[micro_batch] = torch.zeros_like(rows_TH)
 
 
-class ExpertRunner:
-    """Serves one batch at a time and keeps counters for the engine's metrics."""
+class ExpertCounters:
+    """What `half` computed since the last report, as worker `index` of those that experts are placed on."""
 
-    def __init__(self, index: int, ranks: ExpertRanks, exchange: ExpertExchange, recorder: SpanRecorder) -> None:
+    def __init__(self, index: int, half: ExpertHalf) -> None:
         self._index = index
-        self._ranks = ranks
-        self._exchange = exchange
-        self._recorder = recorder
+        self._half = half
         self._num_batches = 0
         self._rows_per_layer: Counter[int] = Counter()
         self._counts: dict[int, NDArray[np.int64]] = {}  # by layer: [1 + experts], the first of rows served elsewhere
         self._busy_s = 0.0
-        self._reported_wait_s = 0.0
+
+    def add(self, layer: int, ids_RK: Tensor, busy_s: float) -> None:
+        """A batch. `ids_RK`: global ids, -1 for experts elsewhere, in host memory, so that no device is waited for."""
+        self._num_batches += 1
+        self._rows_per_layer[layer] += len(ids_RK)
+        self._busy_s += busy_s
+        counts = np.bincount(ids_RK.numpy().ravel() + 1, minlength=self._half.spec.router.num_experts + 1)
+        before = self._counts.get(layer)
+        self._counts[layer] = counts if before is None else before + counts
+
+    def report(self) -> ExpertReport | None:
+        """Then counting begins anew; None if nothing happened."""
+        if not self._rows_per_layer:
+            return None
+        report = ExpertReport(
+            index=self._index,
+            num_batches=self._num_batches,
+            rows_per_layer=dict(self._rows_per_layer),
+            rows_per_expert={
+                layer: {expert: int(counts[1 + expert]) for expert in self._half.expert_ids[layer] if expert != FREE}
+                for layer, counts in self._counts.items()
+            },
+            busy_s=self._busy_s,
+        )
+        self._num_batches = 0
+        self._rows_per_layer.clear()
+        self._counts.clear()
+        self._busy_s = 0.0
+        return report
+
+
+class ExpertRunner:
+    """Serves one batch at a time and counts it."""
+
+    def __init__(
+        self, ranks: ExpertRanks, exchange: ExpertExchange, counters: ExpertCounters, recorder: SpanRecorder
+    ) -> None:
+        self._ranks = ranks
+        self._exchange = exchange
+        self._counters = counters
+        self._recorder = recorder
 
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Answer one batch; False if none came within `idle_s`. Raises `StepAborted`, or `PeerTimeout` when some
@@ -104,41 +142,9 @@ class ExpertRunner:
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
         partial_RH = self._ranks.lead(batch)
         self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
-        self._count(batch)  # the batch's memory is the next sender's after the reply
+        computed_s = (time.monotonic_ns() - compute_ns) * 1e-9
+        self._counters.add(batch.layer, batch.ids_RK, computed_s)  # after the reply its memory is the next sender's
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
         self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
-        self._num_batches += 1
-        self._rows_per_layer[batch.layer] += rows
-        self._busy_s += (end_ns - compute_ns) * 1e-9
         return True
-
-    def _count(self, batch: ExpertBatch) -> None:
-        """Rows of each expert; from the host's copy of the ids, so that no device is waited for."""
-        counts = np.bincount(batch.ids_RK.numpy().ravel() + 1, minlength=self._ranks.half.spec.router.num_experts + 1)
-        before = self._counts.get(batch.layer)
-        self._counts[batch.layer] = counts if before is None else before + counts
-
-    def report(self) -> ExpertReport | None:
-        """Counters since the last report, None if nothing happened."""
-        if not self._rows_per_layer:
-            return None
-        report = ExpertReport(
-            index=self._index,
-            num_batches=self._num_batches,
-            rows_per_layer=dict(self._rows_per_layer),
-            rows_per_expert={
-                layer: {
-                    expert: int(counts[1 + expert]) for expert in self._ranks.half.expert_ids[layer] if expert != FREE
-                }
-                for layer, counts in self._counts.items()
-            },
-            busy_s=self._busy_s,
-            wait_s=self._exchange.wait_s - self._reported_wait_s,
-        )
-        self._num_batches = 0
-        self._rows_per_layer.clear()
-        self._counts.clear()
-        self._busy_s = 0.0
-        self._reported_wait_s = self._exchange.wait_s
-        return report

@@ -4,6 +4,7 @@ A hybrid instance is several replicas that deal out one set of experts among all
 attention is split inside a replica, rows travel to the ranks with their experts and back (`comm/two_level`).
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,7 @@ from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
+from antiphon.serve.worker.experts import ExpertCounters
 from antiphon.serve.worker.messages import Configure
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -56,11 +58,17 @@ def hybrid_experts(
     return {layer: experts for layer, experts in held.items() if layer in layers}, share
 
 
-def hybrid_exchange(levels: Levels, placement: ExpertPlacement, half: ExpertHalf) -> HybridExchange:
-    """The exchange of this rank; `half` computes what arrives."""
+def hybrid_exchange(
+    levels: Levels, placement: ExpertPlacement, half: ExpertHalf, counters: ExpertCounters | None
+) -> HybridExchange:
+    """The exchange of this rank; `half` computes what arrives, `counters` counts it."""
 
     def compute(layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-        return half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
+        started_s = time.monotonic()
+        partial_RH = half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
+        if counters is not None:
+            counters.add(layer, ids_RK, time.monotonic() - started_s)
+        return partial_RH
 
     return HybridExchange(levels, placement, compute)
 

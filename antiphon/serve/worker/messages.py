@@ -160,7 +160,7 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An expert worker's counters since the last report: batches, rows, time busy and waiting.
+    """What was computed for worker `index` of a placement since the last report: batches, rows, busy time.
 
     `rows_per_layer`: rows that came. `rows_per_expert[layer]`: rows of each expert held here; a row counts for each of
     its experts."""
@@ -170,7 +170,6 @@ class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rows_per_layer: dict[int, int]
     rows_per_expert: dict[int, dict[int, int]]
     busy_s: float
-    wait_s: float
 
 
 class ExchangeReport(msgspec.Struct, tag=True, frozen=True):

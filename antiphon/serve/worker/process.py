@@ -122,12 +122,21 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
             if time.monotonic() - last_report > _REPORT_S and (traffic := worker.exchange.traffic()).pairs:
                 last_report = time.monotonic()
                 channel.send(ExchangeReport(traffic))
+                _report_experts(worker, channel)
         elif isinstance(message, Reset):
             _reset(worker, channel, message)
         elif isinstance(message, Place):
             worker.exchange.place(message.placement)
         elif message is not None and not _obey_any(worker, channel, message):
             return
+
+
+def _report_experts(worker: LoadedWorker, channel: Channel) -> bool:
+    """Say what the experts here computed since the last time, if they did anything."""
+    if worker.counters is None or (report := worker.counters.report()) is None:
+        return False
+    channel.send(report)
+    return True
 
 
 def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed:
@@ -185,8 +194,7 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
             continue
         if not busy or orders.waiting or time.monotonic() - last_look > _LOOK_S:
             last_look = time.monotonic()
-            if isinstance(worker, ExpertWorker) and (report := worker.runner.report()):
-                channel.send(report)
+            if _report_experts(worker, channel) and isinstance(worker, ExpertWorker):
                 channel.send(ExchangeReport(worker.exchange.traffic()))
             while (message := orders.poll()) is not None:
                 if not _obey(worker, channel, orders, message):
