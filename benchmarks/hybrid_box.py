@@ -1,10 +1,11 @@
-"""Serving over slow wires between nodes: hybrid TP-EP beside expert parallelism alone, in time to first token and
-between tokens.
+"""Serving over slow wires between nodes: hybrid TP-EP beside expert parallelism alone and tensor parallelism over all
+nodes, in time to first token and between tokens.
 
     python benchmarks/hybrid_box.py MODEL --nodes 2 --mbit 200
 
 Each node of a cluster in a box (docs/box.md) has two ranks; the engine and the first node's ranks are on node 0, all
-others join (docs/workers.md). Layouts take turns, each with processes of its own. Greedy texts are compared in float32.
+others join (docs/workers.md, docs/ranks.md). Layouts take turns, each with processes of its own. Greedy texts are
+compared in float32.
 """
 
 import argparse
@@ -29,23 +30,29 @@ PORT = 7700
 SECRET = "only for a benchmark, on a private network"
 RANKS = 2  # of a node
 # By name: replicas and ranks of each on one node, ranks that share an expert.
-LAYOUTS = {
+SHARED = {
     "hybrid": (1, 2, 2),
     "expert parallel, attention TP 2": (1, 2, 1),
     "expert parallel, attention DP": (2, 1, 1),
 }
+TENSOR_PARALLEL = "tensor parallel over all nodes"
+LAYOUTS = (*SHARED, TENSOR_PARALLEL)
+
+
+def sizes_of(layout: str, nodes: int) -> dict[str, Any]:
+    """The fields of `ServeConfig` that make it this layout."""
+    if layout == TENSOR_PARALLEL:
+        one = {"num_attention": 1, "joined_attention": 1, "ranks_here": RANKS}
+        return {"layout": "colocated", "attention_tp": nodes * RANKS, **one}
+    replicas, tp, expert_tp = SHARED[layout]
+    workers = {"num_attention": nodes * replicas, "joined_attention": (nodes - 1) * replicas}
+    return {"layout": "hybrid", "attention_tp": tp, "expert_tp": expert_tp, **workers}
 
 
 def serve(asked: dict[str, Any]) -> dict[str, Any]:
     """What node 0 runs: one layout, two passes, the second of which counts."""
-    replicas, tp, expert_tp = LAYOUTS[asked["layout"]]
-    nodes = asked["nodes"]
     config = ServeConfig(
         model=Path(asked["model"]),
-        layout="hybrid",
-        num_attention=nodes * replicas,
-        attention_tp=tp,
-        expert_tp=expert_tp,
         num_micro_batches=asked["micro_batches"],
         dtype="float32",
         max_model_len=asked["prompt"] + asked["output"],
@@ -53,7 +60,7 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
         timeout_s=120.0,
         join_address=asked["join"],
         join_secret=SECRET.encode(),
-        joined_attention=(nodes - 1) * replicas,
+        **sizes_of(asked["layout"], asked["nodes"]),
     )
     engine = start_engine(config)
     try:

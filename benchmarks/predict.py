@@ -1,7 +1,11 @@
-"""Predicted against measured: a token's time and the decode rate over layouts, workers, micro-batches and requests.
+"""Predicted against measured; long because engines and served plans share a profile, a table and a verdict.
+
+A token's time and the decode rate over layouts, workers, micro-batches and requests:
 
     python benchmarks/predict.py MODEL --json out.json
     python benchmarks/predict.py MODEL --grid colocated:1,8,32 --grid 1+1/m2:32,64 --rounds 3
+    python benchmarks/predict.py MODEL --plans 16                  # nine plans, served, 16 requests at once
+    python benchmarks/predict.py MODEL --plans 16 --mbit 200       # the same on two nodes of a cluster in a box
 
 1. The machine is profiled (`antiphon profile`), and profiled again after the grid: it drifts. A point's prediction is
    the mean of both; what they differ by stands beside it. `--profile FILE` takes one made before.
@@ -9,15 +13,20 @@
    stopped while another runs, as in `benchmarks/layouts.py`.
 3. Only steps count in which all requests decode. Each miss above 30% is listed with the part that misses most, found by
    comparing what the workers' spans say with the prediction's parts.
+4. With `--plans` the points are layouts of `antiphon plan --pin`, and each is served as users serve a plan, over HTTP,
+   on this machine or on nodes that the others join from (`bench/served_plans`).
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from antiphon.base.errors import UserError
@@ -28,6 +37,16 @@ from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
 from antiphon.bench.quiet import CpuWatch, wait_for_quiet
 from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.bench.served_plans import (
+    PinnedLayout,
+    layouts_of,
+    make_plan,
+    nodes_in_a_box,
+    profile_here,
+    serve_and_measure,
+    this_machine,
+)
+from antiphon.cli.this_machine import CLUSTER_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
@@ -47,6 +66,7 @@ DEFAULT_GRID = (
 )
 MISS = 0.3
 GOAL = 0.1
+PLANS_GOAL = 0.15
 
 
 @dataclass(frozen=True)
@@ -141,11 +161,10 @@ def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Poi
     return results
 
 
-def row_of(point: Point, predictions: Sequence[LocalPrediction], measured: Sequence[Measured]) -> dict[str, Any]:
-    """What the table and the JSON say of a point."""
+def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured]) -> dict[str, Any]:
+    """What the table and the JSON say of a point; `predicted`: seconds of a token, by each profile."""
     tpot_s = median(each.tpot_s for each in measured)
-    predicted_s = sum(each.tpot_s for each in predictions) / len(predictions)
-    names = {name for each in measured for name in each.parts_s}
+    predicted_s = sum(predicted) / len(predicted)
     return {
         "contestant": point.contestant,
         "concurrency": point.concurrency,
@@ -154,8 +173,15 @@ def row_of(point: Point, predictions: Sequence[LocalPrediction], measured: Seque
         "predicted_tokens_per_s": point.concurrency / predicted_s,
         "measured_tokens_per_s": median(each.tokens_per_s for each in measured),
         "error": predicted_s / tpot_s - 1,
-        "drift": max(each.tpot_s for each in predictions) / min(each.tpot_s for each in predictions) - 1,
+        "drift": max(predicted) / min(predicted) - 1,
         "foreign_cpu_share": max(each.foreign_share for each in measured),
+    }
+
+
+def parts_of(predictions: Sequence[LocalPrediction], measured: Sequence[Measured]) -> dict[str, Any]:
+    """The parts of a step, for the row of an engine with spans."""
+    names = {name for each in measured for name in each.parts_s}
+    return {
         "predicted_parts_s": dict(predictions[0].parts_s),
         "predicted_t_s": {name: getattr(predictions[0], name) for name in ("t_a_s", "t_e_s", "t_c_s")},
         "measured_parts_s": {name: median(each.parts_s.get(name, 0.0) for each in measured) for name in sorted(names)},
@@ -174,7 +200,7 @@ def blame(row: dict[str, Any]) -> str:
     return text
 
 
-def report_rows(rows: Sequence[dict[str, Any]]) -> float:
+def report_rows(rows: Sequence[dict[str, Any]], goal: float = GOAL) -> float:
     """Print the table; returns the median error of a token's time."""
     print("engine           requests  predicted  measured   error  predicted  measured  drift  foreign")
     for row in rows:
@@ -184,10 +210,10 @@ def report_rows(rows: Sequence[dict[str, Any]]) -> float:
             f"{row['measured_tokens_per_s']:5.0f} t/s  {row['drift']:4.0%}  {row['foreign_cpu_share']:6.0%}"
         )
     middle = float(median(abs(row["error"]) for row in rows))
-    outcome = "reached" if middle <= GOAL else "missed"
-    print(f"median error {middle:.1%} over {len(rows)} points, goal at most {GOAL:.0%}: {outcome}")
+    outcome = "reached" if middle <= goal else "missed"
+    print(f"median error {middle:.1%} over {len(rows)} points, goal at most {goal:.0%}: {outcome}")
     for row in rows:
-        if abs(row["error"]) > MISS:
+        if abs(row["error"]) > MISS and "measured_parts_s" in row:
             print(f"  {row['contestant']} at {row['concurrency']}: {row['error']:+.0%}; most of it: {blame(row)}")
     return middle
 
@@ -209,11 +235,17 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--patience", type=float, default=30.0, help="seconds to wait for other programs, each point")
+    parser.add_argument("--plans", type=int, metavar="N", help="serve plans for N requests instead of the grid")
+    parser.add_argument("--mbit", type=float, help="with --plans: on nodes in a box, links of so many 10^6 bits/s")
+    parser.add_argument("--nodes", type=int, default=2, help="with --mbit: nodes that share out the cores")
+    parser.add_argument("--only", help="with --plans: layouts whose names contain this")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     try:
-        points = parse_grid(arguments.grid or DEFAULT_GRID)
-        run(arguments, points)
+        if arguments.plans is not None:
+            run_plans(arguments)
+        else:
+            run(arguments, parse_grid(arguments.grid or DEFAULT_GRID))
     except UserError as error:
         sys.exit(f"error: {error}")
 
@@ -230,9 +262,11 @@ def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
         with progress("measuring this machine again") as report:
             profiles.append(measure(wanted, report))
     context = arguments.input_tokens + arguments.output_tokens / 2
-    rows = [
-        row_of(point, [predict(times, spec, point, context) for times in profiles], measured[point]) for point in points
-    ]
+    rows = []
+    for point in points:
+        found = [predict(times, spec, point, context) for times in profiles]
+        times_s = [each.tpot_s for each in found]
+        rows.append(row_of(point, times_s, measured[point]) | parts_of(found, measured[point]))
     middle = report_rows(rows)
     if arguments.json is not None:
         rounds = {
@@ -246,6 +280,43 @@ def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
             "rounds": rounds,
             "profiles": [asdict(times) for times in profiles],
         }
+        arguments.json.write_text(json.dumps(written, indent=1))
+
+
+def run_plans(arguments: argparse.Namespace) -> None:
+    """Profile, plan and serve each layout in turn, profile and plan again; table and JSON."""
+    size = WorkloadSize(arguments.plans, arguments.input_tokens, arguments.output_tokens)
+    with TemporaryDirectory(prefix="plans-") as name, ExitStack() as stack:
+        folder = Path(name)
+        profile = arguments.profile or profile_here(arguments.model, folder / "before", quick=arguments.quick)
+        cluster = json.loads((profile.parent / CLUSTER_FILE).read_text())
+        where = this_machine(cluster)
+        if arguments.mbit is not None:
+            where = nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder)
+        machines = stack.enter_context(where)
+        layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
+        served = {layout: make_plan(machines, arguments.model, profile, layout, size, folder) for layout in layouts}
+        measured: dict[PinnedLayout, list[Measured]] = {layout: [] for layout in layouts}
+        for number in range(arguments.rounds):
+            for layout in layouts if number % 2 == 0 else reversed(layouts):
+                wait_for_quiet(timeout_s=arguments.patience)
+                watch = CpuWatch()
+                rate = serve_and_measure(machines, arguments.model, served[layout], size, folder)
+                measured[layout].append(Measured(size.concurrency / rate, rate, {}, watch.foreign_share()))
+                print(f"round {number + 1}, {layout.name}: {rate:.1f} tokens/s", flush=True)
+        predicted = [served]
+        if not arguments.profile:
+            again = profile_here(arguments.model, folder / "after", quick=arguments.quick)
+            predicted.append(
+                {layout: make_plan(machines, arguments.model, again, layout, size, folder) for layout in layouts}
+            )
+    rows = []
+    for layout in layouts:
+        times = [found[layout].predicted.tpot_s or math.nan for found in predicted]
+        rows.append(row_of(Point(layout.name, size.concurrency), times, measured[layout]))
+    middle = report_rows(rows, PLANS_GOAL)
+    if arguments.json is not None:
+        written = {"bench": "predict", "command": " ".join(sys.argv), "median_error": middle, "rows": rows}
         arguments.json.write_text(json.dumps(written, indent=1))
 
 

@@ -167,7 +167,7 @@ class WorkerOptions:
                 f"--expert-tp {self.expert_tp} does not apply to --layout colocated: a replica's experts are split as "
                 f"its attention is, by --tp"
             )
-        if self.transport != "auto":
+        if self.transport != "auto" and self.tp * self.pp == 1:  # else its ranks may be on several machines
             self._refuse_in_colocated(f"--transport {self.transport}")
         if self.placement is not None:
             self._refuse_in_colocated(f"--placement {self.placement}")

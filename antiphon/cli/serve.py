@@ -15,7 +15,7 @@ from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import check_json, check_output_file, emit_json, show
 from antiphon.cli.ray_options import RayOptions
-from antiphon.cli.serve_plan import check_plan_fits, machine_name, plan_lines, planned_config
+from antiphon.cli.serve_plan import check_plan_fits, join_lines, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.key_file import read_api_keys
@@ -87,7 +87,16 @@ class JoinOptions:
     join_workers: Annotated[
         str, typer.Option(metavar="A+E", show_default=False, help="How many join: attention (or replicas) + experts.")
     ] = "0+0"
+    # Out of the help, which fills its screen; docs/ranks.md has it.
+    ranks_here: Annotated[int, typer.Option(metavar="N", help="Ranks of the first of them.", hidden=True)] = 0
     secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Secret shared with them.")] = None
+
+    def by_plan(self, served: ServedPlan | None) -> "JoinOptions":
+        """Who joins as the plan has it, where nothing else was said."""
+        if served is None or not served.node_devices or not self.join_address or self.join_workers != "0+0":
+            return self
+        attention, experts, ranks_here = served.join_workers
+        return replace(self, join_workers=f"{attention}+{experts}", ranks_here=ranks_here)
 
     def add_to(self, config: ServeConfig) -> ServeConfig:
         """The configuration with these workers from outside; validated."""
@@ -101,6 +110,7 @@ class JoinOptions:
             join_secret=read_join_secret(self.secret_file) if self.join_address else b"",
             joined_attention=int(counts.group(1)),
             joined_experts=int(counts.group(2)),
+            ranks_here=self.ranks_here,
         )
 
 
@@ -119,9 +129,11 @@ def serve(
     """Serve MODEL over HTTP; attention and experts in one process or apart."""
     check_output_file("--timeline", timeline)
     asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
-    config = join.add_to(asked)
+    config = join.by_plan(served).add_to(asked)
     settings = http.settings()
     if served is not None:
+        if config.join_address:
+            show(join_lines(config), json=json)
         if not ray.ray:
             check_plan_fits(config, served)
         settings = replace(settings, predicted=served.predicted)

@@ -10,6 +10,7 @@ import typer
 
 from antiphon.base.units import format_seconds
 from antiphon.bench.profile.this_machine import THIS_CORE
+from antiphon.cli.banner import plural
 from antiphon.cli.option_groups import given_options
 from antiphon.cli.options import CapacityOptions, WorkerOptions
 from antiphon.models.config import load_model_spec
@@ -77,6 +78,18 @@ def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
 def machine_name(device: str) -> str:
     """What a plan would call this machine's devices: a core, as `antiphon profile` does, or a GPU's own name."""
     return THIS_CORE if device == "cpu" else torch.cuda.get_device_name()
+
+
+def join_lines(config: ServeConfig) -> str:
+    """What to start on the other machines."""
+    role, here = "attention" if config.layout == "disaggregated" else "replica", config.ranks_here
+    attention = config.joined_attention * config.attention_ranks
+    wanted = [(role, attention - here)] if attention else []
+    if config.joined_experts:
+        wanted.append(("experts", config.joined_experts * config.expert_tp - (0 if attention else here)))
+    join = f"--join {config.join_address}"
+    lines = [f"  elsewhere antiphon worker --role {role} {join}, {plural(count, 'time')}" for role, count in wanted]
+    return "\n".join(lines)
 
 
 def plan_lines(served: ServedPlan, machine: str) -> str:

@@ -6,48 +6,47 @@ The tables are those of `antiphon profile`. `antiphon plan --profile` takes deco
 1. A worker has cores / workers threads, at least one, as the engine deals them (`serve.config`).
 2. Colocated: a step is its layers' attention and experts, head and sampling, bookkeeping, and the engine's turn. Ranks
    that share layers (TP) each take their part of that time, and a message's time for each of the two sums of a layer.
-   Of P stages with m micro-batches each works m turns of m + P - 1.
+   Of P stages with m micro-batches each works m turns of m + P - 1. Hybrid: a rank computes its part of the experts for
+   the rows of all replicas.
 3. Apart: T_a, T_e, T_c of one micro-batch and layer, then MegaScale-Infer's layer time (`cost.ping_pong`), L times; the
    rest of the step as before. Both sides work at once only with two micro-batches or more: then each is slowed down
    by the other for the share of its time in which the other is busy too.
 4. More workers than cores: no schedule is faster than all their work over the cores.
+5. What travels between nodes, or between replicas that share experts, takes what the cluster's network says (`Wires`).
 
 Rejected: simulating two cores' scheduler. What it would add is below what the machine drifts within an hour.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
-
-import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost import ping_pong
 from antiphon.cost.curves import Curve
 from antiphon.cost.local_times import LocalTimes, ThreadTimes
-from antiphon.cost.parts import FloatArray
-from antiphon.planner.candidates import Candidates
 from antiphon.specs.model import ModelSpec
 
-LocalLayout = Literal["colocated", "disaggregated"]
+LocalLayout = Literal["colocated", "disaggregated", "hybrid"]
 _SLOWDOWN_ROUNDS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalChoice:
     """How the engine is asked to run here. Colocated: `num_attention` replicas of `num_stages` stages of `tp` ranks,
-    the rest is 1; apart these two are 1."""
+    the rest is 1; apart these two are 1. Hybrid: such replicas, whose experts are dealt out in `num_experts` parts of
+    `expert_tp` ranks."""
 
     layout: LocalLayout
     num_attention: int = 1
     num_experts: int = 1
     num_micro_batches: int = 1
     tp: int = 1
+    expert_tp: int = 1
     num_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_attention", "num_experts", "num_micro_batches", "tp", "num_stages"):
+        for name in ("num_attention", "num_experts", "num_micro_batches", "tp", "expert_tp", "num_stages"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
 
@@ -56,6 +55,18 @@ class LocalChoice:
         """Processes."""
         attention = self.num_attention * self.tp * self.num_stages
         return attention + (self.num_experts if self.layout == "disaggregated" else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    """Seconds of one micro-batch on the cluster's network. `layer_s`: the collectives of a MoE layer, or, with
+    attention and experts apart, one way of its rows; `dense_layer_s`: the sums of a dense one; `hop_s`: from one stage
+    to the next. `head_s`: of a whole step, the sum of the embedding and the logits of all ranks."""
+
+    layer_s: float
+    dense_layer_s: float = 0.0
+    hop_s: float = 0.0
+    head_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +83,36 @@ class LocalPrediction:
 
 
 def predict_decode(
-    times: LocalTimes, model: ModelSpec, choice: LocalChoice, *, concurrency: int, context: float
+    times: LocalTimes,
+    model: ModelSpec,
+    choice: LocalChoice,
+    *,
+    concurrency: int,
+    context: float,
+    wires: Wires | None = None,
 ) -> LocalPrediction:
-    """A step in which `concurrency` requests, `context` tokens behind each, all decode."""
+    """A step in which `concurrency` requests, `context` tokens behind each, all decode. `wires` None: all processes are
+    on the machine of the times and talk over its shared memory; the hybrid layout needs them."""
     if concurrency < 1 or not context >= 1:
         raise UserError(f"{concurrency} requests of context {context}: both must be at least 1")
     threads = _with_threads(times, max(1, times.num_cores // choice.num_workers))
-    if choice.layout == "colocated":
-        return _colocated(times, threads, model, choice, concurrency, context)
-    return _disaggregated(times, threads, model, choice, concurrency, context)
+    if choice.layout == "disaggregated":
+        return _disaggregated(times, threads, model, choice, concurrency, context, wires)
+    return _colocated(times, threads, model, choice, concurrency, context, wires)
 
 
 def _colocated(
-    times: LocalTimes, threads: ThreadTimes, model: ModelSpec, choice: LocalChoice, concurrency: int, context: float
+    times: LocalTimes,
+    threads: ThreadTimes,
+    model: ModelSpec,
+    choice: LocalChoice,
+    concurrency: int,
+    context: float,
+    wires: Wires | None,
 ) -> LocalPrediction:
-    """Replicas step independently; on shared cores the engine's turn for one is taken from the other's time."""
+    """Replicas step independently; on shared cores the engine's turn for one is taken from the other's time. Those that
+    share experts step together."""
+    is_hybrid = choice.layout == "hybrid"
     replicas = min(choice.num_attention, concurrency)
     rows_each = concurrency / replicas
     micro_batches = max(1, min(choice.num_stages, int(rows_each)))
@@ -98,31 +124,45 @@ def _colocated(
     crowd = max(1.0, at_work * threads.num_threads / times.num_cores)
     # how often a process goes through what share of the model's layers, itself computing one part of `tp`
     passes = turns * math.ceil(model.num_layers / choice.num_stages) / model.num_layers
-    part = slow * crowd * passes / choice.tp
-    message_s = times.exchange.one_way_s.value(rows)
+    work = slow * crowd * passes
+    held, expert_tp = model.router.num_experts / choice.num_experts, choice.expert_tp if is_hybrid else choice.tp
+    expert_rows = rows * replicas if is_hybrid else rows
     parts = {
-        "attention": part * model.num_layers * threads.attention_layer_s(rows, context),
-        "experts": part * model.num_moe_layers * experts_layer_s(threads, rows, model.router.num_experts),
+        "attention": work * model.num_layers * threads.attention_layer_s(rows, context) / choice.tp,
+        "experts": work * model.num_moe_layers * experts_layer_s(threads, expert_rows, held) / expert_tp,
         "head": slow * crowd / choice.tp * threads.head_s.value(rows_each),
         "bookkeeping": crowd * times.engine.bookkeeping_s.value(rows_each),
         "engine": crowd * times.engine.alone_s.value(rows_each),
     }
-    if choice.tp > 1:
-        parts["sums"] = crowd * 2 * passes * model.num_layers * message_s
+    if wires is None:
+        assert not is_hybrid, "how rows reach the experts of other replicas is the network's to say"
+        message_s = times.exchange.one_way_s.value(rows)
+        sums_s = 2 * crowd * message_s if choice.tp > 1 else 0.0
+        wires = Wires(layer_s=sums_s, dense_layer_s=sums_s, hop_s=message_s)
+    dense_layers = model.num_layers - model.num_moe_layers
+    parts["exchange"] = passes * (model.num_moe_layers * wires.layer_s + dense_layers * wires.dense_layer_s)
+    parts["exchange"] += wires.head_s
     if choice.num_stages > 1:
-        parts["hops"] = choice.num_stages * message_s
+        parts["hops"] = choice.num_stages * wires.hop_s
     tpot_s = sum(parts.values())
     return LocalPrediction(tpot_s=tpot_s, tokens_per_s=concurrency / tpot_s, parts_s=parts)
 
 
 def _disaggregated(
-    times: LocalTimes, threads: ThreadTimes, model: ModelSpec, choice: LocalChoice, concurrency: int, context: float
+    times: LocalTimes,
+    threads: ThreadTimes,
+    model: ModelSpec,
+    choice: LocalChoice,
+    concurrency: int,
+    context: float,
+    wires: Wires | None,
 ) -> LocalPrediction:
     num_attention = min(choice.num_attention, concurrency)
     rows_each = concurrency / num_attention
     num_micro_batches = max(1, min(choice.num_micro_batches, int(rows_each)))
     rows = rows_each / num_micro_batches
     t_a, t_e, t_c = _one_micro_batch(times, threads, model, choice, num_attention, rows, context)
+    t_c = t_c if wires is None else wires.layer_s
     if num_micro_batches > 1 and times.num_cores > 1:
         slowdowns = times.slowdowns
         t_a, t_e = _slowed(
@@ -213,31 +253,3 @@ def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
         f"the profile has no times with {num_threads} threads, only with {known}: "
         f"measure again with antiphon profile --threads {known.replace(' ', '')},{num_threads}"
     )
-
-
-def decode_steps(
-    times: LocalTimes, model: ModelSpec, candidates: Candidates, contexts: FloatArray
-) -> Iterator[tuple[int, LocalPrediction]]:
-    """Steps of those candidates that the engine runs here as they are: replicas, of one device or of several in stages
-    and ranks, and attention and experts apart on one device each. Replicas are on all cores, for idle ones would take
-    none of the load."""
-    apart = candidates.is_disaggregated & (candidates.attention_tp == 1) & (candidates.expert_tp == 1)
-    alone = (candidates.attention_dp == 1) & (candidates.expert_ep == 1) & ~candidates.is_disaggregated
-    alone &= candidates.attention_tp == candidates.expert_tp
-    known = {threads.num_threads for threads in times.threads}
-    for index in np.flatnonzero(apart | alone):
-        tp, num_stages = int(candidates.attention_tp[index]), int(candidates.pp[index])
-        replicas = max(1, times.num_cores // (tp * num_stages))
-        choice = LocalChoice(layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages)
-        if apart[index]:
-            choice = LocalChoice(
-                layout="disaggregated",
-                num_attention=int(candidates.attention_dp[index]),
-                num_experts=int(candidates.expert_ep[index]),
-                num_micro_batches=int(candidates.micro_batches[index]),
-            )
-        if max(1, times.num_cores // choice.num_workers) not in known:
-            continue
-        requests = int(candidates.instance_batch[index]) * (1 if apart[index] else choice.num_attention)
-        context = max(1.0, float(contexts[index]))
-        yield int(index), predict_decode(times, model, choice, concurrency=requests, context=context)

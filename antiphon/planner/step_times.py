@@ -28,12 +28,11 @@ from antiphon.cost.schedules import beside_dispatch_s, two_batches_s
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.instance_packing import widest_domain
-from antiphon.planner.local_prediction import decode_steps
+from antiphon.planner.measured_steps import OnNetwork, measured_steps
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
     AttentionTimes,
     attention_times,
-    decode_context,
     expert_times,
     rows_each,
     rows_of_fullest,
@@ -84,6 +83,7 @@ class Group:
 def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     """Times of all candidates at their batch."""
     columns = np.zeros((4, len(candidates)))
+    network = OnNetwork.empty(len(candidates))
     # each proposed token takes one more layer
     drafts = setting.workload.draft_tokens if setting.phase == "decode" else 0
     drafting = 1 + drafts / setting.model.num_layers
@@ -94,20 +94,14 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
         values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
-    _take_measured(setting, candidates, columns)
-    return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
-
-
-def _take_measured(setting: Setting, candidates: Candidates, columns: FloatArray) -> None:
-    """Decode steps that the engine runs on a measured machine, from its own pieces."""
-    engine = None if setting.profile is None else setting.profile.engine
-    if engine is None or setting.phase != "decode" or setting.workload.draft_tokens:
-        return
-    contexts = np.broadcast_to(decode_context(setting, candidates), (len(candidates),))
-    for index, found in decode_steps(engine, setting.model, candidates, contexts):
+        layer_s = back if group.apart else parts.dispatch.total_s
+        network.note(setting, candidates, where, kind=group.attention_kind, layer_s=layer_s, hop_s=parts.hop.total_s)
+        network.is_wide[where] = not group.near
+    for index, found in measured_steps(setting, candidates, network):
         columns[3, index] = found.tpot_s
         for column, value in zip(columns, (found.t_a_s, found.t_e_s, found.t_c_s), strict=False):
             column[index] = column[index] if value is None else value
+    return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
 
 
 def _engine_turn_s(setting: Setting, candidates: Candidates) -> Number:
@@ -170,9 +164,10 @@ def _exchanges(setting: Setting, candidates: Candidates, group: Group) -> tuple[
     rows = slowest_rows(setting, candidates) * setting.distinct[candidates.expert_ep]
     rows_at_fullest = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
     there_bytes, back_bytes = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
-    measured = _measured_exchange(setting, candidates, rows_at_fullest, there_bytes, back_bytes)
-    if measured is not None:
-        return measured
+    if group.near or len(setting.groups) == 1 == setting.groups[0].num_nodes:
+        measured = _measured_exchange(setting, candidates, rows_at_fullest, there_bytes, back_bytes)
+        if measured is not None:
+            return measured
     fixed_s = setting.cluster.efficiency.exchange_s
     dispatch = m2n(
         attention, experts, rows_sent=rows, rows_received=rows_at_fullest, row_bytes=there_bytes, fixed_s=fixed_s

@@ -51,7 +51,7 @@ class ServeConfig:
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
     exchanges in steps with and without rows of prompts. Of the attention workers (or replicas) and expert workers, the
     last `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
-    `join_secret`.
+    `join_secret`. Of the first of them `ranks_here` ranks are on this machine: it is spread over several.
     """
 
     model: Path
@@ -81,6 +81,7 @@ class ServeConfig:
     join_secret: bytes = field(default=b"", repr=False)
     joined_attention: int = 0
     joined_experts: int = 0
+    ranks_here: int = 0
     trace: bool = False
     placement: ExpertPlacement | None = None
     balance: Policy = "off"
@@ -213,6 +214,13 @@ class ServeConfig:
             raise UserError("--join-address without --join-workers: say how many workers join")
         if self.join_address:
             refuse_wildcard("--join-address", self.join_address, split_address(self.join_address)[0])
+        spread = self.attention_ranks if self.joined_attention else self.expert_tp
+        most = spread - 1 if num_joined else 0
+        if not 0 <= self.ranks_here <= most:
+            raise UserError(
+                f"--ranks-here is {self.ranks_here}: it must be 0 to {most}: of the {num_joined} workers that join "
+                f"(--join-workers) the first has {spread} ranks, and one at least joins"
+            )
         if num_joined and self.exchange == "shm":
             raise UserError("--transport shm does not reach other machines: use tcp or libfabric")
 
@@ -243,7 +251,8 @@ class ServeConfig:
         """Worker processes on this machine: the ranks of all workers."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
         num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
-        return self.num_instances * (num_local[0] * self.attention_ranks + num_local[1] * self.expert_tp)
+        whole = self.num_instances * (num_local[0] * self.attention_ranks + num_local[1] * self.expert_tp)
+        return whole + self.ranks_here
 
     @property
     def attention_ranks(self) -> int:
@@ -285,8 +294,8 @@ class ServeConfig:
 
     @property
     def rank_transport(self) -> str:
-        """Between ranks of one worker: shared memory, because they are on one machine, unless another was asked for."""
-        return "shm" if self.exchange == "auto" else self.exchange
+        """Between ranks of one worker: shared memory where they are on one machine, unless another was asked for."""
+        return self.exchange if self.exchange != "auto" else "tcp" if self.ranks_here else "shm"
 
     @property
     def exchange_host(self) -> str:

@@ -10,7 +10,7 @@ turn. The engine's thread asks for `arrivals`; workers arrive on the listener's 
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import count
 
 import msgspec
@@ -69,11 +69,14 @@ class JoinedWorker(WorkerProcess):
 class Door:
     """`start` opens it; `ask` names a place to fill; `on_arrival` is called when `arrivals` may have something."""
 
-    def __init__(self, address: str, secret: bytes, places: Set[WorkerName], *, num_local: int = 0) -> None:
-        """`num_local`: workers that the engine starts itself, which come first where its address is."""
+    def __init__(
+        self, address: str, secret: bytes, places: Set[WorkerName], *, local: Sequence[WorkerName] = ()
+    ) -> None:
+        """`local`: workers that the engine starts itself, which come first where its address is."""
         self._places = places
-        self._num_local = {split_address(address)[0]: num_local}
-        self._seats: dict[WorkerName, tuple[str, int]] = {}  # host, and which worker of it
+        here = split_address(address)[0]
+        # host, and which worker of it
+        self._seats: dict[WorkerName, tuple[str, int]] = {name: (here, index) for index, name in enumerate(local)}
         self._listener = JoinListener(address, secret, self._welcome, roles={name.role for name in places})
         self._lock = threading.Lock()
         self._asked: dict[WorkerName, Configure] = {}
@@ -192,7 +195,7 @@ class Door:
     def _free_index(self, host: str) -> int:
         """The lowest number that no worker of `host` has."""
         taken = {index for other, index in self._seats.values() if other == host}
-        return next(index for index in count(self._num_local.get(host, 0)) if index not in taken)
+        return next(index for index in count() if index not in taken)
 
 
 def _shares_memory(configure: Configure) -> bool:

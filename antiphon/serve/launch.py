@@ -75,7 +75,7 @@ class Launcher:
         self._joined = self._joined_names()
         self._say_who_shares()
         self.door = (
-            Door(config.join_address, config.join_secret, self._joined, num_local=config.num_workers)
+            Door(config.join_address, config.join_secret, self._joined, local=self._local_names())
             if self._joined
             else None
         )
@@ -191,7 +191,8 @@ class Launcher:
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
         leaders = [WorkerName(role, index) for role, indices in places.items() for index in indices]
-        return frozenset(rank for leader in leaders for rank in self._ranks_of(leader))
+        ranks = [rank for leader in leaders for rank in self._ranks_of(leader)]
+        return frozenset(ranks[config.ranks_here :])
 
     def _local_names(self) -> list[WorkerName]:
         """The processes of this machine."""

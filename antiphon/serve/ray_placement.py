@@ -1,11 +1,11 @@
 """All workers of a server on the nodes of a Ray cluster: placed at the start, placed again when one is lost.
 
 The engine opens its door (`serve/door`) at this machine's address in the cluster, under a secret of this run; Ray
-starts an actor for each worker on the node that `policy/node_choice` names; the actor starts the worker, which joins.
-A thread waits for workers that end. What ended is placed again, on another node if its node is gone, until
-`expect_end`. The secret travels as an argument between Ray's processes. Rejected: Ray's own actor restarts and
-placement groups, which know no roles; and tensors through Ray, whose object store copies what the M2N library writes
-in place.
+starts an actor for each rank of a worker on the node that `policy/node_choice` names; the actor starts the rank, which
+joins. A thread waits for ranks that end. The worker of one is placed again, all its ranks on one node, which is
+another one if its node is gone, until `expect_end`. The secret travels as an argument between Ray's processes.
+Rejected: Ray's own actor restarts and placement groups, which know no roles; and tensors through Ray, whose object
+store copies what the M2N library writes in place.
 """
 
 import secrets
@@ -39,12 +39,13 @@ _END_S = 5.0  # for workers to end once the engine has
 
 @dataclass(kw_only=True)
 class _Place:
-    """One worker's place: where it sits, and how that goes."""
+    """One worker's place: where its ranks sit, and how that goes. `seats`: none while it is not placed."""
 
     side: JoinRole
     index: int
+    num_ranks: int = 1
     node: str = ""
-    seat: RunningSeat | None = None
+    seats: list[RunningSeat] = field(default_factory=list)
     started: bool = False
     placed_s: float = 0.0
     next_try_s: float = 0.0
@@ -68,21 +69,24 @@ class RayPlacement:
             raise UserError("--ray places all workers itself: leave --join-workers and --join-address out")
         if config.num_instances > 1:
             raise UserError(f"--ray places one instance: leave --instances {config.num_instances} out")
-        if max(config.attention_tp, config.expert_tp) > 1:
-            raise UserError(
-                f"--ray places workers of one rank, not of --tp {config.attention_tp} and --expert-tp "
-                f"{config.expert_tp}: it does not keep a worker's ranks on one node; leave these out, or start the "
-                f"ranks there with `antiphon worker` (--join-workers)"
-            )
         if ":" in config.device:
             raise UserError(f"--device {config.device}: with --ray, Ray chooses the GPUs; use cuda")
         self._asked = config
         self._cluster = cluster
-        self._needs = WorkerNeeds(num_cpus=config.num_threads or 1, num_gpus=0 if config.device == "cpu" else 1)
+        self._needs = WorkerNeeds(
+            num_cpus=config.num_threads or 1,
+            num_gpus=0 if config.device == "cpu" else 1,
+            attention_ranks=config.attention_tp,
+            expert_ranks=config.expert_tp,
+        )
         self._start_timeout_s = start_timeout_s
         self._secret = secrets.token_hex(32).encode()
         sides: list[tuple[JoinRole, int]] = [("attention", config.num_attention), ("experts", config.num_experts)]
-        self._places = [_Place(side=side, index=index) for side, count in sides for index in range(count)]
+        self._places = [
+            _Place(side=side, index=index, num_ranks=self._needs.ranks(side))
+            for side, count in sides
+            for index in range(count)
+        ]
         self._reserved: socket.socket | None = None
         self._ending = threading.Event()
         self._lock = threading.Lock()
@@ -130,24 +134,29 @@ class RayPlacement:
 
     def nodes(self) -> dict[str, str]:
         """The Ray node of each worker that has one now, by the worker's side and index, as in ``experts[1]``."""
-        return {f"{place.side}[{place.index}]": place.node for place in self._places if place.seat is not None}
+        return {f"{place.side}[{place.index}]": place.node for place in self._places if place.seats}
 
     # --- start and end -----------------------------------------------------------------------------------------------
 
     def _choose(self) -> None:
-        """What each worker reserves (the threads that were asked for, or as many as fit), and its first node."""
+        """What each rank reserves (the threads that were asked for, or as many as fit), and its first node."""
         config = self._asked
         rooms, free = self._cluster.rooms(), self._cluster.num_free_cpus()
-        num_cpus = config.num_threads or most_cpus(
-            rooms, config.num_attention, config.num_experts, self._needs.num_gpus
-        )
-        self._needs = WorkerNeeds(num_cpus=max(1, num_cpus), num_gpus=self._needs.num_gpus)
+        num_cpus = config.num_threads or most_cpus(rooms, config.num_attention, config.num_experts, self._needs)
+        self._needs = replace(self._needs, num_cpus=max(1, num_cpus))
+        num_ranks = sum(place.num_ranks for place in self._places)
         seats = choose_nodes(rooms, config.num_attention, config.num_experts, self._needs)
-        if seats is None or free < len(self._places) * self._needs.num_cpus:
+        if seats is None or free < num_ranks * self._needs.num_cpus:
             each = f"{self._needs.num_cpus} CPUs" + (" and 1 GPU" if self._needs.num_gpus else "")
+            whom = f"{len(self._places)} workers need {each} each"
+            if num_ranks > len(self._places):
+                whom = (
+                    f"{config.num_attention} attention workers of {config.attention_tp} ranks and {config.num_experts} "
+                    f"expert workers of {config.expert_tp} ranks need {each} for each rank, a worker's on one node"
+                )
             have = ", ".join(f"{room.num_cpus:g} CPUs and {room.num_gpus:g} GPUs" for room in rooms) or "nothing"
             raise ResourceError(
-                f"{len(self._places)} workers need {each} each; the Ray cluster's nodes have {have}, and {free:g} CPUs "
+                f"{whom}; the Ray cluster's nodes have {have}, and {free:g} CPUs "
                 "are free in all: add nodes, end other jobs, or lower --threads, --attention or --experts"
             )
         for place, seat in zip(self._places, seats, strict=True):
@@ -161,7 +170,7 @@ class RayPlacement:
         return f"{host}:{self._reserved.getsockname()[1]}"
 
     def _start(self, place: _Place) -> None:
-        """Have Ray start the actor, and the actor its worker."""
+        """Have Ray start the actors, and each actor its rank."""
         host = self._cluster.addresses().get(place.node, "")
         order = JoinOrder(
             address=self.config.join_address,
@@ -172,7 +181,7 @@ class RayPlacement:
             patience_s=self._start_timeout_s / _MAX_FAILURES,
         )
         job = msgspec.json.encode(TetheredJob(order=order, secret=self._secret))
-        place.seat = self._cluster.start_worker(place.node, self._needs, job)
+        place.seats = [self._cluster.start_worker(place.node, self._needs, job) for _ in range(place.num_ranks)]
         place.started = False
         place.placed_s = time.monotonic()
         _log.info("%s: on Ray node %s at %s, %d threads", place, place.node[:8], host, self._needs.num_cpus)
@@ -180,17 +189,20 @@ class RayPlacement:
     def _close(self, patience_s: float) -> None:
         """End what still runs after `patience_s`; if all went well the workers end because the engine has."""
         deadline = time.monotonic() + patience_s
-        waiting = [place.seat.ended for place in self._places if place.seat is not None]
+        waiting = [seat.ended for place in self._places for seat in place.seats]
         while waiting and (left := deadline - time.monotonic()) > 0:
             ended = self._cluster.finished(waiting, left)
             waiting = [reference for reference in waiting if reference not in ended]
         for place in self._places:
-            if place.seat is not None:
-                self._cluster.kill(place.seat)
-                place.seat = None
+            self._leave(place)
         self._cluster.disconnect()
         if self._reserved is not None:
             self._reserved.close()
+
+    def _leave(self, place: _Place) -> None:
+        for seat in place.seats:
+            self._cluster.kill(seat)
+        place.seats = []
 
     # --- the keeper's thread -----------------------------------------------------------------------------------------
 
@@ -204,33 +216,34 @@ class RayPlacement:
 
     def _look_after_places(self) -> None:
         """Wait until a worker ends, at most `_LOOK_S`, and do what there is to do."""
-        watched = [place.seat.ended for place in self._places if place.seat is not None]
+        watched = [seat.ended for place in self._places for seat in place.seats]
         if not watched:
             self._ending.wait(_LOOK_S)
         ended = self._cluster.finished(watched, _LOOK_S)
         if self._ending.is_set():
             return
         for place in self._places:
-            if place.seat is not None and place.seat.ended in ended:
-                self._on_end(place, place.seat)
-            elif place.seat is not None and not place.started:
-                self._look_whether_started(place, place.seat)
+            lost = next((seat for seat in place.seats if seat.ended in ended), None)
+            if lost is not None:
+                self._on_end(place, lost)
+            elif place.seats and not place.started:
+                self._look_whether_started(place)
         for place in self._places:
-            if place.seat is None and time.monotonic() >= place.next_try_s:
+            if not place.seats and time.monotonic() >= place.next_try_s:
                 self._place_again(place)
 
-    def _look_whether_started(self, place: _Place, seat: RunningSeat) -> None:
-        """Give up a node that has no room for the actor."""
-        if self._cluster.finished([seat.started], 0.0):
+    def _look_whether_started(self, place: _Place) -> None:
+        """Give up a node that has no room for the actors."""
+        if all(self._cluster.finished([seat.started], 0.0) for seat in place.seats):
             place.started = True
             place.avoid = frozenset()
         elif time.monotonic() - place.placed_s > self._start_timeout_s:
             place.avoid |= {place.node}
-            free = self._cluster.num_free_cpus()
+            free, wanted = self._cluster.num_free_cpus(), place.num_ranks * self._needs.num_cpus
             self._give_up(
                 place,
                 f"Ray node {place.node[:8]} has not started it within {self._start_timeout_s:g} s: it needs "
-                f"{self._needs.num_cpus} CPUs, {free:g} are free in the cluster; end other jobs or lower --threads",
+                f"{wanted} CPUs, {free:g} are free in the cluster; end other jobs or lower --threads",
                 fatal=True,
             )
 
@@ -246,10 +259,9 @@ class RayPlacement:
             self._give_up(place, ": ".join([f"exit code {end.code}", *(end.last_lines[-1:] if end.code else [])]))
 
     def _give_up(self, place: _Place, reason: str, *, fatal: bool = False) -> None:
-        """Leave the seat; sit down again at once, or after a pause if it has failed before."""
-        assert place.seat is not None, "only who sits can get up"
-        self._cluster.kill(place.seat)
-        place.seat = None
+        """Leave the seats; sit down again at once, or after a pause if it has failed before."""
+        assert place.seats, "only who sits can get up"
+        self._leave(place)
         steady = time.monotonic() - place.placed_s > _STEADY_S
         place.num_failures = 1 if steady and not fatal else place.num_failures + 1
         pause_s = 0.0 if place.num_failures == 1 else min(_MAX_PAUSE_S, 0.5 * 2.0**place.num_failures)
@@ -260,10 +272,11 @@ class RayPlacement:
                 self._failure = ResourceError(f"{place} on Ray does not start: {reason}")
 
     def _place_again(self, place: _Place) -> None:
-        taken = [Seat(side=other.side, node=other.node) for other in self._places if other.seat is not None]
+        taken = [Seat(side=other.side, node=other.node) for other in self._places if other.seats]
         node = choose_node(self._cluster.rooms(), taken, place.side, self._needs, place.avoid)
         if node is None:
-            _log.warning("%s: no node has %d CPUs to spare; waiting for one", place, self._needs.num_cpus)
+            num_cpus = place.num_ranks * self._needs.num_cpus
+            _log.warning("%s: no node has %d CPUs to spare; waiting for one", place, num_cpus)
             place.next_try_s = time.monotonic() + _NO_ROOM_S
             return
         place.node = node

@@ -22,6 +22,7 @@ from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import Layout, ServeConfig
+from antiphon.specs.cluster import cluster_from_table
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import (
@@ -34,6 +35,7 @@ from antiphon.specs.plan import (
     Plan,
     Predicted,
 )
+from antiphon.specs.strict_table import Table
 
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4
@@ -45,7 +47,9 @@ class ServedPlan:
     """A plan in this engine's own terms. `placement` None: colocated workers hold all experts.
 
     The collectives are those of the plan's phases; `auto` where it leaves them open.
-    `devices`: what the plan counts on. `notes`: where engine and plan differ harmlessly, one line each.
+    `devices`: what the plan counts on; `node_devices`: those of a node, 0 if the plan is for one node;
+    `experts_beside`: experts are on nodes of the same kind. `notes`: where engine and plan differ harmlessly, one line
+    each.
     """
 
     file: Path
@@ -63,7 +67,25 @@ class ServedPlan:
     placement: ExpertPlacement | None
     predicted: Predicted
     devices: tuple[str, ...]
+    node_devices: int = 0
+    experts_beside: bool = True
     notes: tuple[str, ...]
+
+    @property
+    def join_workers(self) -> tuple[int, int, int]:
+        """Of several nodes, what is not on the first one, where the server is: attention workers (or replicas), expert
+        workers, and how many ranks of the first of them are on it all the same, because it is wider than a node.
+
+        Workers are placed in their order, each whole while the node has room for it."""
+        ranks, room = self.attention_tp * self.num_stages, self.node_devices
+        attention = min(self.num_attention, room // ranks)
+        room -= attention * ranks
+        if attention == 0:
+            return self.num_attention, self.num_experts if self.layout == "disaggregated" else 0, room
+        if self.layout != "disaggregated":
+            return self.num_attention - attention, 0, 0
+        experts = min(self.num_experts, room // self.expert_tp) if self.experts_beside else 0
+        return self.num_attention - attention, self.num_experts - experts, 0
 
     def refuse_other(self, given: Mapping[str, int | str]) -> None:
         """`UserError` if an option given beside the plan says something else; `given`: option name -> its value."""
@@ -94,9 +116,10 @@ def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
         phases = " and ".join(plan.phases) or "no phase"
         raise UserError(f"{file} plans {phases} only: serving needs a decode phase, plan with --phase decode or both")
     check_planned_for(spec, plan.model_config, plan.model, file)
-    if phase.layout == "disaggregated":
-        return _disaggregated(phase, spec, file)
-    served = _colocated(phase, spec, file)
+    apart = phase.layout == "disaggregated"
+    served = _disaggregated(phase, spec, file) if apart else _colocated(phase, spec, file)
+    names = [use.device for use in phase.devices]
+    served = replace(served, node_devices=_node_devices(plan, names), experts_beside=len(set(names)) <= 1)
     if served.layout != "hybrid":
         return served
     prefill = plan.phases.get("prefill")
@@ -229,6 +252,14 @@ def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement
         return ExpertPlacement(num_workers, dict.fromkeys(spec.expert_layers, owners))
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
+
+
+def _node_devices(plan: Plan, names: list[str]) -> int:
+    """Devices of a node of the kind that attention is on; 0 where the cluster has one node, or the plan has none."""
+    groups = cluster_from_table(Table(plan.cluster_config, plan.cluster), Path()).groups if plan.cluster_config else ()
+    if sum(group.num_nodes for group in groups) < 2:
+        return 0
+    return next((group.devices_per_node for group in groups if group.device.name in names[:1]), 0)
 
 
 def _devices(phase: PhasePlan) -> tuple[str, ...]:

@@ -14,12 +14,13 @@ from antiphon.base.errors import UserError
 from antiphon.cost.local_times import flat
 from antiphon.cost.profile import MachineFacts, Profile, read_profile
 from antiphon.planner.candidates import DISAGGREGATED, Candidates, candidates_of
-from antiphon.planner.local_prediction import LocalChoice, experts_layer_s, predict_decode
+from antiphon.planner.local_prediction import LocalChoice, Wires, experts_layer_s, predict_decode
+from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
 from antiphon.planner.worker_times import decode_context
 from antiphon.specs.plan import LAYOUTS
 from tests.planner.local_times_harness import MODEL, line, local_times, thread_times
-from tests.planner.serving_specimens import setting
+from tests.planner.serving_specimens import cluster, device, group, setting
 
 
 def apart(attention: int = 1, experts: int = 1, micro_batches: int = 1) -> LocalChoice:
@@ -213,7 +214,7 @@ def test_ranks_share_a_layer_and_stages_take_turns() -> None:
     )
     for part in ("attention", "experts", "head"):
         assert split.parts_s[part] == pytest.approx(one_thread.parts_s[part] / 2), part
-    assert split.parts_s["sums"] > 0
+    assert split.parts_s["exchange"] > 0
     assert split.tpot_s < one_thread.tpot_s
     stages = LocalChoice(layout="colocated", num_stages=2)
     staged = predict_decode(local_times(), MODEL, stages, concurrency=20, context=100)
@@ -223,3 +224,66 @@ def test_ranks_share_a_layer_and_stages_take_turns() -> None:
     # Two micro-batches of half the rows: three turns of a stage of three of the five layers.
     assert staged.parts_s["attention"] == pytest.approx(3 * 3 / 5 * halves.parts_s["attention"])
     assert whole.tpot_s < staged.tpot_s
+
+
+def test_replicas_that_share_experts_compute_a_part_for_all_rows() -> None:
+    """Two replicas of 10 requests: each rank has half of the experts for all 20 rows, and travels 3 ms a layer."""
+    hybrid = LocalChoice(layout="hybrid", num_attention=2, num_experts=2)
+    wires = Wires(layer_s=3e-3, dense_layer_s=5e-3, head_s=7e-3)
+    found = predict_decode(local_times(), MODEL, hybrid, concurrency=20, context=100, wires=wires)
+    assert found.parts_s["attention"] == pytest.approx(5 * 20 * 1e-3)
+    assert found.parts_s["experts"] == pytest.approx(4 * (10 + 20) * 1e-3)
+    assert found.parts_s["exchange"] == pytest.approx((4 * 3 + 5 + 7) * 1e-3)
+    split = replace(hybrid, num_attention=1, tp=2)
+    found = predict_decode(local_times(), MODEL, split, concurrency=20, context=100, wires=wires)
+    assert found.parts_s["attention"] == pytest.approx(5 * 30 / 2 * 1e-3)
+    assert found.parts_s["experts"] == pytest.approx(4 * (10 + 20) * 1e-3)
+    whole = replace(hybrid, num_experts=1, expert_tp=2)
+    found = predict_decode(local_times(), MODEL, whole, concurrency=20, context=100, wires=wires)
+    assert found.parts_s["experts"] == pytest.approx(4 * (20 + 40) / 2 * 1e-3)
+
+
+def test_between_machines_the_network_says_how_long_rows_travel() -> None:
+    wires = Wires(layer_s=4e-3, hop_s=2e-3)
+    near = predict_decode(local_times(), MODEL, apart(), concurrency=10, context=100)
+    far = predict_decode(local_times(), MODEL, apart(), concurrency=10, context=100, wires=wires)
+    assert far.t_c_s == 4e-3
+    assert far.tpot_s - near.tpot_s == pytest.approx(4 * 2 * 3.5e-3)
+    stages = LocalChoice(layout="colocated", num_stages=2)
+    far = predict_decode(local_times(), MODEL, stages, concurrency=20, context=100, wires=wires)
+    assert far.parts_s["hops"] == pytest.approx(4e-3)
+
+
+def two_machines(bytes_per_s: float) -> Setting:
+    """Two nodes of one core each."""
+    core = device(kind="cpu", scale_up_domain=1, scale_out_bytes_per_s=bytes_per_s)
+    return setting(profile=profile(), cluster=cluster(group(core, num_nodes=2, devices_per_node=1)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_tp": 2, "expert_tp": 2},
+        {"pp": 2, "micro_batches": 2},
+        {"attention_dp": 2, "expert_ep": 2},
+        {"attention_dp": 2, "expert_tp": 2},
+        {"attention_tp": 2, "expert_ep": 2},
+        {"layout": DISAGGREGATED, "micro_batches": 2},
+    ],
+)
+def test_a_plan_for_two_machines_is_as_fast_as_its_link(changes: dict[str, int]) -> None:
+    where, slower = two_machines(1e9), two_machines(1e6)
+    more = {"piece_devices": 0 if "layout" in changes else 1, **changes}
+    quick, slow = step_times(where, columns(**more)), step_times(slower, columns(**more))
+    assert np.all(slow.step_s > quick.step_s)
+    assert where.profile is not None
+    assert where.profile.engine is not None
+    alone = LocalChoice(layout="colocated", num_attention=2)
+    context = float(np.max(decode_context(where, columns())))
+    one_row = predict_decode(where.profile.engine, where.model, alone, concurrency=2, context=context)
+    assert quick.step_s[0] < 2 * one_row.tpot_s, "it is measured, not modelled"
+
+
+def test_replicas_on_two_machines_send_nothing() -> None:
+    quick, slow = (step_times(two_machines(rate), columns(piece_devices=1)) for rate in (1e9, 1e6))
+    assert np.array_equal(quick.step_s, slow.step_s)

@@ -1,6 +1,6 @@
 """What runs on node 0 of a cluster in a box: an engine over a tiny checkpoint, whose other workers join.
 
-    python -m tests.serve.box_engine JSON        # model, join, layout, joined, prompts
+    python -m tests.serve.box_engine JSON        # model, join, layout, joined, ranks_here, prompts
 
 The first round is undisturbed; then it prints `ready` and waits for a line. In the second round, in which workers may
 be killed, it prints `tokens N` after each output, and at the end `done` and JSON: the tokens of both rounds, and how
@@ -26,6 +26,7 @@ def main() -> None:
         join_secret=SECRET,
         joined_attention=asked["joined"][0],
         joined_experts=asked["joined"][1],
+        ranks_here=asked["ranks_here"],
     )
     engine = start_engine(settings)
     try:

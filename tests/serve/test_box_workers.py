@@ -33,8 +33,11 @@ def start_worker(box: Box, node: int, role: str = "experts") -> NodeProcess:
     return box.start(node, [sys.executable, *command, *where], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE)
 
 
-def start_engine(box: Box, model: TinyModel, layout: str, joined: tuple[int, int], prompts: Prompts) -> NodeProcess:
+def start_engine(
+    box: Box, model: TinyModel, layout: str, joined: tuple[int, int], prompts: Prompts, ranks_here: int = 0
+) -> NodeProcess:
     asked = {"model": str(model.folder), "join": f"{box.address(0)}:{PORT}", "layout": layout, "joined": joined}
+    asked["ranks_here"] = ranks_here
     command = [sys.executable, "-m", "tests.serve.box_engine", json.dumps(asked | {"prompts": prompts})]
     return box.start(0, command, env=ENVIRONMENT, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -137,6 +140,29 @@ def test_replicas_of_other_nodes_share_experts(
         assert [worker.wait(PATIENCE_S) for worker in (*workers, *waiting)] == [-9, *[0] * 4]
         sent = [box.counters(node).up_bulk_bytes + box.counters(node).up_control_bytes for node in range(2)]
     assert min(sent) > 100_000, "rows went over the wire of both nodes"
+
+
+@pytest.mark.usefixtures("possible")
+@pytest.mark.parametrize("layout", ["1t2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1p2", "1t2*1"))])
+def test_a_worker_spread_over_nodes(layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
+    """One replica, rank 1 of it on node 1. It dies in the second round, and another one of that node takes over."""
+    prompts, reference = prompts[:16], reference[:16]
+    with Box(num_nodes=2, mbit=400) as box:
+        workers = [start_worker(box, 1, "replica")]
+        engine = start_engine(box, tiny_model, layout, (1, 0), prompts, ranks_here=1)
+
+        def replace() -> None:
+            workers[0].kill()
+            workers.append(start_worker(box, 1, "replica"))
+
+        result, killed = both_rounds(engine, lambda: None, replace)
+        assert engine.wait(PATIENCE_S) == 0
+        assert killed, "the second round ended before a rank could be killed"
+        assert (result["first"], result["second"]) == (reference, reference)
+        assert result["errors"] == [None] * len(prompts)
+        assert [worker.wait(PATIENCE_S) for worker in workers] == [-9, 0]
+        sent = [box.counters(node).up_bulk_bytes + box.counters(node).up_control_bytes for node in range(2)]
+    assert min(sent) > 100_000, "sums, or rows between stages, went over the wire of both nodes"
 
 
 @pytest.mark.usefixtures("possible")

@@ -91,10 +91,10 @@ def test_a_gpu_that_does_not_exist_is_refused(gpus: GpuCount, name: str, message
 class JoinedMachines:
     """A door at an address of its own, and workers that come through it."""
 
-    def __init__(self, places: list[WorkerName], num_local: int) -> None:
+    def __init__(self, places: list[WorkerName], local: list[WorkerName]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
-        self._door = Door(self._address, SECRET, frozenset(places), num_local=num_local)
+        self._door = Door(self._address, SECRET, frozenset(places), local=local)
         self._door.start(lambda: None)
         self.close = self._door.close
 
@@ -118,7 +118,7 @@ def names(num_attention: int, num_experts: int) -> list[WorkerName]:
 @pytest.fixture
 def joined() -> Iterator[JoinedMachines]:
     """Places for 2+2 workers; the engine itself has started one worker at its own address."""
-    made = JoinedMachines(names(2, 2), num_local=1)
+    made = JoinedMachines(names(2, 2), [WorkerName("attention", 2)])
     yield made
     made.close()
 

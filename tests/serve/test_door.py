@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -21,16 +21,18 @@ ALL = [WorkerName("replica", index, rank) for index in range(2) for rank in rang
 class Entrance:
     """A door with all places of two replicas of two ranks free, and workers that come to it."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(
+        self, launcher: Launcher, places: Sequence[WorkerName] = ALL, local: Sequence[WorkerName] = ()
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         self._num_came = 0
         self._num_welcome = 0
         self._channels: list[Channel] = []
         self.seats: dict[str, str] = {}
-        self._door = Door(self._address, SECRET, frozenset(ALL))
+        self._door = Door(self._address, SECRET, frozenset(places), local=local)
         self._door.start(self._welcome)
-        for name in ALL:
+        for name in places:
             self._door.ask(name, launcher._configure(name))
 
     def _welcome(self) -> None:
@@ -94,6 +96,27 @@ def test_ranks_that_cannot_share_memory_wait_and_it_is_said_once(
     entrance.come("10.0.0.3")
     assert entrance.seats["replica[1]"] == entrance.seats["replica[1][1]"] == "10.0.0.3"
     assert len(warnings(caplog)) == 1
+
+
+def test_a_rank_apart_from_those_of_the_engines_machine_is_a_warning(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one replica rank 0 is here. Ranks of it that are not reach it over TCP."""
+    joining = {"join_address": "127.0.0.1:1", "join_secret": SECRET, "joined_attention": 1, "ranks_here": 1}
+    launcher = Launcher(config(tiny_model, "1t2", **joining))
+    assert launcher._local_names() == ALL[:1]
+    assert launcher.config.num_workers == 1
+    configure = launcher._configure(ALL[1])
+    assert configure.exchange is not None
+    assert configure.exchange.rank_transport == "tcp"
+    entrance = Entrance(launcher, places=ALL[1:2], local=ALL[:1])
+    entrance.come("10.0.0.2")
+    entrance.close()
+    assert entrance.seats == {"replica[0][1]": "10.0.0.2"}
+    assert warnings(caplog) == [
+        "replica[0][1] is at 10.0.0.2, other ranks of it at 127.0.0.1: every layer's sums go between them; a worker is "
+        "faster on one machine"
+    ]
 
 
 @pytest.mark.parametrize("transport", ["tcp"])

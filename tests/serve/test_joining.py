@@ -130,6 +130,11 @@ def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None
         ({"join_address": "127.0.0.1:x", "joined_experts": 1}, "must be HOST:PORT"),
         ({"join_address": "127.0.0.1:1", "joined_experts": 1, "exchange": "shm"}, "does not reach other machines"),
         (
+            {"join_address": "127.0.0.1:1", "joined_experts": 1, "expert_tp": 3, "ranks_here": 3},
+            r"--ranks-here is 3: it must be 0 to 2: of the 1 workers that join \(--join-workers\) the first has 3",
+        ),
+        ({"ranks_here": 1}, "--ranks-here is 1: it must be 0 to 0"),
+        (
             {"join_address": "127.0.0.1:1", "joined_experts": 1, "layout": "hybrid", "expert_tp": 1},
             r"--join-workers 0\+1: --layout hybrid has no expert workers, only replicas: write 1\+0",
         ),

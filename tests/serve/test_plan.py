@@ -10,9 +10,11 @@ from antiphon.base.errors import UserError
 from antiphon.models.config import FAMILIES, model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.served_plan import check_workers_fit, obey
+from antiphon.specs.cluster import cluster_to_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted
+from tests.planner.serving_specimens import cluster, device, group
 
 FILE = Path("plan.json")
 CONFIG: dict[str, Any] = {
@@ -111,6 +113,27 @@ def test_the_form_of_a_plans_exchange_is_its_phases() -> None:
     obey(plan(shared), SPEC, FILE).refuse_other({"prefill-collectives": "fused"})
     replicas = replace(TOGETHER, collectives="fused")
     assert obey(plan(replicas), SPEC, FILE).decode_collectives == "auto"
+
+
+def over(num_nodes: int, devices_per_node: int, phase: PhasePlan) -> tuple[int, int, int]:
+    """Who joins if this is served on such nodes."""
+    core = device("this-core", kind="cpu", scale_up_domain=devices_per_node)
+    nodes = cluster(group(core, num_nodes, devices_per_node))
+    named = replace(phase, devices=(DeviceUse(role="both", device="this-core", num_devices=1),))
+    return obey(plan(named, cluster_config=cluster_to_json(nodes)), SPEC, FILE).join_workers
+
+
+def test_a_plan_for_several_nodes_says_who_joins() -> None:
+    assert over(2, 3, APART) == (0, 2, 0)
+    assert over(2, 4, APART) == (0, 1, 0)
+    assert over(4, 2, replace(APART, parallel=replace(APART.parallel, attention_tp=2))) == (2, 2, 0)
+    assert over(2, 1, TOGETHER) == (1, 0, 0)
+    assert over(2, 1, replace(TOGETHER, num_instances=1, parallel=Parallel(attention_tp=2, expert_tp=2))) == (1, 0, 1)
+    assert over(3, 2, replace(TOGETHER, num_instances=1, parallel=Parallel(pp=3), micro_batches=3)) == (1, 0, 2)
+    shared = replace(TOGETHER, layout="hybrid", num_instances=1, placement=PLACEMENT)
+    assert over(2, 2, replace(shared, parallel=Parallel(attention_dp=4, expert_ep=2, expert_tp=2))) == (2, 0, 0)
+    served = obey(plan(APART), SPEC, FILE)
+    assert served.node_devices == 0
 
 
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:

@@ -67,7 +67,7 @@ def test_workers_of_one_side_spread() -> None:
 def test_threads_fill_the_nodes_that_keep_sides_apart(
     cpus: tuple[int, ...], num_attention: int, num_experts: int, threads: int
 ) -> None:
-    assert most_cpus(rooms(*cpus), num_attention, num_experts) == threads
+    assert most_cpus(rooms(*cpus), num_attention, num_experts, ONE) == threads
 
 
 def test_gpus_count_too() -> None:
@@ -75,7 +75,7 @@ def test_gpus_count_too() -> None:
     needs = WorkerNeeds(num_cpus=2, num_gpus=1)
     assert seated(choose_nodes(nodes, 1, 1, needs)) == (["a"], ["a"])
     assert choose_nodes(nodes, 1, 2, needs) is None
-    assert most_cpus(nodes, 1, 1, num_gpus=1) == 8
+    assert most_cpus(nodes, 1, 1, needs) == 8
     with pytest.raises(UserError, match="at least 1 and 0"):
         WorkerNeeds(num_cpus=0)
 
@@ -87,3 +87,15 @@ def test_a_lost_worker_goes_to_its_own_side_first() -> None:
     assert choose_node(rooms(4, 2, 1), taken, "experts", ONE, frozenset({"n1"})) == "n2"
     assert choose_node(rooms(4), taken[:1], "experts", ONE, frozenset({"n0"})) == "n0"
     assert choose_node(rooms(1), taken[:1], "experts", ONE) is None
+
+
+def test_ranks_of_a_worker_share_a_node() -> None:
+    """Attention workers of two ranks, an expert worker of three: a node of five has room for one of each."""
+    needs = WorkerNeeds(num_cpus=1, attention_ranks=2, expert_ranks=3)
+    assert seated(choose_nodes(rooms(3, 2, 2), 2, 1, needs)) == (["n1", "n2"], ["n0"])
+    assert seated(choose_nodes(rooms(5), 1, 1, needs)) == (["n0"], ["n0"])
+    assert choose_nodes(rooms(1, 1, 3), 1, 1, needs) is None
+    assert most_cpus(rooms(9, 6), 1, 1, needs) == 3
+    taken = [Seat(side="attention", node="n0")]
+    assert choose_node(rooms(4, 2), taken, "experts", needs) is None
+    assert choose_node(rooms(5, 2), taken, "experts", needs) == "n0"

@@ -88,6 +88,20 @@ def test_serve_ray(two_nodes: TwoNodes, checkpoint: Path, live_server: ServerPro
         wait_until(lambda: not any(worker.is_running() for worker in workers), "the workers end", 10.0)
 
 
+def test_ranks_of_workers_sit_together(
+    two_nodes: TwoNodes, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """Attention on two ranks, experts on two: four actors, a worker's on one node."""
+    with RayPlacement(config(tiny_model, "1t2+1t2/m2"), RayCluster(two_nodes.address)) as placed:
+        started = start_engine(placed.config, lambda done, total: placed.check())
+        try:
+            assert complete(started, prompts[:8]) == reference[:8]
+            assert len(started.worker_pids()) == 4
+        finally:
+            placed.expect_end()
+            started.stop()
+
+
 def test_workers_of_a_killed_node_are_placed_on_the_other(
     two_nodes: TwoNodes, placement: RayPlacement, engine: Engine, prompts: Prompts, reference: Tokens
 ) -> None:

@@ -154,6 +154,22 @@ def test_who_ends_is_placed_again_and_on_another_node_if_its_own_is_gone() -> No
         assert len(cluster.placed) == 4, "nobody is placed again at the end"
 
 
+def test_ranks_of_a_worker_sit_on_one_node_and_are_placed_again_together() -> None:
+    cluster = PretendedCluster({"a": 2, "b": 3, "c": 2})
+    with place(cluster, attention_tp=2, expert_tp=3, num_attention=1) as placement:
+        assert [placed.job.order.role for placed in cluster.placed] == ["attention"] * 2 + ["experts"] * 3
+        assert {placed.needs.num_cpus for placed in cluster.placed} == {1}
+        node = placement.nodes()["attention[0]"]
+        assert placement.nodes()["experts[0]"] == "b" != node
+        assert [placed.node for placed in cluster.placed] == [node] * 2 + ["b"] * 3
+        del cluster.cpus[node]
+        cluster.placed[1].seat.ended.set_exception(ResourceError("The actor died because its node has died."))
+        wait_until(lambda: len(cluster.placed) == 7, "both ranks placed again")
+        (other,) = cluster.cpus.keys() - {"b"}
+        assert [placed.node for placed in cluster.placed[5:]] == [other] * 2
+        assert cluster.placed[0].seat in cluster.killed, "a rank alone is of no use"
+
+
 def test_a_worker_waits_until_a_node_has_room() -> None:
     cluster = PretendedCluster({"a": 1, "b": 1})
     with place(cluster):
@@ -198,6 +214,11 @@ def test_a_node_that_is_busy_is_named_and_another_one_tried() -> None:
         ({}, {"num_threads": None}, "nodes have nothing, and 0 CPUs are free in all: add nodes"),
         ({"a": 8, "b": 2}, {"num_threads": 5}, "2 workers need 5 CPUs each; .* 8 CPUs and 0 GPUs, 2 CPUs and 0 GPUs"),
         ({"a": 8}, {"device": "cuda"}, "2 workers need 1 CPUs and 1 GPU each"),
+        (
+            {"a": 2, "b": 2},
+            {"attention_tp": 3},
+            "1 attention workers of 3 ranks and 1 expert workers of 1 ranks need 1 CPUs for each rank, a worker's on",
+        ),
     ],
 )
 def test_too_small_a_cluster_is_one_line(cpus: dict[str, float], changes: dict[str, Any], message: str) -> None:
@@ -218,8 +239,6 @@ def test_cpus_that_others_have_reserved_do_not_count() -> None:
     [
         ({"layout": "colocated"}, "which --layout colocated does not have: use --layout disaggregated"),
         ({"layout": "hybrid", "attention_tp": 2, "expert_tp": 2}, "which --layout hybrid does not have"),
-        ({"attention_tp": 2}, "not of --tp 2 and --expert-tp 1: it does not keep a worker's ranks on one node"),
-        ({"expert_tp": 3}, "not of --tp 1 and --expert-tp 3: .* start the ranks there with `antiphon worker`"),
         ({"num_instances": 2}, "--ray places one instance: leave --instances 2 out"),
         ({"device": "cuda:1"}, "Ray chooses the GPUs"),
         (

@@ -95,6 +95,25 @@ class OpenAIPeer:
 
     def close(self) -> None: ...
 
+    def steady_decode_tokens_per_s(self, workload: Workload) -> float:
+        """Tokens per second while all requests decode: from the last one's first token to the first one's last.
+
+        The prompts are computed once before, so that with a prefix cache little of them is computed again."""
+        streams = asyncio.run(self._steady(workload))
+        begin = max(stream.arrivals_s[0] for stream in streams)
+        end = min(stream.arrivals_s[-1] for stream in streams)
+        if end <= begin:
+            raise PeerError(
+                f"{self._name}: {workload.output_tokens} output tokens are too few: never did all requests decode"
+            )
+        return sum(begin < moment <= end for stream in streams for moment in stream.arrivals_s) / (end - begin)
+
+    async def _steady(self, workload: Workload) -> list[Stream]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(headers=self._headers, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+            await self._all_streams(client, workload.prompts, 1)
+            return await self._all_streams(client, workload.prompts, workload.output_tokens)
+
     async def _both_passes(self, workload: Workload) -> RawRun:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(headers=self._headers, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:

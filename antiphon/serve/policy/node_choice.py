@@ -1,14 +1,15 @@
 """Which node of a cluster each worker goes to: attention and experts on different nodes where there is room for it.
 
-All workers need the same. At first the nodes are split in two, for attention and for experts, so that both sides fit
-and the fuller of the two is as empty as can be; within a side workers spread evenly. Where no split fits, they mix.
-Without a number of threads the largest is taken that keeps the sides apart, or else the largest that fits. A worker
-that is lost goes to a node of its own side if one has room, else to any. Rejected: a cluster scheduler's own spreading,
-which knows no roles and so puts attention and experts together when there are more workers than nodes.
+A worker's ranks share memory, so they are on one node; all ranks need the same. At first the nodes are split in two,
+for attention and for experts, so that both sides fit and the fuller of the two is as empty as can be; within a side
+workers spread evenly. Where no split fits, they mix. Without a number of threads the largest is taken that keeps the
+sides apart, or else the largest that fits. A worker that is lost goes to a node of its own side if one has room, else
+to any. Rejected: a cluster scheduler's own spreading, which knows no roles and so puts attention and experts together
+when there are more workers than nodes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from antiphon.base.errors import UserError
 
@@ -18,10 +19,15 @@ SIDES: tuple[Side, Side] = ("attention", "experts")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerNeeds:
-    """What one worker takes of its node."""
+    """What one rank takes of its node, and how many ranks a worker of each side has."""
 
     num_cpus: int
     num_gpus: int = 0
+    attention_ranks: int = 1
+    expert_ranks: int = 1
+
+    def ranks(self, side: Side) -> int:
+        return self.attention_ranks if side == "attention" else self.expert_ranks
 
     def __post_init__(self) -> None:
         if self.num_cpus < 1 or self.num_gpus < 0:
@@ -36,10 +42,12 @@ class NodeRoom:
     num_cpus: float
     num_gpus: float = 0.0
 
-    def num_workers(self, needs: WorkerNeeds) -> int:
-        """How many such workers fit on an empty node."""
-        by_cpus = int(self.num_cpus // needs.num_cpus)
-        return min(by_cpus, int(self.num_gpus // needs.num_gpus)) if needs.num_gpus else by_cpus
+    def num_workers(self, needs: WorkerNeeds, side: Side, num_ranks_there: int = 0) -> int:
+        """How many workers of this side fit on the node beside so many ranks."""
+        ranks = int(self.num_cpus // needs.num_cpus)
+        if needs.num_gpus:
+            ranks = min(ranks, int(self.num_gpus // needs.num_gpus))
+        return (ranks - num_ranks_there) // needs.ranks(side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +65,12 @@ def choose_nodes(
     return _apart(nodes, num_attention, num_experts, needs) or _mixed(nodes, num_attention, num_experts, needs)
 
 
-def most_cpus(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, num_gpus: int = 0) -> int:
-    """The largest number of CPUs each worker can have with the sides apart, or else at all; 0 if not even one."""
+def most_cpus(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, needs: WorkerNeeds) -> int:
+    """The largest number of CPUs each rank can have, in place of that of `needs`, with the sides apart, or else at all;
+    0 if not even one."""
     for fit in (_apart, _mixed):
         for num_cpus in range(int(max((room.num_cpus for room in nodes), default=0.0)), 0, -1):
-            if fit(nodes, num_attention, num_experts, WorkerNeeds(num_cpus=num_cpus, num_gpus=num_gpus)) is not None:
+            if fit(nodes, num_attention, num_experts, replace(needs, num_cpus=num_cpus)) is not None:
                 return num_cpus
     return 0
 
@@ -77,8 +86,8 @@ def choose_node(
 
     First choice are nodes without the other side, then the emptiest; nodes of `avoid` only come last."""
     other = {seat.node for seat in taken if seat.side != side}
-    num_taken = {room.node: sum(seat.node == room.node for seat in taken) for room in nodes}
-    num_free = {room.node: room.num_workers(needs) - num_taken[room.node] for room in nodes}
+    num_taken = {room.node: sum(needs.ranks(seat.side) for seat in taken if seat.node == room.node) for room in nodes}
+    num_free = {room.node: room.num_workers(needs, side, num_taken[room.node]) for room in nodes}
     open_nodes = [room.node for room in nodes if num_free[room.node] > 0]
     return min(open_nodes, key=lambda node: (node in avoid, node in other, -num_free[node], node), default=None)
 
@@ -86,9 +95,9 @@ def choose_node(
 def _apart(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, needs: WorkerNeeds) -> list[Seat] | None:
     """Seats with attention and experts on different nodes; None if no split of the nodes has room for both."""
     best: tuple[float, frozenset[int]] | None = None
-    capacity = [room.num_workers(needs) for room in nodes]
-    for num_places, chosen in _subsets_by_capacity(capacity):
-        others = sum(capacity) - num_places
+    capacity = [(room.num_workers(needs, "attention"), room.num_workers(needs, "experts")) for room in nodes]
+    for num_places, (lost, chosen) in _subsets_by_capacity(capacity):
+        others = sum(places for _, places in capacity) - lost
         if num_places >= num_attention and others >= num_experts:
             fullness = max(num_attention / num_places, num_experts / others)
             if best is None or fullness < best[0]:
@@ -102,12 +111,17 @@ def _apart(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, need
     return attention + _spread(sides[1], "experts", num_experts, needs)
 
 
-def _subsets_by_capacity(capacity: Sequence[int]) -> Iterator[tuple[int, frozenset[int]]]:
-    """For every total that some nodes have together, those nodes (one choice of them); the usual subset-sum table."""
-    known: dict[int, frozenset[int]] = {0: frozenset()}
-    for index, places in enumerate(capacity):
-        if places:
-            known = {total + places: chosen | {index} for total, chosen in known.items()} | known
+def _subsets_by_capacity(capacity: Sequence[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, frozenset[int]]]]:
+    """For every number of attention workers that some nodes have room for together, how many expert workers have none
+    for that, and those nodes: the choice that costs the fewest. The usual subset-sum table."""
+    known: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset())}
+    for index, (places, lost) in enumerate(capacity):
+        if not places:
+            continue
+        for total, (already, chosen) in list(known.items()):
+            entry = already + lost, chosen | {index}
+            if total + places not in known or entry[0] < known[total + places][0]:
+                known[total + places] = entry
     yield from sorted(known.items(), key=lambda entry: entry[0])
 
 

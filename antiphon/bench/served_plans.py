@@ -1,0 +1,263 @@
+"""Plans as a user runs them, measured: `antiphon plan --runnable-here` with a pinned layout, `antiphon serve --plan`,
+and load over HTTP; on this machine, or on the nodes of a cluster in a box, where the workers of other nodes join.
+
+    python -m antiphon.bench.served_plans URL REQUESTS INPUT OUTPUT     # the load, which runs where the server is
+
+A device of a plan is a core: layouts use all cores, a process on each. Nodes of a box share them out. What is measured
+is a decode step while all requests decode, which is what a plan of the decode phase predicts.
+
+Rejected: the engine without a server (`antiphon_engine`). It would leave out what makes a plan hard to serve: who
+joins, and where each rank goes.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from antiphon.base.errors import UserError
+from antiphon.bench.box import Box
+from antiphon.bench.peers.openai_peer import OpenAIPeer
+from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.models.config import load_model_spec
+from antiphon.serve.served_plan import ServedPlan, obey
+from antiphon.specs.plan import read_plan
+
+ANTIPHON = (sys.executable, "-m", "antiphon.cli.main")
+_SECRET = "only for a benchmark, on a private network"
+_PORTS = 7700, 7800  # of a node: workers join, and HTTP
+_START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
+_HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
+_NUM_PINGS = 200
+_PING = """
+import socket, statistics, sys, time
+if len(sys.argv) == 2:
+    server = socket.create_server((sys.argv[1], 7900))
+    peer = server.accept()[0]
+    while peer.recv(1):
+        peer.send(b"x")
+else:
+    for attempt in range(50):
+        try:
+            peer = socket.create_connection((sys.argv[1], 7900))
+            break
+        except OSError:
+            time.sleep(0.1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    took = []
+    for number in range(int(sys.argv[2])):
+        begin = time.perf_counter()
+        peer.send(b"x")
+        peer.recv(1)
+        took.append(time.perf_counter() - begin)
+    print(statistics.median(took) / 2)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedLayout:
+    """A layout of `--layout`, what `--pin` fixes of it, and how many instances of it there are."""
+
+    name: str
+    layout: str
+    pins: str
+    num_instances: int = 1
+
+
+def layouts_of(num_devices: int) -> list[PinnedLayout]:
+    """Nine layouts that use so many devices, at least two, all of them."""
+    d, half = num_devices, num_devices // 2
+    apart = f"attention.tp=1,attention.dp={d - half},experts.tp=1,experts.ep={half}"
+    return [
+        PinnedLayout(name=f"{d} replicas", layout="tp_pp", pins="attention.tp=1,pp=1", num_instances=d),
+        PinnedLayout(name=f"TP {d}", layout="tp_pp", pins=f"attention.tp={d},experts.tp={d},pp=1"),
+        PinnedLayout(name=f"PP {d}", layout="tp_pp", pins=f"attention.tp=1,pp={d}"),
+        *(
+            PinnedLayout(name=f"{d - half}+{half}, m {m}", layout="disaggregated", pins=f"{apart},micro_batches={m}")
+            for m in (1, 2, 4)
+        ),
+        PinnedLayout(name=f"DP {d} + EP {d}", layout="dp_ep", pins=f"attention.dp={d},experts.ep={d},pp=1"),
+        PinnedLayout(name=f"TP {d} + EP {d}", layout="dp_ep", pins=f"attention.tp={d},experts.ep={d},pp=1"),
+        PinnedLayout(name=f"DP {d}, experts TP {d}", layout="hybrid", pins=f"attention.dp={d},experts.tp={d},pp=1"),
+    ]
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` and a process of a node have in common."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[int, Sequence[str], Path], Process]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """Where plans are served. `start(node, arguments, log)`; `cluster`: the options of `antiphon plan` that name it;
+    `address`: of the first node, where others join; empty on one machine."""
+
+    start: Start
+    cluster: tuple[str, ...]
+    num_devices: int
+    devices_per_node: int
+    address: str = ""
+
+
+@contextmanager
+def this_machine(cluster: dict[str, Any]) -> Iterator[Machines]:
+    """All cores of the machine that `cluster`, a file of `antiphon profile`, describes."""
+
+    def start(node: int, arguments: Sequence[str], log: Path) -> Process:
+        with log.open("wb") as output:
+            return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
+    cores = int(cluster["groups"][0]["devices_per_node"])
+    yield Machines(start=start, cluster=(), num_devices=cores, devices_per_node=cores)
+
+
+@contextmanager
+def nodes_in_a_box(cluster: dict[str, Any], num_nodes: int, mbit: float, folder: Path) -> Iterator[Machines]:
+    """Nodes that share out those cores, behind links of `mbit`; their cluster's file is written to `folder`."""
+    (group,) = cluster["groups"]
+    cores = int(group["devices_per_node"])
+    if num_nodes < 2 or cores % num_nodes:
+        raise UserError(f"--nodes is {num_nodes}: share the {cores} cores of this machine out evenly over 2 or more")
+    each = cores // num_nodes
+    with Box(num_nodes=num_nodes, mbit=mbit) as box:
+        group = group | {"num_nodes": num_nodes, "devices_per_node": each, "scale_up_domain": each}
+        group["node_scale_out_bytes_per_s"] = _HEADERS * mbit * 1e6 / 8
+        nodes = cluster | {"name": f"box-{mbit:g}", "scale_out_latency_s": _latency_s(box), "groups": [group]}
+        file = folder / "nodes.json"
+        file.write_text(json.dumps(nodes))
+
+        def start(node: int, arguments: Sequence[str], log: Path) -> Process:
+            environment = {"ANTIPHON_JOIN_SECRET": _SECRET}
+            with log.open("wb") as output:
+                return box.start(node, arguments, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+        yield Machines(
+            start=start,
+            cluster=("--nodes", str(file)),
+            num_devices=cores,
+            devices_per_node=each,
+            address=box.address(0),
+        )
+
+
+def _latency_s(box: Box) -> float:
+    """One way of a small message between two nodes."""
+    server = box.start(1, [sys.executable, "-c", _PING, box.address(1)])
+    try:
+        found = box.run(0, [sys.executable, "-c", _PING, box.address(1), str(_NUM_PINGS)], timeout_s=30.0)
+    finally:
+        server.kill()
+    return float(found.stdout)
+
+
+def profile_here(model: Path, folder: Path, *, quick: bool) -> Path:
+    """`antiphon profile` into `folder`; its profile."""
+    _run(*ANTIPHON, "profile", str(model), "--folder", str(folder), *(["--quick"] if quick else []))
+    return folder / "profile.json"
+
+
+def make_plan(
+    machines: Machines, model: Path, profile: Path, layout: PinnedLayout, size: WorkloadSize, folder: Path
+) -> ServedPlan:
+    """`antiphon plan` for so many requests at once; its file goes to `folder`."""
+    workload, file = folder / "workload.toml", folder / f"{profile.parent.name}, {layout.name}.json"
+    lengths = f"[input_tokens]\ntrace = [{size.input_tokens}]\n[output_tokens]\ntrace = [{size.output_tokens}]\n"
+    workload.write_text(f'name = "benchmark"\n{lengths}[slo]\n')
+    if size.concurrency % layout.num_instances:
+        raise UserError(f"{size.concurrency} requests: give a multiple of the {layout.num_instances} replicas")
+    pins = f"{layout.pins},batch={size.concurrency // layout.num_instances}"
+    options = ["--profile", str(profile), "--workload", str(workload), "--layout", layout.layout, "--pin", pins]
+    _run(*ANTIPHON, "plan", str(model), "--runnable-here", *machines.cluster, *options, "--json", str(file))
+    return obey(read_plan(file), load_model_spec(model), file)
+
+
+def _run(*command: str) -> None:
+    """`UserError` with its last line if it fails."""
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise UserError(f"{' '.join(command)}: {found.stderr.strip().splitlines()[-1]}")
+
+
+def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path) -> float:
+    """Tokens per second while all requests decode. Logs are in `folder`."""
+    ready = folder / "ready.json"
+    ready.unlink(missing_ok=True)
+    serve = [*ANTIPHON, "serve", str(model), "--plan", str(served.file), "--threads", "1", "--kv-bytes", "1GiB"]
+    serve += ["--max-model-len", str(size.input_tokens + size.output_tokens + 1), "--port", "0", "--json", str(ready)]
+    with ExitStack() as stack:
+
+        def start(node: int, arguments: Sequence[str], name: str) -> Process:
+            process = machines.start(node, arguments, folder / f"{name}.log")
+            stack.callback(_end, process)
+            return process
+
+        if machines.address:
+            join = f"{machines.address}:{_PORTS[0]}"
+            serve += ["--join-address", join, "--timeout", "120"]
+            for index, role in enumerate(_roles_elsewhere(served)):
+                worker = [*ANTIPHON, "worker", "--role", role, "--join", join, "--threads", "1", "--patience", "120"]
+                start(1 + index // machines.devices_per_node, worker, f"worker-{index}")
+        server = start(0, serve, "server")
+        _wait(lambda: ready.exists() and ready.stat().st_size > 0, server, folder / "server.log", _START_S)
+        facts: dict[str, Any] = json.loads(ready.read_text())
+        numbers = map(str, (size.concurrency, size.input_tokens, size.output_tokens))
+        load = start(0, [sys.executable, "-m", __spec__.name, facts["url"], str(model), *numbers], "load")
+        _wait(lambda: load.poll() is not None, server, folder / "server.log", _LOAD_S)
+        said = (folder / "load.log").read_text()
+        if load.poll():
+            raise UserError(f"the load failed: {said[-500:]}")
+        return float(json.loads(said.splitlines()[-1])["tokens_per_s"])
+
+
+def _roles_elsewhere(served: ServedPlan) -> list[str]:
+    """Of each process that is not on the first node, in their order."""
+    attention, experts, ranks_here = served.join_workers
+    role = "attention" if served.layout == "disaggregated" else "replica"
+    ranks = [role] * (attention * served.attention_tp * served.num_stages) + ["experts"] * (experts * served.expert_tp)
+    return ranks[ranks_here:]
+
+
+def _wait(done: Callable[[], bool], server: Process, log: Path, patience_s: float) -> None:
+    """`UserError` with the end of the log if the server ends meanwhile, or patience does."""
+    deadline = time.monotonic() + patience_s
+    while not done():
+        if server.poll() is not None or time.monotonic() > deadline:
+            what = "ended" if server.poll() is not None else f"was not done within {patience_s:.0f} s"
+            raise UserError(f"the server {what}: {log.read_text()[-1000:]}")
+        time.sleep(0.1)
+
+
+def _end(process: Process) -> None:
+    """SIGTERM, and SIGKILL for what does not end."""
+    process.terminate()
+    deadline = time.monotonic() + _END_S
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+        time.sleep(0.05)
+
+
+def main() -> None:
+    url, model, *numbers = sys.argv[1:]
+    size = WorkloadSize(*map(int, numbers))
+    peer = OpenAIPeer(url)
+    peer.start()
+    workload = make_workload(size, load_model_spec(Path(model)).vocab_size)
+    print(json.dumps({"tokens_per_s": peer.steady_decode_tokens_per_s(workload)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The layouts that plans are measured in, which processes join from where, and the time that counts."""
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.bench.peers.api import PeerError, Workload
+from antiphon.bench.peers.openai_peer import OpenAIPeer, Stream
+from antiphon.bench.served_plans import _roles_elsewhere, layouts_of
+from antiphon.planner.pins import parse_pins
+from antiphon.serve.served_plan import ServedPlan
+from antiphon.specs.plan import LAYOUTS, Predicted
+
+
+def served(layout: str, node_devices: int, **sizes: int) -> ServedPlan:
+    plain = {"num_instances": 1, "num_attention": 1, "num_experts": 1, "attention_tp": 1, "expert_tp": 1}
+    return ServedPlan(
+        file=Path("plan.json"),
+        layout=layout,  # type: ignore[arg-type]
+        num_micro_batches=1,
+        max_running=8,
+        placement=None,
+        predicted=Predicted(),
+        devices=("this-core",),
+        node_devices=node_devices,
+        notes=(),
+        **(plain | sizes),
+    )
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_layouts_use_all_devices(num_devices: int) -> None:
+    layouts = layouts_of(num_devices)
+    assert len({each.name for each in layouts}) == len(layouts) == 9
+    for each in layouts:
+        pins = parse_pins(each.pins.split(","))
+        assert each.layout in LAYOUTS
+        degrees = (pins.only(name) or (1,) for name in ("attention_tp", "attention_dp", "pp"))
+        attention = [degree for (degree,) in degrees]
+        devices = attention[0] * attention[1] * attention[2] * each.num_instances
+        apart = each.layout == "disaggregated"
+        assert devices + (pins.only("expert_ep")[0] if apart else 0) == num_devices, each.name
+
+
+def test_what_is_started_on_other_nodes() -> None:
+    assert _roles_elsewhere(served("disaggregated", 1)) == ["experts"]
+    assert _roles_elsewhere(served("colocated", 1, num_attention=2)) == ["replica"]
+    assert _roles_elsewhere(served("colocated", 2, attention_tp=4)) == ["replica"] * 2
+    assert _roles_elsewhere(served("colocated", 1, num_stages=3)) == ["replica"] * 2
+    assert _roles_elsewhere(served("hybrid", 2, num_attention=4, expert_tp=2)) == ["replica"] * 2
+
+
+class Recorded(OpenAIPeer):
+    """Answers that came at these times."""
+
+    def __init__(self, *arrivals_s: list[float]) -> None:
+        super().__init__("http://nobody")
+        self._recorded = [Stream(each, len(each), None) for each in arrivals_s]
+
+    async def _steady(self, workload: Workload) -> list[Stream]:
+        return self._recorded
+
+
+def test_only_the_time_in_which_all_decode_counts() -> None:
+    workload = Workload([[1], [2]], 4)
+    late = Recorded([1.0, 2.0, 3.0, 4.0], [2.5, 3.5, 4.5, 5.5])
+    assert late.steady_decode_tokens_per_s(workload) == pytest.approx(3 / 1.5)
+    with pytest.raises(PeerError, match="4 output tokens are too few"):
+        Recorded([1.0, 2.0], [3.0, 4.0]).steady_decode_tokens_per_s(workload)
