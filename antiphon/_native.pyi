@@ -16,7 +16,6 @@ def work_alone() -> None:
     """What the calling thread computes from now on leaves the pool's threads to others."""
 
 def set_spin_ns(spin_ns: int) -> None: ...
-def pin_threads(cores: list[int]) -> None: ...
 
 class PackedLinear:
     def __init__(

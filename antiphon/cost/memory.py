@@ -43,12 +43,6 @@ class DeviceMemory:
     def kv_budget_bytes(self) -> Number:
         return self.capacity_bytes - self.reserve_bytes - self.weight_bytes
 
-    @property
-    def missing_bytes(self) -> Number:
-        """How much more memory the weights need; 0 where they fit."""
-        missing: Number = np.maximum(-np.asarray(self.kv_budget_bytes), 0.0)
-        return missing
-
 
 def device_memory(device: DeviceSpec, efficiency: EfficiencySpec, weight_bytes: Number) -> DeviceMemory:
     """The division of one device's memory when it holds `weight_bytes` of weights."""

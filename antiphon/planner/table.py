@@ -66,11 +66,6 @@ class CandidateTable:
         return len(self.candidates)
 
     @property
-    def layout(self) -> NDArray[np.str_]:
-        names: NDArray[np.str_] = np.asarray(LAYOUTS)[self.candidates.layout]
-        return names
-
-    @property
     def attention_device(self) -> NDArray[np.str_]:
         names: NDArray[np.str_] = np.asarray(self.device_names)[self.candidates.attention_kind]
         return names

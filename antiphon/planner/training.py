@@ -266,7 +266,7 @@ def _plan(training: Training, offered: int, bests: list[_Best], model_name: str,
         layout=layout_of(setup, estimate),
         predicted=predicted_of(training, setup, estimate),
         rejected=(*rejected, *one_change(training, setup, estimate)),
-        notes=notes_of(training, setup, estimate, offered),
+        notes=notes_of(training, setup, offered),
         num_candidates=sum(best.num_candidates for best in bests),
         search_s=time.perf_counter() - started,
     )

@@ -140,7 +140,7 @@ def one_change(training: Training, setup: TrainingSetup, best: StepEstimate) -> 
     ]
 
 
-def notes_of(training: Training, setup: TrainingSetup, estimate: StepEstimate, num_devices: int) -> tuple[str, ...]:
+def notes_of(training: Training, setup: TrainingSetup, num_devices: int) -> tuple[str, ...]:
     """What a person should know about the winner."""
     notes = []
     used = int(one(setup.num_devices))

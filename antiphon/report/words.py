@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from antiphon.specs.plan import DeviceUse, Layout, Objective, Parallel, PhaseName, PhasePlan, Predicted
+from antiphon.specs.plan import DeviceUse, Layout, Objective, Parallel, PhaseName, Predicted
 
 LAYOUT_TITLES: dict[Layout, str] = {
     "disaggregated": "disaggregated",
@@ -101,8 +101,3 @@ def short_degrees(layout: Layout, parallel: Parallel) -> str:
 
 def _tp(degree: int) -> str:
     return f" of TP {degree}" if degree > 1 else ""
-
-
-def num_devices(phase: PhasePlan) -> int:
-    """Devices of all instances together."""
-    return sum(use.num_devices for use in phase.devices)

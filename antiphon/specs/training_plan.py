@@ -51,17 +51,6 @@ class TrainingLayout:
     def num_devices(self) -> int:
         return self.model_parallel * self.pipeline * self.data_parallel
 
-    def label(self) -> str:
-        """Such as ``SP+EP (all-to-all) n=8 p=15x2 d=2 b=1``: n devices a layer, p stages of v chunks, d copies, b
-        sequences a micro-batch."""
-        attention = {"sequence": "SP", "tensor": "TP"}[self.attention]
-        experts = {"expert": "EP", "tensor": "TP"}[self.experts]
-        how = f" ({self.dispatch.replace('_', '-')})" if self.experts == "expert" else ""
-        stages = f"{self.pipeline}x{self.virtual_stages}" if self.virtual_stages > 1 else f"{self.pipeline}"
-        return (
-            f"{attention}+{experts}{how} n={self.model_parallel} p={stages} d={self.data_parallel} b={self.micro_batch}"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPredicted:

@@ -149,12 +149,6 @@ class WorkloadSpec:
         """Tokens that a step adds to a sequence, on average: 1 + p + p^2 + ..."""
         return sum(self.accept_rate**count for count in range(self.draft_tokens + 1)) if self.draft_tokens else 1.0
 
-    @property
-    def decode_context(self) -> float:
-        """Tokens a running sequence has behind it, averaged over running sequences (not over requests): the prompt,
-        and half of the output weighted by how long an output stays in the batch, E[X^2] / 2 E[X]."""
-        return self.input_tokens.mean + self.output_tokens.mean_square / (2 * self.output_tokens.mean)
-
 
 TRACE_SUFFIXES = (".jsonl", ".csv")
 

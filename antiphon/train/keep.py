@@ -22,7 +22,6 @@ from antiphon.train.operators import Graph, whole_name
 PROJECTED = ("qkv", "qkv_a2a")  # one of them, if backward reads it: `qkv_a2a` in tiles
 DEAR = (*PROJECTED, "attn", "ln2_in", "fc1_out", "fc2_out", "returned", "shared_fc1_out", "shared_out", "dense_fc1_out")
 HEADS = ("q_a2a", "k_a2a", "v_a2a")
-POLICIES = ("none", "selective", "full")
 Keep = str | tuple[str, ...]
 
 

@@ -22,13 +22,6 @@ constexpr int spins_before_yield = 512;
 #if defined(__linux__)
 int current_core() { return sched_getcpu(); }
 
-void pin_current_thread(int core) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(core, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
-}
-
 // Leaves the current thread every core it may use but one.
 void avoid_core(int core) {
     cpu_set_t set;
@@ -38,7 +31,6 @@ void avoid_core(int core) {
 }
 #else
 int current_core() { return -1; }
-void pin_current_thread(int) {}
 void avoid_core(int) {}
 #endif
 
@@ -72,13 +64,6 @@ void ThreadPool::set_num_threads(int num_threads) {
     stop();
 }
 
-void ThreadPool::pin(const std::vector<int>& cores) {
-    const std::lock_guard<std::mutex> lock(owner_);
-    cores_ = cores;
-    if (!cores_.empty()) pin_current_thread(cores_[0]);
-    stop();
-}
-
 void ThreadPool::stop() {
     generation_.fetch_add(1);
     spawned_ = 1;
@@ -93,12 +78,8 @@ void ThreadPool::spawn() {
 }
 
 void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch, int caller_core) {
-    if (thread < static_cast<int>(cores_.size())) {
-        pin_current_thread(cores_[thread]);
-    } else {
-        // A woken thread is often put on its waker's core, which is busy: it would wait for a time slice there.
-        avoid_core(caller_core);
-    }
+    // A woken thread is often put on its waker's core, which is busy: it would wait for a time slice there.
+    avoid_core(caller_core);
     while (true) {
         const int64_t spin_ns = spin_ns_.load(std::memory_order_relaxed);
         if (!wait_u32(&epoch_, seen_epoch, spin_ns, spin_ns)) {

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
-#include <vector>
 
 namespace antiphon::kernels {
 
@@ -23,8 +22,6 @@ class ThreadPool {
     void set_num_threads(int num_threads);
     // How long idle workers spin before they sleep.
     void set_spin_ns(int64_t spin_ns) { spin_ns_.store(spin_ns, std::memory_order_relaxed); }
-    // Core of the calling thread, then of workers 1, 2, ...; an empty list undoes nothing and pins nothing.
-    void pin(const std::vector<int>& cores);
 
     // body(item) for every item in [0, num_items). Each thread owns a contiguous range and takes it from the front
     // (neighbouring items share prefetched memory); who runs dry takes from the back of another's range.
@@ -91,7 +88,6 @@ class ThreadPool {
 
     int wanted_ = 1;
     int spawned_ = 1;
-    std::vector<int> cores_;
     std::mutex owner_;  // held by whoever runs a region; a second caller works alone
     std::atomic<int64_t> spin_ns_{150'000};
 

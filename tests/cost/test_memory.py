@@ -69,10 +69,9 @@ def test_latent_rows_are_not_cut_by_tensor_parallelism() -> None:
     assert kv_bytes_per_token(mixtral_8x22b(), 16, BF16) == 56 * 2 * 128 * 2, "a KV head is copied, not cut"
 
 
-def test_what_is_left_for_the_cache_and_what_is_missing() -> None:
+def test_what_is_left_for_the_cache() -> None:
     memory = device_memory(ROUND, EfficiencySpec(memory_reserve=0.1), np.array([4e8, 12e8]))
     np.testing.assert_allclose(memory.kv_budget_bytes, [5e8, -3e8])
-    np.testing.assert_allclose(memory.missing_bytes, [0, 3e8])
     model = tiny_model()  # 3 layers * 8 elements * 2 bytes = 48 a token, 768 a block
     np.testing.assert_array_equal(kv_blocks(memory.kv_budget_bytes, model, 1, BF16), [5e8 // 768, 0])
 

@@ -62,7 +62,7 @@ def test_the_352b_model_on_240_devices_is_trained_as_the_paper_does() -> None:
     assert all(other.reason for other in found.rejected)
     assert "slower" in next(other.reason for other in found.rejected if other.name == "TP+TP")
     assert json.loads(json.dumps(asdict(found)))["layout"]["pipeline"] == 15
-    assert layout.label().startswith("SP+EP (all-to-all) n=16 p=15x")
+    assert (layout.dispatch, layout.model_parallel) == ("all_to_all", 16)
 
 
 def test_the_paper_s_own_layout_is_next_to_the_chosen_one() -> None:

@@ -150,6 +150,49 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
+class GroupedQuery(TypedDict):
+    """The fields of `AttentionSpec` that most families read from the same keys."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+
+
+def grouped_query(
+    config: Config, *, theta: float, interleaved: bool = False, partial: float = 1.0, rotary_dim_key: str = ""
+) -> GroupedQuery:
+    """`theta`, `interleaved` and `partial` as in `rope`; `rotary_dim_key` may state the rotated width instead."""
+    num_heads = required_int(config, "num_attention_heads")
+    head_dim = optional_int(config, "head_dim", required_int(config, "hidden_size") // num_heads)
+    if rotary_dim_key:
+        partial = optional_int(config, rotary_dim_key, head_dim) / head_dim
+    return GroupedQuery(
+        num_heads=num_heads,
+        num_kv_heads=optional_int(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rope(config, head_dim, theta=theta, interleaved=interleaved, partial=partial),
+    )
+
+
+class Sizes(TypedDict):
+    """The sizes of `ModelSpec` that all families but DBRX read from the same keys."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+
+
+def sizes(config: Config) -> Sizes:
+    return Sizes(
+        vocab_size=required_int(config, "vocab_size"),
+        hidden_size=required_int(config, "hidden_size"),
+        num_layers=required_int(config, "num_hidden_layers"),
+    )
+
+
 class SharedFields(TypedDict):
     """The fields of `ModelSpec` that most families read from the same keys."""
 

@@ -16,17 +16,10 @@ NAMES = TensorNames(shared=GatedNames(prefix="mlp.shared_experts."))
 
 
 def v1_spec_from_config(config: keys.Config) -> ModelSpec:
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
     bias = bool(config.get("attention_bias"))
     keys.one_of(config, "scoring_func", ("softmax",), "softmax")
     attention = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=keys.rope(config, head_dim, theta=10_000.0),
+        **keys.grouped_query(config, theta=10_000.0),
         qkv_bias=bias,
         out_bias=bias,
     )
@@ -79,14 +72,12 @@ def v3_router(config: keys.Config, *, normalize: bool = True) -> RouterSpec:
 def moe_spec(config: keys.Config, attention: AttentionSpec, router: RouterSpec, *, norm_eps: float = 1e-6) -> ModelSpec:
     """A model of DeepSeek's shape, whatever its attention and router: dense first layers, ungated shared experts."""
     keys.require_absent(config, "mlp_bias")
-    num_layers = keys.required_int(config, "num_hidden_layers")
-    moe_layers = _moe_layers(config, num_layers)
+    sizes = keys.sizes(config)
+    moe_layers = _moe_layers(config, sizes["num_layers"])
     width = keys.required_int(config, "moe_intermediate_size")
     return ModelSpec(
         family=str(config["model_type"]),
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=keys.required_int(config, "hidden_size"),
-        num_layers=num_layers,
+        **sizes,
         moe_layers=moe_layers,
         attention=attention,
         router=router,

@@ -21,24 +21,13 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
     norm_min = keys.optional_float(config, "moe_norm_min")
     if norm_min is not None and norm_min > LARGEST_NORM_MIN:
         raise keys.unsupported("moe_norm_min", norm_min, f"at most {LARGEST_NORM_MIN}")
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
-    moe_layers = _moe_layers(config, keys.required_int(config, "num_hidden_layers"))
+    sizes = keys.sizes(config)
     width = keys.required_int(config, "moe_intermediate_size")
     return ModelSpec(
         family="ernie4_5_moe",
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=len(moe_layers),
-        moe_layers=moe_layers,
-        attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=keys.rope(config, head_dim, theta=500_000.0, interleaved=True),
-        ),
+        **sizes,
+        moe_layers=_moe_layers(config, sizes["num_layers"]),
+        attention=AttentionSpec(**keys.grouped_query(config, theta=500_000.0, interleaved=True)),
         router=RouterSpec(
             num_experts=keys.required_int(config, "moe_num_experts", "num_experts"),
             top_k=keys.required_int(config, "moe_k", "num_experts_per_tok"),

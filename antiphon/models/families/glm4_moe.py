@@ -18,14 +18,8 @@ def solar_spec_from_config(config: keys.Config) -> ModelSpec:
 
 
 def _spec(config: keys.Config, *, theta: float, partial_rotary: float) -> ModelSpec:
-    num_heads = keys.required_int(config, "num_attention_heads")
-    head_dim = keys.optional_int(config, "head_dim", keys.required_int(config, "hidden_size") // num_heads)
     attention = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=keys.rope(config, head_dim, theta=theta, partial=partial_rotary),
+        **keys.grouped_query(config, theta=theta, partial=partial_rotary),
         qk_norm="head" if config.get("use_qk_norm") else "none",
         qkv_bias=bool(config.get("attention_bias")),
     )

@@ -22,30 +22,21 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    num_layers = keys.required_int(config, "num_hidden_layers")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    sizes = keys.sizes(config)
     bias = bool(config.get("attention_bias", True))
     keys.one_of(config, "hidden_act", ("silu",), "silu")
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         raise CheckpointError("config.json: rope_parameters is missing: copy it from the model's publisher")
     return ModelSpec(
         family="gpt_oss",
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        moe_layers=(True,) * num_layers,
+        **sizes,
+        moe_layers=(True,) * sizes["num_layers"],
         attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=keys.rope(config, head_dim, theta=150_000.0),
+            **keys.grouped_query(config, theta=150_000.0),
             qkv_bias=bias,
             out_bias=bias,
             sliding_window=keys.sliding_window(config),
-            windowed_layers=_windowed_layers(config, num_layers),
+            windowed_layers=_windowed_layers(config, sizes["num_layers"]),
             sinks=True,
         ),
         router=RouterSpec(

@@ -5,6 +5,8 @@ of the scores), `residual_multiplier` and `logits_scaling` (a divisor) apply whe
 time. Rejected: multiplying them into the weights at load, which would round every weight stored in bfloat16 again.
 """
 
+from dataclasses import replace
+
 from antiphon.models.families import config_keys as keys
 from antiphon.models.names import GatedNames, StackedLayout, TensorNames
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RouterSpec
@@ -22,26 +24,16 @@ NAMES = TensorNames(
 
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    num_layers = keys.required_int(config, "num_hidden_layers")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    sizes = keys.sizes(config)
     bias = bool(config.get("attention_bias"))
     residual_multiplier = _multiplier(config, "residual_multiplier")
     return ModelSpec(
         family=str(config["model_type"]),
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        moe_layers=(True,) * num_layers,
-        attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
+        **sizes,
+        moe_layers=(True,) * sizes["num_layers"],
+        attention=replace(
+            AttentionSpec(**keys.grouped_query(config, theta=10_000.0), qkv_bias=bias, out_bias=bias),
             scale=_multiplier(config, "attention_multiplier"),
-            rope=keys.rope(config, head_dim, theta=10_000.0),
-            qkv_bias=bias,
-            out_bias=bias,
         ),
         router=RouterSpec(
             num_experts=keys.required_int(config, "num_local_experts", "num_experts"),

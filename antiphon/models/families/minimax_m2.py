@@ -17,23 +17,13 @@ NAMES = TensorNames(
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
     _refuse_what_transformers_ignores(config)
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    num_layers = keys.required_int(config, "num_hidden_layers")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
-    rotated = keys.optional_int(config, "rotary_dim", head_dim)
+    sizes = keys.sizes(config)
     return ModelSpec(
         family="minimax_m2",
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        moe_layers=(True,) * num_layers,
+        **sizes,
+        moe_layers=(True,) * sizes["num_layers"],
         attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=keys.rope(config, head_dim, theta=5_000_000.0, partial=rotated / head_dim),
+            **keys.grouped_query(config, theta=5_000_000.0, rotary_dim_key="rotary_dim"),
             qk_norm="full",
         ),
         router=RouterSpec(

@@ -15,30 +15,22 @@ NAMES = TensorNames(router=("block_sparse_moe.gate.weight", "mlp.router.weight")
 
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    num_layers = keys.required_int(config, "num_hidden_layers")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    sizes = keys.sizes(config)
     bias = bool(config.get("attention_bias"))
+    attention = AttentionSpec(
+        **keys.grouped_query(config, theta=1_000_000.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        sliding_window=keys.sliding_window(config),
+    )
     jitter = keys.optional_float(config, "router_jitter_noise")
     if config.get("num_experts_per_tok", 2) != 2:
         raise keys.unsupported("num_experts_per_tok", config["num_experts_per_tok"], "2, as SparseMixer chooses two")
     return ModelSpec(
         family="phimoe",
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        moe_layers=(True,) * num_layers,
-        attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=_short_factors_only(keys.rope(config, head_dim, theta=1_000_000.0)),
-            qkv_bias=bias,
-            out_bias=bias,
-            sliding_window=keys.sliding_window(config),
-        ),
+        **sizes,
+        moe_layers=(True,) * sizes["num_layers"],
+        attention=replace(attention, rope=_short_factors_only(attention.rope)),
         router=RouterSpec(
             num_experts=keys.required_int(config, "num_local_experts", "num_experts"),
             top_k=2,

@@ -11,23 +11,14 @@ NAMES = TensorNames()
 
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
-    hidden = keys.required_int(config, "hidden_size")
-    num_heads = keys.required_int(config, "num_attention_heads")
-    num_layers = keys.required_int(config, "num_hidden_layers")
-    head_dim = keys.optional_int(config, "head_dim", hidden // num_heads)
+    sizes = keys.sizes(config)
     bias = bool(config.get("attention_bias"))
     return ModelSpec(
         family="qwen3_moe",
-        vocab_size=keys.required_int(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=num_layers,
-        moe_layers=keys.sparse_layers(config, num_layers),
+        **sizes,
+        moe_layers=keys.sparse_layers(config, sizes["num_layers"]),
         attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=keys.optional_int(config, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=keys.rope(config, head_dim, theta=10_000.0),
+            **keys.grouped_query(config, theta=10_000.0),
             qk_norm="head",
             qkv_bias=bias,
             out_bias=bias,
