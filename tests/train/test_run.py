@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
 from antiphon.train.trainer import StepResult, Trainer
+from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import config_of, losses, same_tensors, write_run
 
 
@@ -135,12 +139,12 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert whole.state.step == finished(tmp_path / "full", "steps=6").state.step
 
 
-def antiphon(*arguments: object) -> str:
+def antiphon(*arguments: object, run: Callable[..., Any] = PROGRAMS.run) -> str:
     """Runs the command; its standard output."""
     command = [sys.executable, "-m", "antiphon.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run(command, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def test_train_export_generate(tmp_path: Path) -> None:
@@ -148,7 +152,8 @@ def test_train_export_generate(tmp_path: Path) -> None:
     shown = antiphon("train", file, "--set", "steps=80", "--set", "output.log_every=20")
     assert "step     80  loss" in shown
     assert "Next: antiphon export" in shown
-    antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32")
+    as_a_program = partial(subprocess.run, capture_output=True, check=False)
+    antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32", run=as_a_program)
     answer = antiphon("generate", tmp_path / "exported", "--prompt", "the cat sat", "--max-tokens", "12", "--json", "-")
     assert "on the" in json.loads(answer)["text"]
     assert (tmp_path / "exported" / "tokenizer.json").exists()
