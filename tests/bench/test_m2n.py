@@ -364,7 +364,7 @@ def test_a_failing_process_is_named_with_its_reason() -> None:
             group.check(1)
 
 
-def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path) -> None:
+def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path, forked_members: None) -> None:
     names = ["gloo", "memcpy"]
     traffic = Traffic(num_senders=2, receiver_bytes=(4096,) * 2)
     settings = Settings(num_rounds=6, num_repetitions=1, quiet_timeout_s=0.0, record=True)

@@ -45,6 +45,7 @@ WORKER = "antiphon.serve.worker.process"
 PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
     COMMAND: (),  # and the module of the command
     WORKER: (),
+    "antiphon.serve.worker.joined": (),
     "antiphon.bench.m2n.process": ("antiphon.bench.m2n.gloo_all_to_all",),
     "antiphon.bench.profile.process": (),
 }
@@ -91,10 +92,10 @@ class ForkServer:
 
     def Popen(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """Forks where it can, starts a program where it must."""
+        command = list(command)
         environment = os.environ if options.get("env") is None else options["env"]
-        known = command[1] == "-c" or (command[1] == "-m" and command[2] in PROGRAMS_TO_FORK)
-        known = known and command[0] == self._executable
-        if not known or _constant(environment) != _constant(self._environment):
+        known = command[1:2] == ["-c"] or (command[1:2] == ["-m"] and command[2] in PROGRAMS_TO_FORK)
+        if not known or command[0] != self._executable or _constant(environment) != _constant(self._environment):
             return subprocess.Popen(command, **options)
         return _Forked(self, command, **options)
 
@@ -182,6 +183,15 @@ class _Forked(subprocess.Popen[Any]):
 
 
 PROGRAMS = ForkServer()  # the one of this test process
+
+
+def fork_workers() -> None:
+    """Workers of this program, which has just begun and has no thread, will be forked from it as it is now."""
+    from antiphon.serve import worker_process
+
+    beside = ForkServer()
+    beside.start_beside()
+    worker_process.subprocess = beside  # type: ignore[assignment]
 
 
 def is_fork_server(process: psutil.Process) -> bool:
@@ -276,11 +286,7 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
         )
     sys.argv = ["-c" if request.is_text else request.program, *request.arguments]
     if request.program == COMMAND and request.arguments and request.arguments[0] in COMMANDS_WITH_WORKERS:
-        from antiphon.serve import worker_process
-
-        beside = ForkServer()
-        beside.start_beside()
-        worker_process.subprocess = beside  # type: ignore[assignment]
+        fork_workers()
     code = None
     try:
         if request.is_text:

@@ -1,6 +1,7 @@
 """`antiphon train --nproc N`: the losses of one process, though every resume shares the work in another way."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,7 @@ def train(file: Path, ranks: int, *changes: str) -> str:
     options = [option for change in changes for option in ("--set", change)]
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file), *options]
     started = [*command, "--nproc", str(ranks)] if ranks > 1 else command
-    ended = PROGRAMS.run(started, text=True, timeout=280)
+    ended = PROGRAMS.run(started, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr
 
