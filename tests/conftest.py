@@ -1,21 +1,27 @@
 """What tests of several packages share: a tiny checkpoint and a server over it; and the count of tests left out.
 
 `make test` leaves out the tests that carry the mark `slow`, and says how many at its end. pytest-xdist's processes
-collect the tests, so each reports its count to the one that prints.
+collect the tests, so each reports its count to the one that prints. That one runs no test, and imports no torch.
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from antiphon.serve import worker_process
-from tests.serve.fork_server import ForkingSubprocess
-from tests.serve.server_harness import ServerProcess, serve, write_checkpoint
+from tests.serve.fork_server import PROGRAMS
+
+if TYPE_CHECKING:
+    from tests.serve.server_harness import ServerProcess
 
 LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made stays: collections of garbage need not look at it again, nor the end take it apart."""
+    gc.freeze()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -46,12 +52,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete checkpoint folder. Do not change it: copy it."""
+    from tests.serve.server_harness import write_checkpoint
+
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def live_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def live_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ServerProcess]":
     """One attention worker, one expert worker, two micro-batches."""
+    from tests.serve.server_harness import serve
+
     with serve(checkpoint, tmp_path_factory.mktemp("server"), "--layout", "disaggregated") as server:
         yield server
 
@@ -59,14 +69,18 @@ def live_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tests run side by side, a process for each core: more threads would wait for each other most of the time."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_workers() -> Iterator[ForkingSubprocess]:
+def forked_workers() -> Iterator[None]:
     """Workers of engines in this process are forked, see `serve/fork_server`."""
-    forking = ForkingSubprocess()
+    from antiphon.serve import worker_process
+
+    PROGRAMS.remember_environment()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "subprocess", forking)
-        yield forking
-    forking.close()
+        patch.setattr(worker_process, "subprocess", PROGRAMS)
+        yield
+    PROGRAMS.close()

@@ -11,7 +11,6 @@ begins to win as top-k grows is what Figure 7 of MegaScale-MoE shows for its mac
 Letters: T rows of a rank, K experts a row, E experts, R rows received, H width.
 """
 
-import multiprocessing
 import statistics
 import time
 import traceback
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.bench.rank_processes import context_of_ranks
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
@@ -74,7 +74,7 @@ def bench_dispatch(cases: Sequence[DispatchCase], report: Report) -> list[dict[s
 
 
 def _run_ranks(case: DispatchCase, folder: Path) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
+    context = context_of_ranks(__name__)
     processes, connections = [], {}
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()

@@ -2,9 +2,13 @@
 
 A rank's member is made in its process; its `introduction` goes to all others through `connect`, and from then on an
 order is the name of one of its methods. Between orders a rank is blocked in a read. At the end of its orders it ends.
+
+Ranks are forked from a process that has imported what they run: to import torch takes a rank seconds. Rejected: forking
+this process, which may have threads.
 """
 
 import multiprocessing
+import multiprocessing.context
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -16,6 +20,13 @@ from antiphon.base.errors import PeerLost, PeerTimeout, ResourceError
 
 _START_S = 300.0  # some processes on few cores import torch
 _RUN_S = 600.0
+
+
+def context_of_ranks(module: str) -> multiprocessing.context.ForkServerContext:
+    """Processes of it begin with `module` imported, if they are the first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
 
 
 class RankMember(Protocol):
@@ -33,7 +44,7 @@ class RankProcesses:
     """For use in a `with`, which ends the processes. `make_member(rank)` is called in each; it can be pickled."""
 
     def __init__(self, num_ranks: int, make_member: Callable[[int], RankMember]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = context_of_ranks(__name__)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):

@@ -1,8 +1,6 @@
 """`antiphon bench collectives`: a small run, and what it refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,14 @@ import torch
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.collective_calls import CollectiveCase, check_result, expected_result
 from antiphon.cli.bench_collectives import collectives
+from tests.comm.ranks import start_fork_server
 
 
 def test_a_small_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "antiphon.cli.main", "bench", "collectives", "--ranks", "2", "--repetitions", "1"]
-    sizes = ["--bytes", "1000", "--only", "all-reduce,reduce-scatter", "--quiet-timeout", "0"]
-    finished = subprocess.run(
-        [*command, *sizes, "--json", str(file)], capture_output=True, text=True, check=False, timeout=200
-    )
-    assert finished.returncode == 0, finished.stderr
+    start_fork_server()
+    only = "all-reduce,reduce-scatter"
+    collectives(ranks="2", repetitions=1, sizes="1000", only=only, quiet_timeout=0, json=str(file))
     rows = json.loads(file.read_text())["rows"]
     assert [row["collective"] for row in rows] == ["all-reduce", "reduce-scatter"]
     assert all(row["bytes"] == 1024 and row["speedup_over_gloo"] > 0 for row in rows)

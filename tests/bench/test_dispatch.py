@@ -1,8 +1,6 @@
 """`antiphon bench dispatch`: a small run, and what it refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,26 +8,14 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.bench.dispatch import VARIANTS, DispatchCase, check_equal
-from antiphon.cli.bench_dispatch import parse_top_k
+from antiphon.cli.bench_dispatch import dispatch, parse_top_k
+from tests.comm.ranks import start_fork_server
 
 
 def test_a_small_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    sizes = ("--tokens", "32", "--hidden", "16", "--experts", "5", "--top-k", "2", "--rounds", "1")
-    command = [
-        sys.executable,
-        "-m",
-        "antiphon.cli.main",
-        "bench",
-        "dispatch",
-        "--ranks",
-        "2",
-        *sizes,
-        "--json",
-        str(file),
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert finished.returncode == 0, finished.stderr
+    start_fork_server()
+    dispatch(ranks=2, tokens=32, hidden=16, experts=5, top_k="2", rounds=1, json=str(file))
     rows = json.loads(file.read_text())["rows"]
     assert [row["variant"] for row in rows] == list(VARIANTS)
     assert rows[0]["time_to_all_to_all"] == 1.0

@@ -16,6 +16,7 @@ import pytest
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, ResourceError, UserError
+from antiphon.bench.m2n import launch
 from antiphon.bench.m2n.api import READ, RELEASE, SEND, WAIT, Phase, Seat, Traffic
 from antiphon.bench.m2n.cases import by_processes, check_memory, figure_cases, largest, make_cases, ramp
 from antiphon.bench.m2n.contestants import Contestant, choose_contestants
@@ -27,6 +28,7 @@ from antiphon.bench.m2n.process import checked_round, timed_rounds, with_reading
 from antiphon.bench.m2n.table import COLUMNS, Block, make_rows, table_cells
 from antiphon.bench.m2n.timeline import write_trace
 from antiphon.bench.quiet import Repetition, Repetitions
+from tests.serve.fork_server import PROGRAMS
 
 ODD = Traffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
 ODD_BOTH_WAYS = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
@@ -217,6 +219,13 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
 
 # --- every contestant, end to end
 
+
+@pytest.fixture
+def forked_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For torch's baselines, where every process would import torch. Others start sooner as programs."""
+    monkeypatch.setattr(launch, "subprocess", PROGRAMS)
+
+
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
 EVERYBODY = ["memcpy", "gloo", "gloo-all-to-all", "mpi", "ucx", *OURS]
 TRAFFIC = {"one way": ODD, "both ways": ODD_BOTH_WAYS, "touched": TOUCHED}
@@ -244,8 +253,10 @@ def skip_without(contestant: Contestant) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_all_bytes_arrive_and_rounds_are_timed(name: str, kind: str) -> None:
+def test_all_bytes_arrive_and_rounds_are_timed(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     (contestant,), traffic = contestants([name]), TRAFFIC[kind]
+    if name.startswith("gloo"):
+        request.getfixturevalue("forked_members")
     skip_without(contestant)
     with ProcessGroup(contestant, traffic, 20.0) as group:
         pids = group.pids
@@ -353,7 +364,7 @@ def test_a_failing_process_is_named_with_its_reason() -> None:
             group.check(1)
 
 
-def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path) -> None:
+def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path, forked_members: None) -> None:
     names = ["gloo", "memcpy"]
     traffic = Traffic(num_senders=2, receiver_bytes=(4096,) * 2)
     settings = Settings(num_rounds=6, num_repetitions=1, quiet_timeout_s=0.0, record=True)

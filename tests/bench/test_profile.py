@@ -1,12 +1,14 @@
 """The profiler on a tiny model, and what is made of its tables."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.bench.profile import crew
 from antiphon.bench.profile.crew import Crew
 from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.exchange import exchange_medians
@@ -22,8 +24,16 @@ from antiphon.planner.local_prediction import LocalChoice, predict_decode
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP, Spans
 from antiphon.specs.cluster import cluster_from_table, cluster_to_json
 from antiphon.specs.strict_table import Table
+from tests.serve.fork_server import PROGRAMS
 
 ROWS, CONTEXT = 3, 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_rigs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "subprocess", PROGRAMS)
+        yield
 
 
 def opening(checkpoint: Path, max_rows: int = 4) -> Open:
@@ -81,8 +91,8 @@ def test_a_prompt_is_one_sequence_from_its_beginning(rig: Rig) -> None:
 
 
 def test_a_process_says_what_went_wrong_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    with Crew() as crew:
-        handle = crew.start("worker 7")
+    with Crew() as processes:
+        handle = processes.start("worker 7")
         handle.ask(Settle(num_threads=1, cores=[0]), Done)
         with pytest.raises(UserError, match=r"process worker 7 failed: .*none is missing|worker 7 failed: .*none"):
             handle.ask(opening(tmp_path / "none"), Opened)

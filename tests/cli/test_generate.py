@@ -1,22 +1,24 @@
-"""`antiphon generate` as users run it: a process of its own, workers and all."""
+"""`antiphon generate` as users run it: a process of its own, workers and all; one of them a program, others forked."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.serve.fork_server import PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 APART = ("--layout", "disaggregated")
 
 
-def generate(checkpoint: Path, *options: str) -> str:
+def generate(checkpoint: Path, *options: str, run: Callable[..., Any] = PROGRAMS.run) -> str:
     command = [sys.executable, "-m", "antiphon.cli.main", "generate", str(checkpoint), *options]
-    ended = subprocess.run(
-        [*command, "--dtype", "float32"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    ended = run([*command, "--dtype", "float32"], cwd=ROOT, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stdout
@@ -46,7 +48,8 @@ def test_text_is_printed_as_it_comes_and_the_same_in_both_layouts(
     checkpoint: Path, result: dict[str, Any], tmp_path: Path
 ) -> None:
     timeline = tmp_path / "trace.json"
-    printed = generate(checkpoint, "--prompt", "bada do", "--max-tokens", "12", "--timeline", str(timeline))
+    options = ("--prompt", "bada do", "--max-tokens", "12", "--timeline", str(timeline))
+    printed = generate(checkpoint, *options, run=partial(subprocess.run, capture_output=True, check=False))
     assert printed.startswith(result["text"] + "\n")
     assert "steps took" in printed
     assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} == {"M", "X"}

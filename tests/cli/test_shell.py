@@ -16,6 +16,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli import main as cli
 from antiphon.cli.command_group import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import check_output_file, emit_json, whole_file
+from tests.serve.fork_server import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "antiphon.cli.main")
@@ -27,8 +28,7 @@ HEARS_INTERRUPTS = (
 
 def run(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [*COMMAND, *map(str, arguments)]
-    inherited = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, check=False, timeout=200)
+    return PROGRAMS.run(command, cwd=ROOT, env={**os.environ, **environment}, text=True, timeout=200)
 
 
 # --- targets that cannot be written ----------------------------------------------------------------------------------
@@ -118,9 +118,8 @@ def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", ["plan --list", "--version", "--help", "serve --help"])
 def test_a_reader_that_leaves_ends_the_command_quietly(arguments: str) -> None:
-    with subprocess.Popen(
-        [*COMMAND, *arguments.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    start = PROGRAMS.Popen if arguments.startswith("serve") else subprocess.Popen
+    with start([*COMMAND, *arguments.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()  # long before the first line

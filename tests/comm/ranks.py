@@ -10,6 +10,8 @@ import queue
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,17 @@ TIMEOUT_S = 280
 PRELOADED = ["pytest", "torch.distributed", "antiphon.train.trainer"]
 
 
-def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
-    """`work(rank)` of each rank; `work` is a function of a module. An error on a rank fails the test with its text."""
+def start_fork_server() -> ForkServerContext:
+    """One for all that starts ranks from this process; benchmarks, which would preload less, too."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    ensure_running()
+    return context
+
+
+def on_ranks(world_size: int, folder: Path, work: Callable[[int], Any]) -> list[Any]:
+    """`work(rank)` of each rank; `work` is a function of a module. An error on a rank fails the test with its text."""
+    context = start_fork_server()
     results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(world_size, rank, str(folder / "store"), work, results), daemon=True)

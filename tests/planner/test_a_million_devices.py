@@ -1,6 +1,5 @@
 """Clusters of any size: equal nodes are a count, so a million devices take no longer than a thousand."""
 
-import itertools
 import time
 from collections import Counter
 from dataclasses import replace
@@ -74,10 +73,9 @@ def test_rates_grow_with_the_cluster() -> None:
         )
         .plan.phases["decode"]
         .predicted.tokens_per_s
-        for num_devices in (1_000, 10_000, 100_000)
+        for num_devices in (1_000, 100_000)
     ]
-    for small, large in itertools.pairwise(rates):
-        assert large > 9.5 * small
+    assert rates[1] > 95 * rates[0]
 
 
 def packed_one_by_one(free: list[int], asked: list[tuple[int, int]]) -> bool:

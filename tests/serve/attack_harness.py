@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.serve.fork_server import PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 
@@ -65,7 +67,7 @@ class Target:
 def target(max_model_len: int, template: Path | None = None) -> Iterator[Target]:
     """A server over a fake engine, which takes bodies of 8 MiB whatever its context."""
     command = [sys.executable, "-c", PROGRAM, str(max_model_len), *([str(template)] if template else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with PROGRAMS.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
             host, port = process.stdout.readline().strip().removeprefix("http://").split(":")
@@ -103,7 +105,7 @@ class Outcome:
         )
 
 
-def attack(server: Target, path: str, body: bytes, num_clients: int = 1, least_s: float = 0.5) -> Outcome:
+def attack(server: Target, path: str, body: bytes, num_clients: int = 1, least_s: float = 0.1) -> Outcome:
     """Send `body` from `num_clients` clients at once while another one asks for two tokens again and again."""
     answers: list[tuple[int, dict[str, Any]]] = []
     clients = [

@@ -7,6 +7,7 @@ be killed, it prints `tokens N` after each output, and at the end `done` and JSO
 often a worker was started again.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ def main() -> None:
         )
     finally:
         engine.stop()
+        gc.freeze()  # to look through all that torch has made would take longer than the rest of the end
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
@@ -24,7 +23,6 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
-from tests.models.conftest import family_config
 
 VOCAB_SIZE = 97
 EOS = 2
@@ -67,6 +65,10 @@ class TinyModel:
 
 def save_tiny_model(folder: Path, family: str = "qwen3_moe", **changes: Any) -> TinyModel:
     """A random model of `family` (sizes as in tests/models) that prefers no token, so that its text does not repeat."""
+    from transformers import AutoModelForCausalLM  # here: programs that only run an engine load it not
+
+    from tests.models.conftest import family_config
+
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(family_config(family, **changes), attn_implementation="eager").eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

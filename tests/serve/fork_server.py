@@ -1,121 +1,245 @@
-"""Forks the workers of in-process engines from one process that has torch loaded: importing it takes a worker longest.
+"""Forks programs of Antiphon from one process that has them loaded: importing them takes most of such a test's time.
 
-The engine starts a worker with `subprocess.Popen`; `ForkingSubprocess` stands in its place.
+Tests and the engine start programs with `subprocess.Popen`; `ForkServer.Popen` stands in its place.
 
-1. The fork server is a child of the test process. It imports what a worker imports and waits. It starts no thread
-   (NumPy's BLAS has one and takes it down around a fork).
-2. A request carries the worker's socket, standard output and error, and the folder. The server forks twice and the one
-   in between ends, so that the worker becomes a child of the test process: that is a subreaper for as long.
-3. The worker runs `worker.process.main`, as it does after `python -m`. Signals, exit codes and waits are real.
-4. A worker gets the test's environment, and runs the `sitecustomize.py` that a test may have put there, as Python does.
-   A test that changes more than `PYTHONPATH` and names of its own gets a real start.
+1. The fork server is a child of the test process. It imports what the programs import, each when it is first asked for,
+   and waits. It starts no thread (NumPy's BLAS has one and takes it down around a fork).
+2. A request carries the program's descriptors, its arguments, folder and environment. The server forks twice and the
+   one in between ends, so that the program becomes a child of who asked: that is a subreaper for as long.
+3. The program runs its `main`, as after `python -m`, or its text, as after `python -c`. Signals, exit codes and waits
+   are real.
+4. It gets its caller's environment, and runs the `sitecustomize.py` that a test may have put there, as Python does.
+   A test that changes what a loaded process cannot change any more gets a real start.
+5. A command that starts workers has a fork server of its own, forked before anything else: only what descends from a
+   process can become its child. It is a child too, see `is_fork_server`.
 
 Rejected: forking the test process, which has threads.
 """
 
+import ast
+import atexit
 import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
+import psutil
 
+COMMAND = "antiphon.cli.main"
 WORKER = "antiphon.serve.worker.process"
-_PR_SET_CHILD_SUBREAPER = 36
-_REPLY_TIMEOUT_S = 60.0  # the server's own imports come before its first reply
+# What can be forked, and what each will import later.
+PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
+    COMMAND: (),  # and the module of the command
+    WORKER: (),
+    "antiphon.serve.worker.joined": (),
+    "antiphon.bench.m2n.process": ("antiphon.bench.m2n.gloo_all_to_all",),
+    "antiphon.bench.profile.process": (),
+}
+COMMANDS_WITH_WORKERS = ("serve", "generate", "bench")
+_NAME = "fork server"  # of the process, as ps shows it
+_CHANGEABLE = ("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_")
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_REPLY_TIMEOUT_S = 120.0  # the server's own imports come before its first reply
+_MAX_REQUEST_BYTES = 2**18
 
 
-class _Forked(subprocess.Popen[bytes]):
-    """A child that somebody else has forked; everything after the start is `Popen`'s."""
+class _Request(msgspec.Struct):
+    """A program to run, a module or a text. Its descriptors travel beside: the first three are its standard ones, the
+    others `numbers`."""
 
-    def __init__(self, pid: int) -> None:
-        self.args = [WORKER]
-        self.pid = pid
-        self.returncode: Any = None
-        self.stdin = self.stdout = self.stderr = None
-        self._child_created = True
-        self._waitpid_lock = threading.Lock()
+    program: str
+    is_text: bool
+    arguments: list[str]
+    numbers: list[int]
+    folder: str
+    cores: list[int]
+    environment: dict[str, str]
+    new_session: bool
 
 
-class ForkingSubprocess:
-    """What `serve/worker_process` uses of the module `subprocess`."""
+class ForkServer:
+    """What stands in the place of the module `subprocess`."""
 
+    PIPE = subprocess.PIPE
+    STDOUT = subprocess.STDOUT
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._server: tuple[Callable[[], object], socket.socket] | None = None
         self._executable = sys.executable
         self._environment = dict(os.environ)
 
-    def Popen(self, command: Sequence[str], *, pass_fds: tuple[int, ...], stdin: int) -> subprocess.Popen[bytes]:
+    def remember_environment(self) -> None:
+        """What programs are started with from now on: modules of tests may have changed it."""
+        assert self._server is None, "it has started with another one"
+        self._environment = dict(os.environ)
+
+    def Popen(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """Forks where it can, starts a program where it must."""
-        is_worker = command[:3] == [self._executable, "-m", WORKER]
-        if not is_worker or _constant(os.environ) != _constant(self._environment):
-            return subprocess.Popen(command, pass_fds=pass_fds, stdin=stdin)
+        command = list(command)
+        environment = os.environ if options.get("env") is None else options["env"]
+        known = command[1:2] == ["-c"] or (command[1:2] == ["-m"] and command[2] in PROGRAMS_TO_FORK)
+        if not known or command[0] != self._executable or _constant(environment) != _constant(self._environment):
+            return subprocess.Popen(command, **options)
+        return _Forked(self, command, **options)
+
+    def run(self, command: Sequence[str], *, timeout: float, **options: Any) -> "subprocess.CompletedProcess[Any]":
+        """As `subprocess.run`; both outputs are always captured."""
+        with self.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+            try:
+                output, error = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, output, error)
+
+    def fork(self, request: _Request, descriptors: Sequence[int]) -> int:
+        """The process that runs it, a child of this one."""
         with self._lock:
             control = self._start()
             _be_subreaper(True)
             try:
-                cores = sorted(os.sched_getaffinity(0))
-                request = msgspec.msgpack.encode((str(Path.cwd()), cores, dict(os.environ)))
-                socket.send_fds(control, [request], [pass_fds[0], 1, 2])
-                pid = int(control.recv(64))
+                socket.send_fds(control, [msgspec.msgpack.encode(request)], list(descriptors))
+                return int(control.recv(64))
             finally:
                 _be_subreaper(False)
-        return _Forked(pid)
 
     def _start(self) -> socket.socket:
         if self._server is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.settimeout(_REPLY_TIMEOUT_S)
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            ours, theirs = _control()
+            command = [self._executable, __file__, str(theirs.fileno())]
             process = subprocess.Popen(
                 command, env=self._environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
             )
             theirs.close()
-            self._server = process, ours
+            self._server = lambda: process.wait(_REPLY_TIMEOUT_S), ours
         return self._server[1]
+
+    def start_beside(self) -> None:
+        """Fork the server from this process, which has no thread yet."""
+        ours, theirs = _control()
+        if os.fork() == 0:
+            ours.close()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            run_what_is_asked_for(theirs)
+            os._exit(0)
+        theirs.close()
+        self._server = lambda: None, ours
 
     def close(self) -> None:
         if self._server is not None:
-            process, control = self._server
+            wait, control = self._server
             control.close()
-            process.wait(_REPLY_TIMEOUT_S)
+            wait()
             self._server = None
 
 
+class _Forked(subprocess.Popen[Any]):
+    """`Popen` whose child comes from a fork server."""
+
+    def __init__(self, server: ForkServer, command: Sequence[str], **options: Any) -> None:
+        self._fork_server = server
+        super().__init__(command, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        """`Popen` calls it once its pipes are made."""
+        asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments  # type: ignore[attr-defined]
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        own = enumerate(("p2cread", "c2pwrite", "errwrite"))
+        standard = [asked[end] if asked[end] != -1 else number for number, end in own]
+        environment = os.environ if asked["env"] is None else asked["env"]
+        request = _Request(
+            program=asked["args"][2],
+            is_text=asked["args"][1] == "-c",
+            arguments=[str(argument) for argument in asked["args"][3:]],
+            numbers=list(asked["pass_fds"]),
+            folder=str(asked["cwd"] or Path.cwd()),
+            cores=sorted(os.sched_getaffinity(0)),
+            environment=dict(environment),
+            new_session=asked["start_new_session"],
+        )
+        try:
+            self.pid = self._fork_server.fork(request, [*standard, *request.numbers])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*(asked[name] for name in ends))  # type: ignore[attr-defined]
+
+
+PROGRAMS = ForkServer()  # the one of this test process
+
+
+def fork_workers() -> None:
+    """Workers of this program, which has just begun and has no thread, will be forked from it as it is now."""
+    from antiphon.serve import worker_process
+
+    beside = ForkServer()
+    beside.start_beside()
+    worker_process.subprocess = beside  # type: ignore[assignment]
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    return process.name() == _NAME
+
+
+def _control() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(_REPLY_TIMEOUT_S)
+    return ours, theirs
+
+
 def _constant(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a forked worker could not change any more; the rest it gets with the request."""
-    changeable = ("PYTEST_", "PYTHONPATH", "ANTIPHON_TEST_")
-    return {name: value for name, value in environment.items() if not name.startswith(changeable)}
+    """What a forked program could not change any more; the rest it gets with the request."""
+    return {name: value for name, value in environment.items() if not name.startswith(_CHANGEABLE)}
 
 
 def _be_subreaper(yes: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
 
 
-def serve(control: socket.socket) -> int | None:
-    """Fork for each request; in a worker, returns its socket."""
+def _name_this_process(name: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def run_what_is_asked_for(control: socket.socket) -> None:
+    """Fork for each request, until nobody can ask any more. A forked program ends in here."""
+    _name_this_process(_NAME)
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 2**18, 3)
-        if not request:
-            return None
+        received, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 16)
+        if not received:
+            return
+        request = msgspec.msgpack.decode(received, type=_Request)
+        _load(request)
+        gc.freeze()  # a collection in a program writes to no page that it shares with this process
         reading, writing = os.pipe()
         if (between := os.fork()) == 0:
+            parent = os.getpid()
             if (pid := os.fork()) != 0:
                 os.write(writing, str(pid).encode())
                 os._exit(0)
+            while os.getppid() == parent:  # its end is not the end of who asked
+                time.sleep(0.001)
             control.close()
             os.close(reading)
             os.close(writing)
-            return _become_worker(request, descriptors)
+            _name_this_process("python")
+            _become(request, descriptors)
         os.waitpid(between, 0)
         for descriptor in (*descriptors, writing):
             os.close(descriptor)
@@ -123,32 +247,81 @@ def serve(control: socket.socket) -> int | None:
         os.close(reading)
 
 
-def _become_worker(request: bytes, descriptors: list[int]) -> int:
-    folder, cores, environment = msgspec.msgpack.decode(request)
+def _load(request: _Request) -> None:
+    """Import what the program will."""
+    if request.is_text:
+        modules = [node.module for node in ast.parse(request.program).body if isinstance(node, ast.ImportFrom)]
+    else:
+        modules = [request.program, *PROGRAMS_TO_FORK[request.program]]
+    for module in modules:
+        importlib.import_module(str(module))
+    if request.program == COMMAND:
+        commands = importlib.import_module(COMMAND).COMMANDS
+        if (place := commands.get((request.arguments or [""])[0])) is not None:
+            importlib.import_module(place.module)
+
+
+def _become(request: _Request, descriptors: list[int]) -> NoReturn:
+    """The program, from here to its end."""
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    os.sched_setaffinity(0, cores)
-    channel, output, error = descriptors
-    os.dup2(output, 1)
-    os.dup2(error, 2)
-    os.close(output)
-    os.close(error)
-    customize = Path(environment.get("PYTHONPATH", "").split(os.pathsep)[0], "sitecustomize.py")
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    os.sched_setaffinity(0, request.cores)
+    if request.new_session:
+        os.setsid()
+    numbers = [0, 1, 2, *request.numbers]
+    beyond = [_above(descriptor, max(numbers)) for descriptor in descriptors]
+    for descriptor, number in zip(beyond, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    errors = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = errors  # type: ignore[misc]
+    logging.getLogger("antiphon").setLevel(request.environment.get("ANTIPHON_LOG", "info").upper())
+    customize = Path(request.environment.get("PYTHONPATH", "").split(os.pathsep)[0], "sitecustomize.py")
     if customize.exists():
         exec(
             compile(customize.read_text(), customize, "exec"), {"__name__": "sitecustomize", "__file__": str(customize)}
         )
-    return channel
+    sys.argv = ["-c" if request.is_text else request.program, *request.arguments]
+    if request.program == COMMAND and request.arguments and request.arguments[0] in COMMANDS_WITH_WORKERS:
+        fork_workers()
+    code = None
+    try:
+        if request.is_text:
+            exec(compile(request.program, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            code = importlib.import_module(request.program).main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _end(code)
+
+
+def _end(code: object) -> NoReturn:
+    """What Python does at the end, except for taking everything apart: that takes a process with torch a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _above(descriptor: int, number: int) -> int:
+    """The same under a higher number."""
+    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, number + 1)
+    os.close(descriptor)
+    return copy
 
 
 def main() -> None:
-    from antiphon.serve.worker import process
-
-    channel = serve(socket.socket(fileno=int(sys.argv[1])))
-    if channel is not None:
-        sys.argv = [WORKER, "--fd", str(channel)]
-        process.main()
+    sys.path[0] = str(Path(__file__).parents[2])  # texts import modules of tests
+    run_what_is_asked_for(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import openai
 
+from tests.serve.fork_server import PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
 PATIENCE_S = 60.0
@@ -89,7 +91,7 @@ def serve(model: Path, folder: Path, *options: str, key: str = "none") -> Iterat
     command = [sys.executable, "-m", "antiphon.cli.main", "serve", str(model), "--port", "0", "--json", str(ready)]
     with (
         log_path.open("wb") as log,
-        subprocess.Popen(
+        PROGRAMS.Popen(
             [*command, "--dtype", "float32", "--kv-bytes", "16MiB", *options],
             cwd=ROOT,
             stdout=log,

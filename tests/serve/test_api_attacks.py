@@ -5,8 +5,9 @@ Figures are printed (`pytest -s`). The bound is generous because test machines a
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,11 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes], int]] = {
         lambda: json.dumps({"prompt": ["hello world. " * 4600] * 128, "max_tokens": 1}).encode(),
         1,
     ),
+    "32 texts of 60 KB": (
+        COMPLETIONS,
+        lambda: json.dumps({"prompt": ["hello world. " * 4600] * 32, "max_tokens": 1}).encode(),
+        1,
+    ),
     "7.9 MB of text, truncated": (
         COMPLETIONS,
         lambda: text_prompt("hello world. ").replace(b'"max_tokens": 1', b'"max_tokens":1,"truncate_prompt_tokens":5'),
@@ -97,8 +103,14 @@ WORK = (
     "tokenize 7.9 MB of Chinese",
     "7.9 MB of text, truncated",
     "128 texts of 60 KB",
+    "32 texts of 60 KB",
     "a message of 7.9 MB",
 )
+SLOW = ("128 texts of 60 KB",)  # seconds of work for the tokenizer
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +125,12 @@ def long_context() -> Iterator[Target]:
         yield running
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", cases(ATTACKS))
 def test_another_client_does_not_notice(short_context: Target, name: str) -> None:
     is_unnoticed(short_context, name, {400, 413})
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", cases(WORK))
 def test_work_for_one_client_is_not_noticed_by_another(long_context: Target, name: str) -> None:
     is_unnoticed(long_context, name, {200, 400, 429})
 

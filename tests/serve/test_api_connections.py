@@ -2,13 +2,13 @@
 
 import json
 import resource
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from tests.serve.api_harness import fake_engine, is_closed, live, post, read_all, read_answer
+from tests.serve.fork_server import PROGRAMS
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -209,6 +209,7 @@ def test_the_limit_on_open_files_is_raised_or_obeyed(soft: int, hard: int, expec
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
         pytest.skip(f"this machine allows fewer than {hard} open files")
     program = LIMITS_PROGRAM.format(soft=soft, hard=hard)
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    run = PROGRAMS.run([sys.executable, "-c", program], text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == expected
     assert ("at most 444 connections instead of 1000" in run.stderr) == (expected == "444 700")

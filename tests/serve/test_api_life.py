@@ -18,6 +18,7 @@ from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import bind
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, live
+from tests.serve.fork_server import PROGRAMS
 from tests.serve.server_harness import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +223,7 @@ print("ended", flush=True)
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_run_server_and_the_caller_goes_on(sig: signal.Signals) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
+    with PROGRAMS.Popen(
         [sys.executable, "-c", SERVER_PROGRAM], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     ) as process:
         assert process.stdout is not None

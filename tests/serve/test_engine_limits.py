@@ -31,6 +31,7 @@ from tests.serve.engine_harness import (
     wait_until,
     wait_until_idle,
 )
+from tests.serve.fork_server import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +153,7 @@ for number, _ in enumerate(sink.outputs(8)):
 @pytest.mark.parametrize("moment", ["loading", "serving", "waiting for an expert"])
 def test_a_killed_launcher_leaves_no_worker_behind(moment: str, tiny_model: TinyModel) -> None:
     command = [sys.executable, "-c", LAUNCHING, str(tiny_model.folder), moment]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+    with PROGRAMS.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
         try:
             assert launcher.stdout is not None
             pids = [int(word) for word in launcher.stdout.readline().split()]

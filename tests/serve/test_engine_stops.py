@@ -21,6 +21,7 @@ from tests.serve.engine_harness import (
     running,
     wait_until,
 )
+from tests.serve.fork_server import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0  # of workers that wait for others: far from anything that a test may take
@@ -86,7 +87,9 @@ ENGINE = """
 import sys
 from pathlib import Path
 from tests.serve.engine_harness import GREEDY, Run, TinyModel, config, random_prompts, running
+from tests.serve.fork_server import fork_workers
 
+fork_workers()
 settings = config(TinyModel(Path(sys.argv[1]), None), sys.argv[2], timeout_s=float(sys.argv[3]))
 with running(settings) as engine:
     run = Run(engine, random_prompts([1, 9, 33, 90] * 16), GREEDY)
@@ -101,7 +104,7 @@ def test_an_engine_that_is_stopped_with_its_workers_goes_on_with_them(
 ) -> None:
     """Longer than a worker may be stopped, and, with the short timeout, longer than one may owe a step."""
     command = [sys.executable, "-c", ENGINE, str(tiny_model.folder), layout, str(timeout_s)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as process:
+    with PROGRAMS.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "serving\n"

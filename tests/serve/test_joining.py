@@ -20,6 +20,7 @@ from antiphon.serve.joining import JoinedPeer, JoinListener, exchange_secret, jo
 from antiphon.serve.launch import start_engine
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config, wait_until
+from tests.serve.fork_server import PROGRAMS
 
 SECRET = b"correct horse battery staple"
 
@@ -170,7 +171,7 @@ def free_address() -> str:
 def worker_command(address: str, role: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """`antiphon worker` as a user of another machine would type it."""
     command = [sys.executable, "-m", "antiphon.cli.main", "worker", "--role", role, "--join", address, *options]
-    process = subprocess.Popen([*command, "--threads", "1"], env=os.environ | {"ANTIPHON_JOIN_SECRET": SECRET.decode()})
+    process = PROGRAMS.Popen([*command, "--threads", "1"], env=os.environ | {"ANTIPHON_JOIN_SECRET": SECRET.decode()})
     try:
         yield process
     finally:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.serve import ray_placement
+from antiphon.serve import ray_placement, ray_seat
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.policy.node_choice import NodeRoom, WorkerNeeds
@@ -27,6 +27,13 @@ from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.ray_seat import RaySeat, WorkerEnd
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 from tests.serve.engine_harness import is_alive, wait_until
+from tests.serve.fork_server import PROGRAMS
+
+
+@pytest.fixture(autouse=True)
+def forked_workers_of_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_seat, "subprocess", PROGRAMS)
+
 
 SECRET = b"correct horse battery staple"
 ROOT = Path(__file__).parents[2]
@@ -337,7 +344,7 @@ ACTOR = "import sys; from antiphon.serve.ray_seat import RaySeat; RaySeat().run(
 
 
 def test_a_worker_does_not_outlive_its_actor(door: Door) -> None:
-    actor = subprocess.Popen([sys.executable, "-c", ACTOR], stdin=subprocess.PIPE, cwd=ROOT)
+    actor = PROGRAMS.Popen([sys.executable, "-c", ACTOR], stdin=subprocess.PIPE, cwd=ROOT)
     try:
         assert actor.stdin is not None
         actor.stdin.write(door.job() + b"\n")

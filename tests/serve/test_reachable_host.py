@@ -1,6 +1,5 @@
 """Addresses that nobody can dial are refused wherever others are told to dial them."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from antiphon.base.errors import Refused, UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinedPeer, JoinListener, is_wildcard, join_engine, refuse_wildcard
+from tests.serve.fork_server import PROGRAMS
 
 SECRET = b"correct horse battery staple"
 WILDCARDS = ("0.0.0.0", "::", "0", "0:0:0:0:0:0:0:0", "::ffff:0.0.0.0", "0x0")
@@ -44,9 +44,7 @@ def test_the_worker_command_refuses_one(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     command = ["worker", "--role", "experts", "--join", "127.0.0.1:1", "--host", "::", "--secret-file", str(secret)]
-    done = subprocess.run(
-        [sys.executable, "-m", "antiphon.cli.main", *command], check=False, capture_output=True, text=True, timeout=60
-    )
+    done = PROGRAMS.run([sys.executable, "-m", "antiphon.cli.main", *command], text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == (
         "error: --host is ::: nobody can dial that; name the address by which the other machines reach this one\n"

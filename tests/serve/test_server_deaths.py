@@ -14,13 +14,14 @@ import httpx
 import psutil
 import pytest
 
+from tests.serve.fork_server import is_fork_server
 from tests.serve.server_harness import PATIENCE_S, ServerProcess, event_texts, serve, wait_until
 
 LONG = {"prompt": "bada do", "temperature": 0, "max_tokens": 8000, "stream": True}
 
 
 def workers(server: ServerProcess) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children()
+    return [child for child in psutil.Process(server.process.pid).children() if not is_fork_server(child)]
 
 
 def zombies(server: ServerProcess) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from tests.serve.api_harness import fake_engine, live, small_tokenizer
+from tests.serve.fork_server import PROGRAMS
 from tests.serve.server_harness import wait_until
 from tests.serve.test_chat_templates import Running, with_template
 
@@ -154,7 +155,7 @@ asyncio.run(service.encode(["a" * 3_000_000] * 20, add_special_tokens=False, max
 
 
 def test_the_processes_die_with_a_server_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+    with PROGRAMS.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         processes = [psutil.Process(int(pid)) for pid in server.stdout.readline().split()]
         assert len(processes) == 2

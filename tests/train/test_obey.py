@@ -2,7 +2,6 @@
 refused."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from antiphon.train.config import TrainConfig
 from antiphon.train.obey import obey
 from antiphon.train.setup import plan_options
 from antiphon.train.trainer import Trainer
+from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import config_of, write_run
 
 FILE = Path("plan.json")
@@ -141,19 +141,13 @@ def test_two_ranks_obey(tmp_path: Path) -> None:
     plan.write_text(json.dumps(training_plan_to_json(planned(config, **layout))))
     facts_file = tmp_path / "facts.json"
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(run), "--plan", str(plan)]
-    ended = subprocess.run(
-        [*command, "--set", "output.log_every=1", "--json", str(facts_file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    ended = PROGRAMS.run([*command, "--set", "output.log_every=1", "--json", str(facts_file)], text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     assert "measured / predicted" in ended.stdout
     rows = {row["name"]: row for row in json.loads(facts_file.read_text())["compared"]}
     assert rows["a step"]["measured"] > 0
     assert rows["MFU"]["predicted"] > 0
     assert "memory of a rank by the plan" in (tmp_path / "run" / "out" / "report.html").read_text()
-    wrong = subprocess.run([*command, "--nproc", "3"], capture_output=True, text=True, check=False, timeout=100)
+    wrong = PROGRAMS.run([*command, "--nproc", "3"], text=True, timeout=100)
     assert wrong.returncode == 2
     assert "3 ranks are asked for" in wrong.stderr

@@ -2,12 +2,14 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
 from antiphon.train.trainer import StepResult, Trainer
+from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import config_of, losses, same_tensors, write_run
 
 
@@ -120,27 +123,34 @@ def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> 
     assert same_tensors(whole.model, resumed.model)
 
 
+ON_A_FULL_DISK = """
+import resource
+from antiphon.cli.main import main
+from antiphon.cli.train import train
+resource.setrlimit(resource.RLIMIT_FSIZE, (160 * 1024, 160 * 1024))
+main()
+"""
+
+
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """No file may grow beyond what metrics and token ids need: the log says so at every save, the run fails in the end,
     and goes on from the last whole checkpoint when there is room."""
     whole = finished(tmp_path / "whole", "steps=6")
     finished(tmp_path / "full", "steps=3", "optimizer.schedule=constant")
     file = write_run(tmp_path / "full")
-    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file)]
-    limited = f"ulimit -f 160; exec {shlex.join(command)}"  # blocks of 1 KiB
-    ended = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False, timeout=120)
+    ended = PROGRAMS.run([sys.executable, "-c", ON_A_FULL_DISK, "train", str(file)], text=True, timeout=120)
     assert ended.returncode != 0
     assert "step-00000006: cannot be written" in ended.stderr + ended.stdout
     assert [path.name for path in (tmp_path / "full/out/checkpoints").iterdir()] == ["step-00000003"]
     assert whole.state.step == finished(tmp_path / "full", "steps=6").state.step
 
 
-def antiphon(*arguments: object) -> str:
+def antiphon(*arguments: object, run: Callable[..., Any] = PROGRAMS.run) -> str:
     """Runs the command; its standard output."""
     command = [sys.executable, "-m", "antiphon.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def test_train_export_generate(tmp_path: Path) -> None:
@@ -148,7 +158,8 @@ def test_train_export_generate(tmp_path: Path) -> None:
     shown = antiphon("train", file, "--set", "steps=80", "--set", "output.log_every=20")
     assert "step     80  loss" in shown
     assert "Next: antiphon export" in shown
-    antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32")
+    as_a_program = partial(subprocess.run, capture_output=True, check=False)
+    antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32", run=as_a_program)
     answer = antiphon("generate", tmp_path / "exported", "--prompt", "the cat sat", "--max-tokens", "12", "--json", "-")
     assert "on the" in json.loads(answer)["text"]
     assert (tmp_path / "exported" / "tokenizer.json").exists()

@@ -1,7 +1,7 @@
 """`antiphon train --nproc N`: the losses of one process, though every resume shares the work in another way."""
 
 import json
-import subprocess
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.train.ranks import sizes_of
+from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import LATENT, config_of, losses, write_run
 
 STAGES = (
@@ -45,7 +46,7 @@ def train(file: Path, ranks: int, *changes: str) -> str:
     options = [option for change in changes for option in ("--set", change)]
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file), *options]
     started = [*command, "--nproc", str(ranks)] if ranks > 1 else command
-    ended = subprocess.run(started, capture_output=True, text=True, check=False, timeout=280)
+    ended = PROGRAMS.run(started, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr
 
@@ -144,7 +145,7 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, switches: tuple[str, ...
     train(alone, 2, *fixed)
     options = [option for change in fixed for option in ("--set", change)]
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(killed), *options, "--nproc", "2"]
-    with (tmp_path / "output").open("w") as output, subprocess.Popen(command, stderr=output, stdout=output) as run:
+    with (tmp_path / "output").open("w") as output, PROGRAMS.Popen(command, stderr=output, stdout=output) as run:
         try:
             await_step(tmp_path / "killed", 7)
             launcher = psutil.Process(run.pid)

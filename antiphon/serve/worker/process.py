@@ -6,6 +6,7 @@ If the engine goes away, however that happens, the socket closes and the worker 
 """
 
 import argparse
+import gc
 import os
 import queue
 import socket
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the engine")
     arguments = parser.parse_args()
     signals.ignore()
+    gc.freeze()  # of what is imported nothing becomes garbage, and at the end nobody waits for a look through it
     sys.exit(run_worker(Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)))
 
 
