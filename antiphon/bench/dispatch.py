@@ -32,7 +32,8 @@ from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.mesh import Group, Sizes, connect, split_evenly
-from antiphon.cost.training.volumes import distinct_ranks, expert_parallel_volume
+from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.training.volumes import expert_parallel_volume
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2}  # relative to the largest number
@@ -210,7 +211,7 @@ def check_equal(name: str, dtype: Dtype, found: Sequence[Tensor], expected: Sequ
 def expected_bytes(case: DispatchCase) -> dict[str, float]:
     """What a rank sends, there and back, forward and backward, at uniform routing (MegaScale-MoE, eq. 3 and 4)."""
     whole = case.ranks * case.tokens * case.hidden * getattr(torch, case.dtype).itemsize
-    once = distinct_ranks(case.num_experts, case.top_k, case.ranks)
+    once = expected_distinct(case.num_experts, case.top_k, case.ranks)
     copies = dict(zip(VARIANTS, (case.top_k, once, case.ranks), strict=True))
     return {name: 2 * whole * float(expert_parallel_volume(case.ranks, each)) for name, each in copies.items()}
 

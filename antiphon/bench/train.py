@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import ResourceError
 from antiphon.bench.limits import measure_gemm_flops_per_s
-from antiphon.bench.train_turns import NUM_COMPARED, TEXT, Comparison, Say, TrainingCase, write_text
+from antiphon.bench.step_case import TEXT
+from antiphon.bench.train_turns import NUM_COMPARED, Comparison, Say, TrainingCase, write_text
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.models.config import load_model_spec
-from antiphon.specs.model import ModelSpec
 
 
 def bench_train(
@@ -36,7 +36,7 @@ def bench_train(
     """Rows of both contestants for each case."""
     rows: list[dict[str, Any]] = []
     for case in cases:
-        check_case(case)
+        case.check_sizes(load_model_spec(case.folder))
         dtype = getattr(torch, case.dtype)
         peak = measure_gemm_flops_per_s(dtype)
         with TemporaryDirectory(prefix="antiphon-bench-train-") as name:
@@ -66,19 +66,6 @@ def run_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
         raise ResourceError(f"a rank of {case.ranks} failed: what it said stands above")
     found: list[dict[str, Any]] = json.loads(rows.read_text())
     return found
-
-
-def check_case(case: TrainingCase) -> ModelSpec:
-    """`UserError` for sequences that the model has no positions for."""
-    spec = load_model_spec(case.folder)
-    if case.batch % case.ranks:
-        raise UserError(f"--batch is {case.batch}, which {case.ranks} ranks cannot share: make it a multiple of them")
-    if case.sequence_length > spec.max_position:
-        raise UserError(
-            f"--sequence-length is {case.sequence_length}, the model's positions end at {spec.max_position}: "
-            "shorten the sequences"
-        )
-    return spec
 
 
 def rows_of(case: TrainingCase, comparison: Comparison) -> list[dict[str, Any]]:

@@ -16,18 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.bench.plain_loop import PlainLoop
 from antiphon.bench.quiet import CpuWatch, Repetition, Repetitions, foreign_share_during, wait_for_quiet
+from antiphon.bench.step_case import StepCase, samples_of
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import Dtype, TrainConfig, config_of
 from antiphon.train.model import Batch
-from antiphon.train.samples import Samples
-from antiphon.train.setup import cache_of
-from antiphon.train.tokens import open_tokens
 from antiphon.train.trainer import StepResult, Trainer
 
-TEXT = "text.txt"
 NUM_COMPARED = 3  # steps whose losses must agree
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 2e-2}  # of the loss, relative
 QUIET_PATIENCE_S = 5.0
@@ -35,25 +31,17 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingCase:
-    """`batch` sequences a step; `max_rounds`: steps of each contestant, at most; `parallel`: the trainer's table of
-    that name, for `ranks` of `threads` each."""
+class TrainingCase(StepCase):
+    """`max_rounds`: steps of each contestant, at most; `parallel`: the trainer's table of that name, for `ranks` of
+    `threads` each."""
 
-    folder: Path
-    batch: int
-    sequence_length: int
-    dtype: Dtype
     max_rounds: int
     ranks: int = 1
     threads: int = 1
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.sequence_length
 
-
-class _EnoughError(Exception):
+class EnoughError(Exception):
     """Ends the trainer's run from within `on_step`: a benchmark needs no checkpoint."""
 
 
@@ -92,7 +80,7 @@ class Comparison:
         self._spec = load_model_spec(case.folder)
         self._config = configuration(case, workplace)
         self._trainer = Trainer(self._config, self._on_step)
-        with ExitStack() as self._counting, suppress(_EnoughError):
+        with ExitStack() as self._counting, suppress(EnoughError):
             self._kept = self._counting.enter_context(kept_for_backward())
             self._trainer.run()
 
@@ -119,16 +107,13 @@ class Comparison:
         done = result.step + 1 - NUM_COMPARED
         self._report(max(0, done), self._case.max_rounds)
         if self._is_enough(done):
-            raise _EnoughError
+            raise EnoughError
         self._wait_for_quiet()
         mesh.ledger.take()
         self._watch = CpuWatch(self._roots)
 
     def _batch(self, step: int) -> Batch:
-        """This rank's share of the step's sequences."""
-        size = self._case.batch // self._case.ranks
-        first = step * self._case.batch + self._trainer.mesh.rank * size
-        return self._samples.batch(range(first, first + size), torch.device("cpu"))
+        return self._case.batch_of(self._samples, step, self._trainer.mesh.rank)
 
     def _is_enough(self, done: int) -> bool:
         """As the first rank sees it."""
@@ -148,11 +133,8 @@ class Comparison:
         self._counting.close()  # later steps are timed, without the hooks
         of_layers = self._trainer.model.held.take().peak  # they hold it themselves, so autograd saves little
         self.ours.kept_bytes = self._kept.num_bytes + of_layers
-        optimizer = self._config.optimizer
-        dtype = getattr(torch, self._case.dtype)
-        self._loop = PlainLoop(self._case.folder, dtype, optimizer.betas, optimizer.eps, optimizer.clip)
-        tokens = open_tokens(cache_of(self._config), "train")
-        self._samples = Samples(tokens, self._case.sequence_length, seed=self._config.seed, document_masks=False)
+        self._loop = self._case.loop(self._config)
+        self._samples = samples_of(self._config)
         self.implementation = self._loop.choose_experts(self._spec, self._batch(0), self._say)
         self.theirs.sent_bytes = self._loop.sent_bytes
 
@@ -201,22 +183,9 @@ def kept_for_backward() -> Iterator[_Kept]:
 
 
 def configuration(case: TrainingCase, workplace: Path) -> TrainConfig:
-    """A run over the text in `workplace` that never saves, evaluates or balances."""
-    return config_of(
-        {
-            "model": {"path": str(case.folder), "begin": "checkpoint"},
-            "data": {"files": [str(workplace / TEXT)], "held_out": 0.0, "document_masks": False},
-            "output": {"folder": str(workplace / "out"), "checkpoint_every": 0, "log_every": 1 << 30},
-            "steps": 1 << 30,
-            "sequence_length": case.sequence_length,
-            "batch": case.batch,
-            "dtype": case.dtype,
-            "parallel": dict(case.parallel),
-            "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0},
-            "loss": {"balance": 0.0, "z": 0.0},
-        },
-        "the benchmark's configuration",
-    )
+    """A run that logs nothing."""
+    tables = case.tables(workplace, {"folder": str(workplace / "out"), "log_every": 1 << 30})
+    return config_of(tables | {"parallel": dict(case.parallel)}, "the benchmark's configuration")
 
 
 def write_text(file: Path, num_tokens: int) -> None:

@@ -16,7 +16,6 @@ from antiphon.bench.peers.api import Peer
 from antiphon.bench.peers.openai_peer import OpenAIPeer
 from antiphon.bench.peers.transformers_peer import transformers_peer
 from antiphon.bench.peers.vllm_peer import vllm_peer
-from antiphon.bench.profile.profile import cpu_name
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
 from antiphon.cli.bench_balance import balance
@@ -26,7 +25,7 @@ from antiphon.cli.bench_hybrid import hybrid
 from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.bench_train import train
 from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
-from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.cli.output import JsonOption, show_bench, table
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
@@ -93,14 +92,15 @@ def serve(
         rows, limits = bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
-    show(result_table(rows), json=json)
-    about = provenance(
+    show_bench(
+        "serve",
+        result_table(rows),
+        rows,
+        json=json,
         device=device_name(device),
-        cpu=cpu_name(),
         torch=torch.__version__,
         limits=jsonlib.loads(jsonlib.dumps(asdict(limits))),
     )
-    emit_json(json, {"bench": "serve", **about, "rows": rows})
 
 
 def workload_sizes(concurrency: str, input_tokens: int, output_tokens: int, prefill: str) -> list[WorkloadSize]:

@@ -11,8 +11,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.bench.balance import CASES, BalanceOrder, BalanceRow, Case, as_json, bench_balance
 from antiphon.cli import options
-from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.cli.output import JsonOption, show_bench, table
 from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import POLICIES
 
@@ -75,9 +74,8 @@ def balance(
             progress(f"balance, {case}", format_amount=lambda done: f"{done:.0f}") as report,
         ):
             rows += bench_balance(order, POLICIES, Path(folder), report)
-    show(result_table(rows), json=json)
-    about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
-    emit_json(json, {"bench": "balance", **about, "slots": slots, "batch": batch, "rows": as_json(rows)})
+    about = {"slots": slots, "batch": batch}
+    show_bench("balance", result_table(rows), as_json(rows), json=json, about=about, torch=torch.__version__)
 
 
 def parse_cases(text: str) -> list[Case]:

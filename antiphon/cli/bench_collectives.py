@@ -1,6 +1,5 @@
 """`antiphon bench collectives`: collectives between ranks of this machine, ours beside gloo's."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +10,8 @@ from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.collective_calls import COLLECTIVES
 from antiphon.bench.collectives import CollectiveSettings, bench_collectives
 from antiphon.bench.m2n.contestants import TRANSPORTS, WAITING
-from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.options import check_count, check_timeout, parse_size
-from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size
+from antiphon.cli.output import JsonOption, show_bench, table
 
 _COLUMNS = ("collective", "ranks", "bytes", "median", "gloo", "gloo/this", "foreign")
 _MOST_RANKS, _MOST_BYTES, _MOST_REPETITIONS = 64, 1 << 30, 1000
@@ -39,22 +37,20 @@ def collectives(
     if not 0 <= quiet_timeout <= _MOST_QUIET_S:
         raise UserError(f"--quiet-timeout is {quiet_timeout:g}: use 0 to {_MOST_QUIET_S:g} seconds")
     settings = CollectiveSettings(
-        transport=_one_of("--transport", transport, TRANSPORTS),
-        waiting=_one_of("--waiting", waiting, WAITING),
+        transport=check_one_of("--transport", transport, TRANSPORTS),
+        waiting=check_one_of("--waiting", waiting, WAITING),
         num_repetitions=repetitions,
         quiet_timeout_s=quiet_timeout,
         timeout_s=timeout,
     )
-    chosen = [_one_of("--only", name, COLLECTIVES) for name in _words("--only", only)]
+    chosen = [check_one_of("--only", name, COLLECTIVES) for name in _words("--only", only)]
     sizes_bytes = [_size(text) for text in _words("--bytes", sizes)]
     counts = [_number_of_ranks(text) for text in _words("--ranks", ranks)]
     rows: list[dict[str, Any]] = []
     for count in counts:
         with progress(f"{count} ranks") as report:
             rows += bench_collectives(count, chosen, sizes_bytes, settings, report)
-    show(result_table(rows), json=json)
-    cpu = read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown"
-    emit_json(json, {"bench": "collectives", **provenance(cpu=cpu), "rows": rows})
+    show_bench("collectives", result_table(rows), rows, json=json)
 
 
 def result_table(rows: list[dict[str, Any]]) -> Any:
@@ -79,12 +75,6 @@ def _words(option: str, text: str) -> list[str]:
     if not words:
         raise UserError(f"{option} is empty: name at least one")
     return words
-
-
-def _one_of(option: str, word: str, known: tuple[str, ...]) -> str:
-    if word not in known:
-        raise UserError(f"{option} {word} does not exist: use {', '.join(known)}")
-    return word
 
 
 def _size(text: str) -> int:

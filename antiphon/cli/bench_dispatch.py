@@ -1,6 +1,5 @@
 """`antiphon bench dispatch`: all-to-all beside all-gather for a MoE layer's rows, between ranks on this machine."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -11,8 +10,7 @@ from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
 from antiphon.bench.dispatch import TOLERANCES, DispatchCase, bench_dispatch
 from antiphon.cli import options
-from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.cli.output import JsonOption, show_bench, table
 
 MOST_RANKS, MOST_ROWS, MOST_WIDTH, MOST_EXPERTS, MOST_ROUNDS = 64, 1_000_000, 65_536, 4096, 1000  # a slip beyond
 _COLUMNS = ("ranks", "top-k", "variant", "round trip ms", "to all-to-all", "sent a rank", "formula", "waited ms")
@@ -49,9 +47,7 @@ def dispatch(
     ]
     with progress("dispatch and combine", format_amount=lambda done: f"{done:.0f}") as report:
         rows = bench_dispatch(cases, report)
-    show(result_table(rows), json=json)
-    about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
-    emit_json(json, {"bench": "dispatch", **about, "rows": rows})
+    show_bench("dispatch", result_table(rows), rows, json=json, torch=torch.__version__)
 
 
 def parse_top_k(text: str) -> list[int]:

@@ -1,6 +1,5 @@
 """`antiphon bench hybrid`: a MoE layer's rows over nodes and ranks, fused and synchronous, beside plain EP and TP."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,9 +9,8 @@ from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.m2n.contestants import TRANSPORTS
 from antiphon.bench.two_level import TwoLevelCase, bench_two_level
-from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.options import check_count, check_timeout
-from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.cli.options import check_count, check_one_of, check_timeout
+from antiphon.cli.output import JsonOption, show_bench, table
 
 _COLUMNS = ("contestant", "median", "synchronous/this", "across a rank", "inside a rank", "on a link", "foreign")
 _MOST = {"--nodes": 16, "--ranks-per-node": 16, "--tokens": 65_536, "--hidden": 65_536, "--experts": 4096}
@@ -49,9 +47,8 @@ def hybrid(
     check_count("--calls", calls, 100_000)
     check_count("--repetitions", repetitions, 1000)
     check_timeout("--timeout", timeout)
-    for option, name in (("--inside", inside), ("--across", across)):
-        if name not in TRANSPORTS:
-            raise UserError(f"{option} {name} does not exist: use {', '.join(TRANSPORTS)}")
+    check_one_of("--inside", inside, TRANSPORTS)
+    check_one_of("--across", across, TRANSPORTS)
     if mbit is not None and not 0.1 <= mbit <= 100_000:
         raise UserError(f"--mbit is {mbit:g}: it must be 0.1 to 100000")
     if mbit is not None and across == "shm":
@@ -77,9 +74,7 @@ def hybrid(
     )
     with progress(f"{nodes} x {ranks_per_node} ranks") as report:
         rows = bench_two_level(case, report)
-    show(result_table(rows), json=json)
-    cpu = read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown"
-    emit_json(json, {"bench": "hybrid", **provenance(cpu=cpu), "rows": rows})
+    show_bench("hybrid", result_table(rows), rows, json=json)
 
 
 def result_table(rows: list[dict[str, Any]]) -> Any:

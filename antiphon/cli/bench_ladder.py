@@ -14,8 +14,7 @@ from antiphon.bench.ladder.figure import draw
 from antiphon.bench.ladder.ladders import LadderCase
 from antiphon.bench.ladder.launch import bench_ladder, check_ladder
 from antiphon.cli import options
-from antiphon.cli.doctor import read_cpuinfo
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, write_whole
 from antiphon.train.config import Dtype
 
 MOST_NODES = 16  # of one machine's cores; more is a slip of the finger
@@ -60,16 +59,13 @@ def run_ladder(chosen: LadderOptions, case: LadderCase, json: JsonOption) -> Non
     check_ladder(case)
     with progress(f"ladder {case.ladder}", format_amount=lambda done: f"{done:.0f} steps") as report:
         rows = bench_ladder(case, timeout_s, report)
-    show(result_table(rows), json=json)
-    about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
-    emit_json(json, {"bench": "train", **about, "rows": rows})
+    show_bench("train", result_table(rows), rows, json=json, torch=torch.__version__)
     if chosen.figure is not None:
         title = (
             f"{case.ladder}: {case.nodes} nodes x {case.ranks_per_node} ranks, {case.mbit:g} Mbit/s, "
             f"{case.tokens_per_step} tokens a step"
         )
-        with whole_file("--figure", chosen.figure) as partial:
-            partial.write_text(draw(rows, title), encoding="utf-8")
+        write_whole("--figure", chosen.figure, draw(rows, title))
 
 
 def case_of(

@@ -14,9 +14,8 @@ from antiphon.bench.m2n.contestants import choose_contestants
 from antiphon.bench.m2n.harness import Settings, bench_m2n
 from antiphon.bench.m2n.table import COLUMNS, table_cells
 from antiphon.bench.m2n.timeline import write_trace
-from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.options import check_count, check_timeout, parse_size
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, whole_file
 
 SendersOption = Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")]
 ReceiversOption = Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")]
@@ -66,11 +65,7 @@ def m2n(
     contestants = choose_contestants(_names(transport), _names(against), in_place=in_place, waiting=waiting)
     settings = make_settings(rounds, repetitions, timeout, record=timeline is not None)
     outcome = bench_m2n(contestants, chosen_cases, settings)
-    show(table(COLUMNS, table_cells(outcome.rows)), json=json)
-    emit_json(
-        json,
-        {"bench": "m2n", **provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown"), "rows": outcome.rows},
-    )
+    show_bench("m2n", table(COLUMNS, table_cells(outcome.rows)), outcome.rows, json=json)
     if timeline is not None:
         with whole_file("--timeline", timeline) as partial:
             write_trace(partial, outcome.recordings)

@@ -1,7 +1,6 @@
 """`antiphon bench train`: the trainer's step beside a plain loop over transformers, in one run."""
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -10,13 +9,13 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
-from antiphon.bench.train import bench_train, check_case
+from antiphon.bench.train import bench_train
 from antiphon.bench.train_turns import TOLERANCES, TrainingCase
 from antiphon.cli import options
 from antiphon.cli.bench_ladder import LadderOptions, case_of, run_ladder
-from antiphon.cli.doctor import read_cpuinfo
 from antiphon.cli.option_groups import takes_groups
-from antiphon.cli.output import JsonOption, emit_json, provenance, show, table
+from antiphon.cli.output import JsonOption, show_bench, table
+from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 from antiphon.train.config import Dtype, apply_change
 
@@ -80,13 +79,11 @@ def train(
         for name in dtypes
     ]
     for case in cases:
-        check_case(case)
+        case.check_sizes(load_model_spec(case.folder))
     torch.set_num_threads(cores)
     with progress("timing training steps") as report:
         rows = bench_train(cases, lambda text: print(text, file=sys.stderr), report)
-    show(result_table(rows), json=json)
-    about = provenance(cpu=read_cpuinfo(Path("/proc/cpuinfo"))[0] or "unknown", torch=torch.__version__)
-    emit_json(json, {"bench": "train", **about, "rows": rows})
+    show_bench("train", result_table(rows), rows, json=json, torch=torch.__version__)
 
 
 def parse_ranks(text: str) -> list[int]:

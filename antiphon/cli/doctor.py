@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from rich.text import Text
 
 from antiphon import __version__
+from antiphon.base.processor import CPUINFO, cpu_fields
 from antiphon.base.units import format_bytes
 from antiphon.cli.doctor_transports import Finding, Status, probe_transports
 from antiphon.cli.output import JsonOption, emit_json, show, table
@@ -154,7 +155,7 @@ def probe_native() -> list[Finding]:
 
 
 def probe_cpu() -> list[Finding]:
-    model, flags = read_cpuinfo(Path("/proc/cpuinfo"))
+    model, flags = read_cpuinfo(CPUINFO)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or usable
     return [
@@ -166,12 +167,7 @@ def probe_cpu() -> list[Finding]:
 
 def read_cpuinfo(path: Path) -> tuple[str, list[str]]:
     """(model name, the flags among `ISA_FLAGS`) from the text of `/proc/cpuinfo`; empty where there is none."""
-    if not path.exists():
-        return "", []
-    fields: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
+    fields = cpu_fields(path)
     present = set((fields.get("flags") or fields.get("Features") or "").split())
     return fields.get("model name", ""), [flag for flag in ISA_FLAGS if flag in present]
 

@@ -1,5 +1,6 @@
 """Options that several commands share, declared once, and the configuration made from them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -193,6 +194,13 @@ def check_timeout(option: str, value_s: float) -> None:
     """`UserError` unless somebody can wait so long."""
     if not 0 < value_s <= MAX_TIMEOUT_S:
         raise UserError(f"{option} is {value_s:g}: it must be above 0 s and at most {MAX_TIMEOUT_S:.0f}")
+
+
+def check_one_of(option: str, value: str, known: Collection[str]) -> str:
+    """`value`; `UserError` unless it is one of `known`."""
+    if value not in known:
+        raise UserError(f"{option} {value} does not exist: use {', '.join(known)}")
+    return value
 
 
 def check_not_empty(option: str, value: str | None) -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.processor import cpu_name
 
 DEBUG = "--debug"
 EXIT_FAILED = 1
@@ -59,8 +60,7 @@ def emit_json(destination: str | None, payload: object) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    with whole_file("--json", Path(destination)) as path:
-        path.write_text(text, encoding="utf-8")
+    write_whole("--json", Path(destination), text)
 
 
 @contextmanager
@@ -82,6 +82,12 @@ def whole_file(option: str, path: Path) -> Iterator[Path]:
         if not special:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def write_whole(option: str, path: Path, text: str) -> None:
+    """A text as `whole_file` writes it."""
+    with whole_file(option, path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def check_output_file(option: str, path: Path | None) -> None:
@@ -153,6 +159,20 @@ def provenance(**machine: Any) -> dict[str, Any]:
         "command": " ".join(["antiphon", *sys.argv[1:]]),
         "machine": about | machine,
     }
+
+
+def show_bench(
+    bench: str,
+    shown: RenderableType,
+    rows: object,
+    *,
+    json: str | None,
+    about: Mapping[str, Any] | None = None,
+    **machine: Any,
+) -> None:
+    """How every benchmark ends: `shown` for people; `rows` for machines, with their provenance and `about`."""
+    show(shown, json=json)
+    emit_json(json, {"bench": bench, **provenance(cpu=cpu_name(), **machine), **(about or {}), "rows": rows})
 
 
 def run_command(command: Callable[[], object], *, debug: bool = False) -> int:

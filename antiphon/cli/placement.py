@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
 from antiphon.placement.place import matrix_of, owners_of, place
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.split import FloatArray, IntArray, balancedness, split_rows
@@ -51,8 +51,7 @@ def placement(
     if out is not None:
         held = place(counts.mean(axis=0), workers, slots, speeds=ratios, floor=knee)
         made = ExpertPlacement(workers, dict(zip(recorded.header.layers, map(owners_of, held), strict=True)))
-        with whole_file("--out", out) as fresh:
-            fresh.write_text(placement_to_json(made) + "\n")
+        write_whole("--out", out, placement_to_json(made) + "\n")
         show(f"{out}: for antiphon serve --placement, or POST /placement", json=json)
     emit_json(json, {"bench": "placement", **provenance(), "steps": len(counts), "layers": layers})
 

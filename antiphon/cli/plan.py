@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.option_groups import takes_groups
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_emit import EMITTERS, emitted, launch
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
@@ -103,7 +103,7 @@ def _training(
     for item in training_report(found, explain=answer.explain):
         show(item, json=json)
     if answer.html is not None:
-        write_page(training_page(found), answer.html)
+        write_whole("--html", answer.html, training_page(found))
 
 
 def _serving(
@@ -122,7 +122,7 @@ def _serving(
         for item in terminal_report(report, explain=answer.explain):
             show(item, json=json)
     if answer.html is not None:
-        write_page(html_page(report, launch(result.plan, inputs)), answer.html)
+        write_whole("--html", answer.html, html_page(report, launch(result.plan, inputs)))
 
 
 def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
@@ -159,12 +159,6 @@ def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
     note = f"smallest cluster for {inputs.workload.requests_per_s:g} requests/s, in nodes: {nodes}"
     phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.result.plan.phases.items()}
     return replace(found.result, plan=replace(found.result.plan, phases=phases))
-
-
-def write_page(text: str, path: Path) -> None:
-    """Write the HTML file; it appears whole or not at all."""
-    with whole_file("--html", path) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def show_list() -> None:

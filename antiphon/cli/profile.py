@@ -20,7 +20,7 @@ from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.this_machine import cost_profile, this_cluster, training_profile
 from antiphon.bench.profile.training_tables import WantedTraining, measure_training
 from antiphon.cli import options
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import Profile, read_profile
@@ -123,8 +123,7 @@ def _former(folder: Path | None, model: str) -> Profile | None:
 
 
 def _write(folder: Path, name: str, content: object) -> None:
-    with whole_file("--folder", folder / name) as path:
-        path.write_text(jsonlib.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole("--folder", folder / name, jsonlib.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def training_dtype(name: str) -> ComputeDtype:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
 from antiphon.reproduce.claim import PAPERS, Claim, Row, predictions
 from antiphon.reproduce.components import calibration_page
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
@@ -40,7 +40,7 @@ def reproduce(
     if calibration is not None:
         if ids or paper or list_only or markdown is not None or json is not None:
             raise UserError("--calibration writes a page of its own: leave out the other options and the ids")
-        write_page(calibration, calibration_page(), "--calibration")
+        write_whole("--calibration", calibration, calibration_page())
         return
     claims = select(ids or (), paper)
     if list_only:
@@ -58,7 +58,7 @@ def reproduce(
     show(f"{sum(row.holds for row in rows)} of {len(rows)} rows hold", json=json)
     emit_json(json, {"bench": "reproduce", **provenance(), "rows": [row.to_json() for row in rows]})
     if markdown is not None:
-        write_page(markdown, page(rows), "--markdown")
+        write_whole("--markdown", markdown, page(rows))
 
 
 def list_table(claims: Sequence[Claim]) -> RenderableType:
@@ -102,9 +102,3 @@ def _cells(row: Row) -> tuple[object, ...]:
     mark = HOLDS if row.holds else MISSES
     values = (value_text(row.theirs), value_text(row.ours))
     return (mark, row.id, row.what, *values, row.unit, tolerance_text(row), row.kind)
-
-
-def write_page(path: Path, text: str, option: str) -> None:
-    """The page appears whole or not at all."""
-    with whole_file(option, path) as partial:
-        partial.write_text(text, encoding="utf-8")

@@ -21,10 +21,10 @@ from antiphon.comm.collectives import run
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
+from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.network import all_to_all_bytes
 from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.cost.training.volumes import (
-    distinct_ranks,
     expert_parallel_volume,
     expert_to_tensor_ratio,
     layer_ratio,
@@ -174,7 +174,7 @@ def deduplicated(rank: int) -> dict[str, tuple[int, float]]:
         mesh.ledger.take()
         dispatched = dispatcher.start_dispatch(x, choices, torch.ones(choices.shape))
         dispatched.start_combine(dispatched.wait()[0]).wait().sum().backward()
-        copies = float(distinct_ranks(row.num_experts, row.top_k, RANKS))
+        copies = float(expected_distinct(row.num_experts, row.top_k, RANKS))
         whole = 4 * hidden * RANKS * choices.shape[0]
         found[name] = sent(mesh, "dispatch", "combine"), 2 * whole * float(expert_parallel_volume(RANKS, copies))
     return found

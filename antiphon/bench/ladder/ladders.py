@@ -10,11 +10,10 @@ loops as anybody would write them: `DistributedDataParallel` and FSDP2.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from antiphon.base.errors import UserError
-from antiphon.train.config import Dtype
+from antiphon.bench.step_case import StepCase
 from antiphon.train.packing import EVERY, FIRST_STEP
 
 Kind = Literal["antiphon", "ddp", "fsdp2"]
@@ -36,27 +35,19 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LadderCase:
+class LadderCase(StepCase):
     """`ladder` on a box of `nodes` times `ranks_per_node` ranks whose links carry `mbit` 10^6 bits/s each way.
     `rounds`: timed steps of each variant."""
 
-    folder: Path
     ladder: str
     nodes: int
     ranks_per_node: int
     mbit: float
-    batch: int
-    sequence_length: int
-    dtype: Dtype
     rounds: int
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.sequence_length
 
 
 BASELINES = (Variant(name="DDP", kind="ddp"), Variant(name="FSDP2", kind="fsdp2"))

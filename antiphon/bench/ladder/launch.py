@@ -19,8 +19,9 @@ from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
 from antiphon.bench.ladder.ladders import LadderCase, variants_of
 from antiphon.bench.ladder.rank import write_case
-from antiphon.bench.ladder.turns import TEXT, WARM, write_schedule
+from antiphon.bench.ladder.turns import WARM, write_schedule
 from antiphon.bench.quiet import CpuWatch
+from antiphon.bench.step_case import TEXT
 from antiphon.bench.train_turns import write_text
 from antiphon.models.config import load_model_spec
 
@@ -34,13 +35,7 @@ def check_ladder(case: LadderCase) -> None:
     spec = load_model_spec(case.folder)
     if case.ranks < 2:
         raise UserError(f"--nodes is {case.nodes}, --ranks-per-node {case.ranks_per_node}: a ladder needs two ranks")
-    if case.batch % case.ranks:
-        raise UserError(f"--batch is {case.batch}, which {case.ranks} ranks cannot share: make it a multiple of them")
-    if case.sequence_length > spec.max_position:
-        raise UserError(
-            f"--sequence-length is {case.sequence_length}, the model's positions end at {spec.max_position}: "
-            "shorten the sequences"
-        )
+    case.check_sizes(spec)
     if case.ranks > min(spec.attention.num_heads, spec.router.num_experts):
         raise UserError(
             f"{case.ranks} ranks share {spec.attention.num_heads} heads and {spec.router.num_experts} experts: use "

@@ -11,22 +11,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from antiphon.bench.ladder.ladders import LadderCase, Variant
 from antiphon.bench.plain_loop import PlainLoop
-from antiphon.bench.train_turns import kept_for_backward
+from antiphon.bench.step_case import samples_of
+from antiphon.bench.train_turns import EnoughError, kept_for_backward
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
-from antiphon.train.samples import Samples
-from antiphon.train.setup import cache_of
-from antiphon.train.tokens import open_tokens
+from antiphon.train.model import Batch
 from antiphon.train.trainer import StepResult, Trainer
 
-TEXT, ONE_BY_ONE = "text.txt", "one-by-one.txt"
+ONE_BY_ONE = "one-by-one.txt"
 WARM = 3  # steps whose losses are compared and whose times are not
 
 
@@ -48,10 +45,6 @@ class Contestant(Protocol):
 
     def end(self) -> Record:
         """Stop; what was recorded."""
-
-
-class _EnoughError(Exception):
-    """Ends a trainer's run from within `on_step`."""
 
 
 class TrainerTurns:
@@ -83,7 +76,7 @@ class TrainerTurns:
         self._turn.acquire()
         try:
             self.trainer.run()
-        except _EnoughError:
+        except EnoughError:
             return
         except BaseException as error:  # raised where the step was asked for
             self._error = error
@@ -93,7 +86,7 @@ class TrainerTurns:
         self._back.release()  # metrics of this step are written when the next turn begins
         self._turn.acquire()
         if self._ending:
-            raise _EnoughError
+            raise EnoughError
 
 
 class LoopTurns:
@@ -128,19 +121,13 @@ class LoopTurns:
         return self._record
 
     def _begin(self) -> PlainLoop:
-        optimizer, dtype = self._config.optimizer, getattr(torch, self._case.dtype)
-        loop = self._loop = PlainLoop(
-            self._case.folder, dtype, optimizer.betas, optimizer.eps, optimizer.clip, sharded=self._sharded
-        )
-        tokens = open_tokens(cache_of(self._config), "train")
-        self._samples = Samples(tokens, self._case.sequence_length, seed=self._config.seed, document_masks=False)
+        loop = self._loop = self._case.loop(self._config, sharded=self._sharded)
+        self._samples = samples_of(self._config)
         loop.choose_experts(load_model_spec(self._case.folder), self._batch(), lambda text: None)
         return loop
 
-    def _batch(self) -> Any:
-        size = self._case.batch // self._case.ranks
-        first = len(self._record.losses) * self._case.batch + self._rank * size
-        return self._samples.batch(range(first, first + size), torch.device("cpu"))
+    def _batch(self) -> Batch:
+        return self._case.batch_of(self._samples, len(self._record.losses), self._rank)
 
 
 def read_record(folder: Path) -> Record:
@@ -159,23 +146,9 @@ def read_record(folder: Path) -> Record:
 
 
 def configuration(case: LadderCase, variant: Variant, number: int, workplace: Path) -> TrainConfig:
-    """A run of the trainer over the text in `workplace` that logs every step and never saves or evaluates."""
-    tables: dict[str, Any] = {
-        "model": {"path": str(case.folder), "begin": "checkpoint"},
-        "data": {
-            "files": [str(workplace / TEXT)],
-            "held_out": 0.0,
-            "document_masks": False,
-            "cache": str(workplace / "tokens"),
-        },
-        "output": {"folder": str(workplace / f"variant-{number}"), "checkpoint_every": 0, "log_every": 1},
-        "steps": 1 << 30,
-        "sequence_length": case.sequence_length,
-        "batch": case.batch,
-        "dtype": case.dtype,
-        "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0},
-        "loss": {"balance": 0.0, "z": 0.0},
-    }
+    """A run of the trainer that logs every step; all variants share the tokens of one text."""
+    tables = case.tables(workplace, {"folder": str(workplace / f"variant-{number}"), "log_every": 1})
+    tables["data"]["cache"] = str(workplace / "tokens")
     tables |= {name: dict(table) if isinstance(table, Mapping) else table for name, table in variant.tables.items()}
     if "communication" in tables:
         tables["communication"].setdefault("node_size", case.ranks_per_node)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from antiphon.comm.mesh import Sizes
+from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.training.measured import held_parameters
 from antiphon.cost.training.memory import fullest_stage
 from antiphon.cost.training.setup import TrainingSetup
-from antiphon.cost.training.volumes import distinct_ranks
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 
@@ -102,7 +102,7 @@ def _way(
     if pattern == "ring":
         copies = float(ranks - 1)
     elif config.parallel.deduplicate:
-        copies = float(distinct_ranks(router.num_experts, router.top_k, ranks)) * (ranks - 1) / ranks
+        copies = float(expected_distinct(router.num_experts, router.top_k, ranks)) * (ranks - 1) / ranks
     else:
         copies = router.top_k * (ranks - 1) / ranks
     narrow = config.communication.activations == "float8" or (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from antiphon.base.processor import cpu_name
 from antiphon.base.progress import Report
 from antiphon.bench.profile.beside import NO_SLOWDOWNS, slowdowns
 from antiphon.bench.profile.crew import Crew
@@ -142,12 +143,3 @@ def _engine_times(bench: Bench, worker: ThreadTimes) -> EngineTimes:
         apart_head_ratio=head_ratio,
         per_further_worker_s=further,
     )
-
-
-def cpu_name() -> str:
-    """The processor's own name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

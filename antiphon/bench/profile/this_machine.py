@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.profile import cpu_name
+from antiphon.base.processor import cpu_name
 from antiphon.cost.curves import Curve as Times
 from antiphon.cost.curves import Surface
 from antiphon.cost.local_times import LocalTimes, ThreadTimes

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import Number
 from antiphon.cost.roofline import Roofs, roofs
 from antiphon.cost.shapes import share_of
 from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.cost.training.volumes import distinct_ranks
 from antiphon.specs.model import ModelSpec
 
 
@@ -34,7 +34,7 @@ class LayerSizes:
         router = self.model.router
         if not self.setup.deduplicate:
             return router.top_k
-        return distinct_ranks(router.num_experts, router.top_k, self.setup.model_parallel)
+        return expected_distinct(router.num_experts, router.top_k, self.setup.model_parallel)
 
     @property
     def expert_rows(self) -> Number:

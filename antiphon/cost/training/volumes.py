@@ -14,7 +14,6 @@ that sends duplicates is a choice, not a law.
 
 import numpy as np
 
-from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.parts import Number
 
 
@@ -25,14 +24,9 @@ def _others(degree: Number) -> Number:
 
 
 def expert_parallel_volume(degree: Number, copies: Number) -> Number:
-    """MegaScale-MoE eq. 3: 2 k / n * (n - 1) / n by all-to-all; `copies` is k, or `distinct_ranks` where tokens
+    """MegaScale-MoE eq. 3: 2 k / n * (n - 1) / n by all-to-all; `copies` is k, or `expected_distinct` where tokens
     travel once per rank."""
     return 2 * np.asarray(copies, dtype=np.float64) / degree * _others(degree)
-
-
-def distinct_ranks(num_experts: Number, top_k: Number, degree: Number) -> Number:
-    """Expected ranks that a token must reach, uniform routing: n (1 - C(E - E/n, k) / C(E, k)); uneven splits too."""
-    return expected_distinct(num_experts, top_k, degree)
 
 
 def sequence_to_tensor_ratio(degree: Number, heads_per_kv_head: Number) -> Number:
