@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,10 +23,21 @@ LINE_INTERVAL_S = 5.0
 Report = Callable[[float, float | None], None]
 
 
-class _Display(Protocol):
-    def report(self, done: float, total: float | None) -> None: ...
+class _Display:
+    """What the two ways to show progress have in common."""
 
-    def close(self, *, finished: bool) -> None: ...
+    def __init__(
+        self,
+        description: str,
+        format_amount: Callable[[float], str],
+        stream: TextIO,
+        clock: Callable[[], float],
+    ) -> None:
+        self._description = description
+        self._format_amount = format_amount
+        self._stream = stream
+        self._clock = clock
+        self._start_s = clock()
 
 
 def format_count(amount: float) -> str:
@@ -45,7 +56,7 @@ def progress(
     """Yield `report(done, total)`; shows on `stream` (default: standard error). Call it from one thread only."""
     target = sys.stderr if stream is None else stream
     kind = _Bar if target.isatty() else _Lines
-    display: _Display = kind(description, format_amount, target, clock)
+    display = kind(description, format_amount, target, clock)
     try:
         yield display.report
     except BaseException:
@@ -54,23 +65,11 @@ def progress(
     display.close(finished=True)
 
 
-class _Bar:
+class _Bar(_Display):
     """A rich bar that appears with the first report after `SILENT_S` and vanishes at the end."""
 
-    def __init__(
-        self,
-        description: str,
-        format_amount: Callable[[float], str],
-        stream: TextIO,
-        clock: Callable[[], float],
-    ) -> None:
-        self._description = description
-        self._format_amount = format_amount
-        self._stream = stream
-        self._clock = clock
-        self._start_s = clock()
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+    _bar: Progress | None = None
+    _task = TaskID(0)
 
     def report(self, done: float, total: float | None) -> None:
         if self._bar is None and self._clock() - self._start_s < SILENT_S:
@@ -98,27 +97,15 @@ class _Bar:
             self._bar.stop()
 
 
-class _Lines:
+class _Lines(_Display):
     """A plain line with the first report after `SILENT_S`, then every `LINE_INTERVAL_S`, and one at the end."""
 
-    def __init__(
-        self,
-        description: str,
-        format_amount: Callable[[float], str],
-        stream: TextIO,
-        clock: Callable[[], float],
-    ) -> None:
-        self._description = description
-        self._format_amount = format_amount
-        self._stream = stream
-        self._clock = clock
-        self._start_s = clock()
-        self._next_line_s = self._start_s + SILENT_S
-        self._num_lines = 0
+    _next_line_s = 0.0
+    _num_lines = 0
 
     def report(self, done: float, total: float | None) -> None:
         now_s = self._clock()
-        if now_s < self._next_line_s:
+        if now_s < max(self._start_s + SILENT_S, self._next_line_s):
             return
         self._next_line_s = now_s + LINE_INTERVAL_S
         self._print(_amount(done, total, self._format_amount))

@@ -9,7 +9,6 @@ Over the time in which steps ran:
 Trace format: Chrome's JSON ("X" complete events), which Perfetto and chrome://tracing open.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.serve.worker.spans import COMBINE, EXPERTS, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 
@@ -40,11 +40,9 @@ def write_trace(path: Path, spans: Mapping[WorkerName, Spans]) -> None:
     origin = min((min(s.starts_ns) for s in spans.values() if s.starts_ns), default=0)
     events: list[dict[str, Any]] = []
     for process, (name, recorded) in enumerate(sorted(spans.items(), key=lambda item: str(item[0])), start=1):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": str(name)}})
-        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": 1, "args": {"name": "steps"}})
-        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": 2, "args": {"name": "work"}})
+        events += process_named(str(name), process), thread_named("steps", process, 1), thread_named("work", process, 2)
         events.extend(_event(recorded, index, process, origin) for index in range(len(recorded.starts_ns)))
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_events(path, events)
 
 
 def _event(spans: Spans, index: int, process: int, origin: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from antiphon.base.trace import write_events
+from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.sim.live_pool import LivePool
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve import ServingRun
@@ -52,14 +52,10 @@ def _events(run: ServingRun) -> Iterator[dict[str, Any]]:
 
 
 def _names(live: LivePool, index: int, pid: int) -> Iterator[dict[str, Any]]:
-    yield _name("process_name", f"{live.pool.name}[{index}]", {"pid": pid})
+    yield process_named(f"{live.pool.name}[{index}]", pid)
     for worker in live.instances[index].schedulers:
-        yield _name("thread_name", f"attention[{worker}]", {"pid": pid, "tid": worker + 1})
-    yield _name("thread_name", "experts", {"pid": pid, "tid": _EXPERTS_TRACK})
-
-
-def _name(kind: str, name: str, place: dict[str, int]) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, **place, "args": {"name": name}}
+        yield thread_named(f"attention[{worker}]", pid, worker + 1)
+    yield thread_named("experts", pid, _EXPERTS_TRACK)
 
 
 def _step(bar: StepBar, pid: int) -> Iterator[dict[str, Any]]:

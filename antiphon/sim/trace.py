@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from antiphon.base.trace import write_events
+from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.sim.gantt import Bar, span_s, tracks
 
 
@@ -26,15 +26,11 @@ def _events(bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
         owner, _, part = track.partition(" ")
         if owner not in processes:
             processes[owner] = len(processes) + 1
-            yield _name("process_name", owner, {"pid": processes[owner]})
+            yield process_named(owner, processes[owner])
         places[track] = {"pid": processes[owner], "tid": len(places) + 1}
-        yield _name("thread_name", part or "work", places[track])
+        yield thread_named(part or "work", **places[track])
     for bar in bars:
         yield _complete(bar, origin_s, places[bar.track])
-
-
-def _name(kind: str, name: str, place: dict[str, int]) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, **place, "args": {"name": name}}
 
 
 def _complete(bar: Bar, origin_s: float, place: dict[str, int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.base.trace import write_events
+from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.train.spans import Span
 
 STEPS, FORWARD, BACKWARD = 1, 2, 3  # the rows of a process
@@ -54,9 +54,9 @@ def _length(span: Span) -> int:
 def _events(parts: dict[int, list[list[Any]]]) -> Iterator[dict[str, Any]]:
     origin_ns = min((start_ns for rows in parts.values() for *_, start_ns, _ in rows), default=0)
     for rank, rows in parts.items():
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield process_named(f"rank {rank}", rank)
         for thread, name in _ROWS.items():
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
+            yield thread_named(name, rank, thread)
         steps: dict[int, tuple[int, int]] = {}
         for name, layer, backward, step, start_ns, length_ns in sorted(rows, key=lambda row: row[4]):
             first_ns, last_ns = steps.get(step, (start_ns, start_ns))

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from antiphon.base.errors import ResourceError
@@ -71,9 +70,7 @@ class Keeper:
             os.close(owner)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -23,7 +23,7 @@ _DATA, _ACK = 0, 1
 
 
 class GlooProcessGroup:
-    """Joins the processes of one contestant into a process group over loopback."""
+    """A member's way into a process group over loopback, and out of it."""
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -73,11 +73,11 @@ def check(buffers: Sequence[Tensor], flows: Sequence[Flow], step: int) -> None:
         check_pattern(buffer.numpy(), flow.num_bytes, step, flow.source, flow.destination)
 
 
-class GlooMember:
+class GlooMember(GlooProcessGroup):
     """A sender, a receiver, or both at once."""
 
     def __init__(self, seat: Seat) -> None:
-        self._group = GlooProcessGroup(seat)
+        super().__init__(seat)
         self._incoming: list[Flow] = []
         self._outgoing: list[Flow] = []
         self._received: list[Tensor] = []
@@ -88,14 +88,8 @@ class GlooMember:
         self._receives: list[dist.Work | None] = []
         self._ack_receives: list[dist.Work | None] = []
 
-    def open(self) -> bytes:
-        return self._group.open()
-
-    def connect(self, introductions: Sequence[bytes]) -> None:
-        self._group.connect(introductions)
-
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
-        rank = self._group.seat.rank
+        rank = self.seat.rank
         self._incoming, self._outgoing = traffic.incoming(rank), traffic.outgoing(rank)
         self._received = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self._incoming]
         self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self._outgoing]
@@ -117,9 +111,6 @@ class GlooMember:
 
     def arrived(self, step: int) -> Sequence[Bytes]:
         return [data.numpy() for data in self._received]
-
-    def close(self) -> None:
-        self._group.close()
 
     def _send(self, step: int) -> None:
         if self._incoming:

@@ -14,24 +14,18 @@ from antiphon.bench.m2n.gloo import ACK_BYTES, GlooProcessGroup, check, produce
 from antiphon.bench.m2n.pattern import Bytes
 
 
-class GlooAllToAllMember:
+class GlooAllToAllMember(GlooProcessGroup):
     """Any process of the contestant: all do the same."""
 
     def __init__(self, seat: Seat) -> None:
-        self._group = GlooProcessGroup(seat)
+        super().__init__(seat)
         self._incoming: list[Flow] = []
         self._outgoing: list[Flow] = []
         self._data = _Exchange([], [])
         self._acks = _Exchange([], [])
 
-    def open(self) -> bytes:
-        return self._group.open()
-
-    def connect(self, introductions: Sequence[bytes]) -> None:
-        self._group.connect(introductions)
-
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
-        rank, num_ranks = self._group.seat.rank, self._group.seat.num_seats
+        rank, num_ranks = self.seat.rank, self.seat.num_seats
         self._incoming, self._outgoing = traffic.incoming(rank), traffic.outgoing(rank)
         sent, received = [0] * num_ranks, [0] * num_ranks
         for flow in self._outgoing:
@@ -54,9 +48,6 @@ class GlooAllToAllMember:
 
     def arrived(self, step: int) -> Sequence[Bytes]:
         return [data.numpy() for data in self._received()]
-
-    def close(self) -> None:
-        self._group.close()
 
     def _sent(self) -> list[Tensor]:
         return [self._data.sent_to(flow.destination) for flow in self._outgoing]

@@ -5,11 +5,11 @@ round begins at zero, so that they lie beneath each other. Not shared with the t
 layers and micro-batches; the two have only Chrome's event format in common.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.bench.m2n.group import Recording, Track
 
 
@@ -18,13 +18,12 @@ def write_trace(path: Path, recordings: Iterable[Recording]) -> None:
     events: list[dict[str, Any]] = []
     for process, recording in enumerate(recordings, start=1):
         name = f"{recording.contestant.name}, {recording.traffic}"
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        events.append(process_named(name, process))
         origin_ns = min(int(track.marks[0, 0]) for track in recording.tracks)
         for thread, track in enumerate(recording.tracks, start=1):
-            where = {"pid": process, "tid": thread}
-            events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": str(track.seat)}})
-            events.extend(where | event for event in _spans(track, origin_ns))
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+            events.append(thread_named(str(track.seat), process, thread))
+            events.extend({"pid": process, "tid": thread} | event for event in _spans(track, origin_ns))
+    write_events(path, events)
 
 
 def _spans(track: Track, origin_ns: int) -> Iterable[dict[str, Any]]:

@@ -4,6 +4,7 @@ Every rank is a server and a client: it has an inbox with a source for each rank
 whoever starts the group, and an outbox to each of them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -151,10 +152,7 @@ def _aborting(call: Callable[..., _Result], *arguments: object) -> _Result:
 
 
 def _row_elements(tensor: Tensor) -> int:
-    elements = 1
-    for size in tensor.shape[1:]:
-        elements *= size
-    return elements
+    return math.prod(tensor.shape[1:])
 
 
 def _times(rows: Sequence[int], factor: int) -> list[int]:

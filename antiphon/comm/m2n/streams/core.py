@@ -30,7 +30,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from antiphon import _m2n
@@ -103,9 +102,7 @@ class StreamCore:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def sender(self, outbox: _m2n.Outbox, stream: Stream, *, num_stages: int, timeout_s: float) -> StreamSender:

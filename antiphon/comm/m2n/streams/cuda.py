@@ -21,7 +21,6 @@ Rejected: a kernel that spins on the flag (it takes a multiprocessor from the co
 
 import atexit
 import importlib
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -69,9 +68,7 @@ class CudaStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -144,9 +143,7 @@ class HostStream:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
