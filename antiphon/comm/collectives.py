@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.mesh import Group
-from antiphon.comm.wire import Ticket
+from antiphon.comm.wire import Submission
 
 # PyTorch 2.13 has them under new names and warns of the old ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -238,7 +238,7 @@ class Flight:
 
     def _wait(self, seconds: float | None) -> bool:
         """At most so long, None: to the end; whether it is over."""
-        if isinstance(self._work, Ticket):
+        if isinstance(self._work, Submission):
             return self._work.wait(seconds)
         try:
             self._work.wait(*(() if seconds is None else (timedelta(seconds=seconds),)))

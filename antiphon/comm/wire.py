@@ -32,7 +32,7 @@ Launch = Callable[[], tuple[Tensor, Any]]
 SumPiece = Callable[[int, int], None]  # of piece number i, of how many
 
 
-class Ticket:
+class Submission:
     """Something that was submitted."""
 
     def __init__(self, wire: "Wire", name: str) -> None:
@@ -54,38 +54,40 @@ class Wire:
         self.ledger = Ledger()
         self._policy = policy
         self._changed = threading.Condition()
-        self._launches: deque[tuple[Ticket, Launch]] = deque()
-        self._sums: deque[tuple[Ticket, SumPiece]] = deque()
+        self._launches: deque[tuple[Submission, Launch]] = deque()
+        self._sums: deque[tuple[Submission, SumPiece]] = deque()
         self._in_flight: dict[str, MicroOp] = {}
-        self._works: deque[tuple[Ticket, Tensor, Any, float]] = deque()
+        self._works: deque[tuple[Submission, Tensor, Any, float]] = deque()
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._closed = False
         self._all_to_all_s: dict[str, list[float]] = defaultdict(list)
 
-    def all_to_all(self, name: str, size_bytes: int, launch: Launch, *, number: int = 0, num_pieces: int = 1) -> Ticket:
+    def all_to_all(
+        self, name: str, size_bytes: int, launch: Launch, *, number: int = 0, num_pieces: int = 1
+    ) -> Submission:
         """Submit part `number` of what computation will wait for. `launch` begins it and gives the buffer that fills,
         and a handle; it is called in this thread or in one of the wire's."""
-        ticket = Ticket(self, name)
+        submission = Submission(self, name)
         with self._changed:
             self._begin()
-            self._launches.append((ticket, launch))
+            self._launches.append((submission, launch))
             self._policy.submit_all_to_all(name, size_bytes, number=number, num_pieces=num_pieces)
             self._advance()
-        return ticket
+        return submission
 
-    def all_reduce(self, name: str, size_bytes: int, sum_piece: SumPiece) -> Ticket:
+    def all_reduce(self, name: str, size_bytes: int, sum_piece: SumPiece) -> Submission:
         """Submit a sum of so many bytes. `sum_piece(number, num_pieces)` makes one piece of it and blocks until it is
         there; it is called once for each piece, in order, in a thread of the wire."""
-        ticket = Ticket(self, name)
+        submission = Submission(self, name)
         with self._changed:
             self._begin()
             if self._policy.submit_all_reduce(name, size_bytes):
-                self._sums.append((ticket, sum_piece))
+                self._sums.append((submission, sum_piece))
                 self._advance()
             else:
-                ticket.is_done = True
-        return ticket
+                submission.is_done = True
+        return submission
 
     def combine_begins(self) -> None:
         """Computation has begun that leads to an all-to-all: until that is submitted, no sum is launched."""
@@ -98,12 +100,12 @@ class Wire:
             taken, self._all_to_all_s = dict(self._all_to_all_s), defaultdict(list)
         return taken
 
-    def await_done(self, ticket: Ticket, seconds: float | None) -> bool:
-        """For `Ticket.wait`. Each collective in flight ends with an error after its group's timeout, so this ends."""
+    def await_done(self, submission: Submission, seconds: float | None) -> bool:
+        """For `Submission.wait`. It ends: each collective in flight fails after its group's timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: ticket.is_done or self._error is not None, seconds)
+            self._changed.wait_for(lambda: submission.is_done or self._error is not None, seconds)
             self._check()
-            return ticket.is_done
+            return submission.is_done
 
     def _check(self) -> None:
         if self._error is not None:
@@ -137,10 +139,10 @@ class Wire:
                 self._launch(*self._launches.popleft())
         self._changed.notify_all()
 
-    def _launch(self, ticket: Ticket, launch: Launch) -> None:
+    def _launch(self, submission: Submission, launch: Launch) -> None:
         try:
             with torch.no_grad():
-                self._works.append((ticket, *launch(), time.perf_counter()))
+                self._works.append((submission, *launch(), time.perf_counter()))
         except BaseException as error:
             self._fail(error)
             raise
@@ -158,11 +160,11 @@ class Wire:
             self._changed.wait_for(lambda: self._works or self._closed)
             if not self._works:
                 return
-            ticket, buffer, handle, launched_s = self._works.popleft()
+            submission, buffer, handle, launched_s = self._works.popleft()
         handle.wait()
         with self._changed:
-            self._all_to_all_s[ticket.name].append(time.perf_counter() - launched_s)
-            ticket.result, ticket.is_done = buffer, True
+            self._all_to_all_s[submission.name].append(time.perf_counter() - launched_s)
+            submission.result, submission.is_done = buffer, True
             self._finished("all_to_all")
 
     def _make_sum(self) -> None:
@@ -170,13 +172,13 @@ class Wire:
             self._changed.wait_for(lambda: "all_reduce" in self._in_flight or self._closed)
             if "all_reduce" not in self._in_flight:
                 return
-            piece, (ticket, sum_piece) = self._in_flight["all_reduce"], self._sums[0]
+            piece, (submission, sum_piece) = self._in_flight["all_reduce"], self._sums[0]
         with torch.no_grad():
             sum_piece(piece.number, piece.num_pieces)
         with self._changed:
             if piece.is_last:
                 self._sums.popleft()
-                ticket.is_done = True
+                submission.is_done = True
             self._finished("all_reduce")
 
     def _finished(self, traffic: str) -> None:

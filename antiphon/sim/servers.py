@@ -16,7 +16,7 @@ RELATIVE_TIE = 1e-12  # activities of a shared resource whose ends differ by les
 
 
 @dataclass(slots=True)
-class Step:
+class Moment:
     """What a server did at one moment: started activities, next wake-up."""
 
     started: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Server(Protocol):
 
     def arrive(self, now_s: float, index: int, activity: Activity) -> None: ...
 
-    def dispatch(self, now_s: float) -> Step: ...
+    def dispatch(self, now_s: float) -> Moment: ...
 
     def wake(self, now_s: float, version: int) -> list[tuple[Slice, float]]:
         """Slices whose work ends now, each with its start; none if the wake-up is out of date."""
@@ -52,16 +52,16 @@ class Exclusive:
     def arrive(self, now_s: float, index: int, activity: Activity) -> None:
         self._discipline.arrive(now_s, index, activity)
 
-    def dispatch(self, now_s: float) -> Step:
-        step = Step()
+    def dispatch(self, now_s: float) -> Moment:
+        moment = Moment()
         if self._running is not None:
-            return step
+            return moment
         if (chosen := self._discipline.next_slice(now_s)) is not None:
             self._running, self._start_s = chosen, now_s
             self._version += 1
-            step.started.append(chosen.activity)
-            step.wake_s, step.version = now_s + chosen.duration_s, self._version
-        return step
+            moment.started.append(chosen.activity)
+            moment.wake_s, moment.version = now_s + chosen.duration_s, self._version
+        return moment
 
     def wake(self, now_s: float, version: int) -> list[tuple[Slice, float]]:
         if version != self._version or self._running is None:
@@ -96,17 +96,17 @@ class Shared:
         self._remaining_s[index] = activity.duration_s
         self._new.append(index)
 
-    def dispatch(self, now_s: float) -> Step:
+    def dispatch(self, now_s: float) -> Moment:
         self._advance(now_s)
         kinds = [self._active[index][0].kind for index in self._remaining_s]
         rates = self._rate_of(kinds) if kinds else []
         self._rates = dict(zip(self._remaining_s, rates, strict=True))
         self._version += 1
-        step = Step(started=self._new, version=self._version)
+        moment = Moment(started=self._new, version=self._version)
         self._new = []
         left = [self._remaining_s[index] / rate for index, rate in self._rates.items() if rate > 0]
-        step.wake_s = now_s + max(0.0, min(left)) if left else None
-        return step
+        moment.wake_s = now_s + max(0.0, min(left)) if left else None
+        return moment
 
     def wake(self, now_s: float, version: int) -> list[tuple[Slice, float]]:
         if version != self._version:

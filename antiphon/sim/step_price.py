@@ -24,7 +24,7 @@ from antiphon.planner.setting import Setting
 from antiphon.serve.policy.micro_batches import chunk_cost, split_into_micro_batches
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.sim.expert_load import ExpertLoad
-from antiphon.sim.step_tables import AttentionTable, StepTables
+from antiphon.sim.step_tables import StepAttention, StepTables
 
 LARGE, MANY = 0.25, 16  # of a micro-batch's share of the cost; sequences per micro-batch
 
@@ -250,7 +250,7 @@ def _num_sequences(batch: Rows) -> int:
     return batch.num_decode + len(batch.chunks or ())
 
 
-def _attention_s(table: AttentionTable, batch: Rows) -> float:
+def _attention_s(table: StepAttention, batch: Rows) -> float:
     total = table.rows(batch.num)
     if batch.num_decode:
         total += table.decode_s(batch.num_decode, batch.visible)

@@ -29,7 +29,7 @@ _LEAST_CONTEXT = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionTable:
+class StepAttention:
     """One layer of one attention worker, in seconds."""
 
     rows: Line
@@ -47,7 +47,7 @@ class AttentionTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessageTable:
+class StepMessages:
     """Dispatch and combine: the side of the attention workers by rows of the busiest one, that of the expert workers
     by token rows at the fullest one. The slower side counts."""
 
@@ -69,11 +69,11 @@ class StepTables:
     count instead, by rows of a DP rank. `dense` None: all layers have experts. `distinct`: expected expert workers
     that a row goes to."""
 
-    moe: AttentionTable
-    dense: AttentionTable | None
+    moe: StepAttention
+    dense: StepAttention | None
     head: Line
     experts: Line
-    messages: MessageTable | None
+    messages: StepMessages | None
     exchange: Line
     hop: Line
     distinct: float
@@ -121,7 +121,7 @@ def _attention(
     contexts: FloatArray,
     queries: int,
     layer: LayerKind,
-) -> AttentionTable:
+) -> StepAttention:
     kind = int(one.attention_kind[0])
     whole = parts.attention.moe_layer if layer == "moe" else parts.attention.dense_layer
     sync_s = np.asarray(whole.total_s) - np.asarray(attention_layer(setting, grid, kind, layer).total_s)
@@ -135,7 +135,7 @@ def _attention(
         short = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT)
         return np.maximum(_prefill_s(setting, one, kind, layer, num, cached) - short, 0.0)
 
-    return AttentionTable(
+    return StepAttention(
         rows=Line(rows, alone_s + sync_s),
         decode=plane(rows, contexts, beside_rows),
         chunk=plane(rows, contexts, chunk),
@@ -216,7 +216,7 @@ def _extended(known: FloatArray, values: FloatArray, wanted: FloatArray) -> Floa
     return np.asarray([table(float(size)) for size in wanted])
 
 
-def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray) -> MessageTable:
+def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray) -> StepMessages:
     model, precision = setting.model, setting.precision
     nets = [setting.networks[kind] for kind in (group.attention_kind, group.expert_kind)]
     links = [net.scale_up if group.near else net.scale_out for net in nets]
@@ -233,7 +233,7 @@ def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray)
             return line(at_fullest, lambda num: profiled_messages(times, num / num_senders * size, num_senders).total_s)
 
         nothing = Line(rows, np.zeros(rows.size))
-        return MessageTable(
+        return StepMessages(
             attention_there=nothing, experts_there=measured(there), attention_back=nothing, experts_back=measured(back)
         )
 
@@ -241,7 +241,7 @@ def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray)
         exchange = m2n(first, second, rows_sent=sent, rows_received=received, row_bytes=size, fixed_s=fixed_s)
         return exchange.total_s
 
-    return MessageTable(
+    return StepMessages(
         attention_there=line(rows, lambda num: one_way(attention, experts, num * distinct, 0.0, there)),
         experts_there=line(at_fullest, lambda num: one_way(attention, experts, 0.0, num, there)),
         attention_back=line(rows, lambda num: one_way(experts, attention, 0.0, num * distinct, back)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.comm.replicas import Replicas
-from antiphon.comm.wire import Ticket, Wire
+from antiphon.comm.wire import Submission, Wire
 from antiphon.train.partition import Part
 
 
@@ -71,7 +71,7 @@ class Bucket:
         self._replicas = replicas
         self._zero = zero if replicas.size > 1 else 0
         self._wire = wire if replicas.size > 1 else None
-        self._tickets: list[Ticket] = []
+        self._submissions: list[Submission] = []
         self.is_begun = False
         if self._zero:
             self._sizes = _shard_sizes(parameters, replicas.size)
@@ -136,23 +136,23 @@ class Bucket:
         if self._wire is None:
             self._add(_split(self._sum(flat), self.pieces))
         else:
-            self._tickets.append(self._begin(self._wire, flat))
+            self._submissions.append(self._begin(self._wire, flat))
 
     def finish(self) -> None:
         """Wait until every sum that was begun is in the pieces' gradients."""
         began_s = time.perf_counter()
         roll = self._replicas.group.roll
-        for ticket in self._tickets:
+        for submission in self._submissions:
             if roll is None:
-                ticket.wait()
+                submission.wait()
             else:
-                roll.wait(f"the gradients of {ticket.name}", ticket.wait)
-        if self._tickets:
+                roll.wait(f"the gradients of {submission.name}", submission.wait)
+        if self._submissions:
             self._replicas.group.ledger.waited("gradients.sums", time.perf_counter() - began_s)
-        self._tickets.clear()
+        self._submissions.clear()
         self.is_begun = False
 
-    def _begin(self, wire: Wire, flat: Tensor) -> Ticket:
+    def _begin(self, wire: Wire, flat: Tensor) -> Submission:
         """The sum in chunks, each of which has its part of every shard."""
         shards = torch.split(flat, list(self._sizes)) if self._zero else (flat,)
         found: list[Tensor] = []

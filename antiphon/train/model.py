@@ -33,9 +33,9 @@ from antiphon.train.layer import MoeLayer, layer_graph, norm
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.operator_graph import Held
 from antiphon.train.partition import Share, part_of
+from antiphon.train.pipeline_schedule import PipelineSchedule
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
-from antiphon.train.schedule import Schedule
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.sequences import Sequences
 from antiphon.train.spans import Spans
@@ -101,7 +101,7 @@ class MoeModel(nn.Module):
         self.dtype = dtype
         self.spans = Spans()
         self.share = Share.of(spec, mesh.sizes, mesh.rank)
-        self.schedule = Schedule(pipeline=mesh.sizes.pipeline, virtual_stages=parallel.virtual_stages)
+        self.schedule = PipelineSchedule(pipeline=mesh.sizes.pipeline, virtual_stages=parallel.virtual_stages)
         self.stages = self.schedule.stages_of(mesh.sizes.place(mesh.rank, "pipeline"))
         outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
         register(self, outer, "outer", first, partial(part_of, spec, self.share))

@@ -21,8 +21,8 @@ from antiphon.train import not_finite
 from antiphon.train.config import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, Tensors
+from antiphon.train.pipeline_schedule import StagePass
 from antiphon.train.routing import Routing, balance_of
-from antiphon.train.schedule import Action
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 
@@ -108,7 +108,7 @@ class Passes:
     def _work(self, batches: Sequence[Batch], num_targets: Tensor) -> "_Stages":
         return _Stages(self.model, self.losses, self.spans, batches, num_targets)
 
-    def _orders(self, order: Callable[[int, int], list[Action]], batches: Sequence[Batch]) -> list[list[Action]]:
+    def _orders(self, order: Callable[[int, int], list[StagePass]], batches: Sequence[Batch]) -> list[list[StagePass]]:
         return [order(place, len(batches)) for place in range(self.model.schedule.pipeline)]
 
     def _targets_of_all(self, batches: Sequence[Batch]) -> Tensor:
@@ -135,7 +135,7 @@ class _Stages:
         self, model: MoeModel, losses: LossConfig, spans: Spans, batches: Sequence[Batch], num_targets: Tensor
     ) -> None:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch
-        self.before: Callable[[Action], None] = lambda action: None
+        self.before: Callable[[StagePass], None] = lambda action: None
         self._model = model
         self._config = losses
         self._spans = spans
@@ -144,13 +144,13 @@ class _Stages:
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._routings: dict[tuple[int, int], Routing] = {}
 
-    def buffers(self, action: Action) -> Tensors:
+    def buffers(self, action: StagePass) -> Tensors:
         rows = self._model.rows_buffer(self._batches[action.micro_batch])
         if self._config.balance_over != "model":
             return (rows,)
         return rows, torch.empty(self._model.spec.router.num_experts, dtype=torch.float64)
 
-    def do(self, action: Action, given: Tensors) -> Tensors:
+    def do(self, action: StagePass, given: Tensors) -> Tensors:
         self.before(action)
         made = self._backward(action, given) if action.backward else self._forward(action, given)
         return tuple(each for each in made if each is not None)
@@ -158,7 +158,7 @@ class _Stages:
     def whole(self, micro_batch: int) -> None:
         """Forward and backward of one micro-batch, where one stage has all layers."""
         for backward in (False, True):
-            self.do(Action(backward, 0, micro_batch), ())
+            self.do(StagePass(backward, 0, micro_batch), ())
 
     def all_losses(self) -> list[Tensor]:
         """In the order of micro-batches, so that their sum has the same bits in any order of passes."""
@@ -178,7 +178,7 @@ class _Stages:
                 balance += balance_of(facts) / spec.num_moe_layers / len(self._batches)
         return torch.cat((counts_LE.flatten(), dropped_L, balance))
 
-    def _forward(self, action: Action, given: Tensors) -> tuple[Tensor | None, ...]:
+    def _forward(self, action: StagePass, given: Tensors) -> tuple[Tensor | None, ...]:
         spec, key = self._model.spec, (action.stage, action.micro_batch)
         share = 1 / len(self._batches)
         routing = Routing(
@@ -197,7 +197,7 @@ class _Stages:
             return ()
         return result.detach(), routing.use_so_far() if self._config.balance_over == "model" else None
 
-    def _backward(self, action: Action, given: Tensors) -> tuple[Tensor | None, ...]:
+    def _backward(self, action: StagePass, given: Tensors) -> tuple[Tensor | None, ...]:
         key = (action.stage, action.micro_batch)
         flight, routing = self._flights.pop(key), self._routings[key]
         gradient, use_E = (*given, None, None)[:2]

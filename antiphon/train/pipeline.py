@@ -15,7 +15,7 @@ from torch import Tensor
 
 from antiphon.comm.mesh import Group
 from antiphon.comm.point_to_point import Parcel, start_receive, start_send
-from antiphon.train.schedule import Action, Schedule
+from antiphon.train.pipeline_schedule import PipelineSchedule, StagePass
 from antiphon.train.spans import Spans
 
 Tensors = tuple[Tensor, ...]
@@ -25,26 +25,26 @@ _MOST_TENSORS = 2  # of one action
 class Work(Protocol):
     """What a rank does for each action."""
 
-    def buffers(self, action: Action) -> Tensors:
+    def buffers(self, action: StagePass) -> Tensors:
         """Room for what `action` is given by another stage."""
 
-    def do(self, action: Action, given: Tensors) -> Tensors:
+    def do(self, action: StagePass, given: Tensors) -> Tensors:
         """Do it with what was given, nothing where it begins here; what the next stage needs, nothing if none does."""
 
 
 class Pipeline:
     """The rank at place `group.index` of `group`, whose ranks have the same rows."""
 
-    def __init__(self, group: Group, schedule: Schedule, spans: Spans) -> None:
+    def __init__(self, group: Group, schedule: PipelineSchedule, spans: Spans) -> None:
         self._group = group
         self._schedule = schedule
         self._spans = spans
 
-    def run(self, orders: Sequence[Sequence[Action]], work: Work) -> None:
+    def run(self, orders: Sequence[Sequence[StagePass]], work: Work) -> None:
         """Do this rank's part of `orders`, one list of actions for each rank. All ranks call it with the same."""
         numbers = {action: number for order in orders for number, action in enumerate(order)}
-        own, expected = orders[self._group.index], dict[Action, list[Parcel]]()
-        sent: list[tuple[Action, list[Parcel]]] = []
+        own, expected = orders[self._group.index], dict[StagePass, list[Parcel]]()
+        sent: list[tuple[StagePass, list[Parcel]]] = []
         for number, action in enumerate(own):
             for coming in own[number : number + 2]:
                 if coming not in expected and self._schedule.source(coming) is not None:
@@ -61,7 +61,7 @@ class Pipeline:
             for parcel in parcels:
                 parcel.wait()
 
-    def _receive(self, action: Action, buffers: Tensors) -> list[Parcel]:
+    def _receive(self, action: StagePass, buffers: Tensors) -> list[Parcel]:
         source = self._schedule.source(action)
         assert source is not None
         place, what = self._schedule.place_of(source.stage), f"from the {source}"
@@ -70,22 +70,22 @@ class Pipeline:
             for index, buffer in enumerate(buffers)
         ]
 
-    def _send(self, target: Action, made: Tensors) -> list[Parcel]:
+    def _send(self, target: StagePass, made: Tensors) -> list[Parcel]:
         place, what = self._schedule.place_of(target.stage), f"for the {target}"
         return [start_send(self._group, place, self._tag(target) + index, what, x) for index, x in enumerate(made)]
 
-    def _tag(self, action: Action) -> int:
+    def _tag(self, action: StagePass) -> int:
         return self._schedule.turn_of(action) * _MOST_TENSORS
 
-    def _given(self, action: Action, parcels: list[Parcel]) -> Tensors:
+    def _given(self, action: StagePass, parcels: list[Parcel]) -> Tensors:
         if not parcels:
             return ()
         with self._spans.of("gradients from the next stage" if action.backward else "rows from the stage before"):
             return tuple(parcel.wait() for parcel in parcels)
 
     def _not_yet_used(
-        self, sent: list[tuple[Action, list[Parcel]]], answer: Action, numbers: dict[Action, int]
-    ) -> list[tuple[Action, list[Parcel]]]:
+        self, sent: list[tuple[StagePass, list[Parcel]]], answer: StagePass, numbers: dict[StagePass, int]
+    ) -> list[tuple[StagePass, list[Parcel]]]:
         """What is left of `sent` once `answer` has come: its rank did all of its actions up to it."""
         place, left = self._schedule.place_of(answer.stage), []
         for target, parcels in sent:

@@ -18,7 +18,7 @@ from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import TrainConfig
-from antiphon.train.schedule import Schedule
+from antiphon.train.pipeline_schedule import PipelineSchedule
 
 
 def world_size() -> int:
@@ -53,7 +53,7 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
             f"{size} sequences of a pass cannot be shared by {sizes.data} data-parallel ranks: make micro_batch (or "
             "batch) a multiple of them"
         )
-    schedule = Schedule(pipeline=parallel.pipeline, virtual_stages=parallel.virtual_stages)
+    schedule = PipelineSchedule(pipeline=parallel.pipeline, virtual_stages=parallel.virtual_stages)
     schedule.check(config.micro_batches)
     for name, shared, what, count in (
         ("pipeline * virtual_stages", schedule.num_stages, "layers", spec.num_layers),

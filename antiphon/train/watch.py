@@ -28,7 +28,7 @@ _log = get_logger("train")
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the rank
     that waited longest. What a collective did while a rank was computing is not in it. `lost_numbers` of E4M3 rows, by
     what was lost, of all ranks."""
@@ -68,7 +68,7 @@ class Watch:
         self._logged = False
         self.operator_s: Mapping[str, float] = {}
         self.travelled_s: Mapping[str, Sequence[float]] = {}
-        self.traffic: Traffic | None = None
+        self.traffic: StepTraffic | None = None
 
     def before_step(self, step: int, *, logged: bool, measured: bool = False) -> None:
         """`logged`: whether this step's `operator_s` and `traffic` will be wanted; `measured`: `operator_s` and
@@ -109,7 +109,7 @@ class Watch:
         return self._timeline is not None and step in self._timeline_steps
 
 
-def _traffic(mesh: Mesh) -> Traffic:
+def _traffic(mesh: Mesh) -> StepTraffic:
     """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together."""
     text = json.dumps(asdict(_taken(mesh))).encode()
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -118,7 +118,7 @@ def _traffic(mesh: Mesh) -> Traffic:
     ledgers = [json.loads(bytes(each.tolist())) for each in texts]
     sent, lost = _sums(ledgers, "sent_bytes"), _sums(ledgers, "lost_numbers")
     mean = {name: num / len(ledgers) for name, num in sent.items()}
-    return Traffic(mean, max(sum(ledger["waited_s"].values()) for ledger in ledgers), lost)
+    return StepTraffic(mean, max(sum(ledger["waited_s"].values()) for ledger in ledgers), lost)
 
 
 def _taken(mesh: Mesh) -> Ledger:

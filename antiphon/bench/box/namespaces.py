@@ -89,7 +89,7 @@ class Child:
 
 
 @dataclass(kw_only=True)
-class Keeper:
+class NodeKeeper:
     """All nodes and children, and the requests about them."""
 
     requests: socket.socket
@@ -363,7 +363,7 @@ def main() -> int:
     requests, owner = (int(argument) for argument in sys.argv[1:])
     for descriptor in (requests, owner):
         os.set_inheritable(descriptor, False)
-    keeper = Keeper(requests=socket.socket(fileno=requests), owner=owner)
+    keeper = NodeKeeper(requests=socket.socket(fileno=requests), owner=owner)
     try:
         keeper.serve()
     finally:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.train.schedule import Action, Schedule
+from antiphon.train.pipeline_schedule import PipelineSchedule, StagePass
 
 SIZES = [
     (pipeline, virtual, micro_batches)
@@ -14,17 +14,17 @@ SIZES = [
 ]
 
 
-def turns(schedule: Schedule, orders: list[list[Action]]) -> int:
+def turns(schedule: PipelineSchedule, orders: list[list[StagePass]]) -> int:
     """How many turns it takes when each rank does its next action as soon as what it needs is there, which is there in
     the turn after it was made. Fails on a deadlock."""
-    done, at, num_turns = set[Action](), [0] * len(orders), 0
+    done, at, num_turns = set[StagePass](), [0] * len(orders), 0
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         ready = []
         for rank, order in enumerate(orders):
             if at[rank] < len(order):
                 action = order[at[rank]]
                 source = schedule.source(action)
-                own = Action(False, action.stage, action.micro_batch)
+                own = StagePass(False, action.stage, action.micro_batch)
                 if (source is None or source in done) and (not action.backward or own in done):
                     ready.append((rank, action))
         assert ready, (
@@ -39,9 +39,9 @@ def turns(schedule: Schedule, orders: list[list[Action]]) -> int:
 
 @pytest.mark.parametrize(("pipeline", "virtual", "micro_batches"), SIZES)
 def test_every_pass_is_done_once_and_nobody_waits_for_ever(pipeline: int, virtual: int, micro_batches: int) -> None:
-    schedule = Schedule(pipeline=pipeline, virtual_stages=virtual)
+    schedule = PipelineSchedule(pipeline=pipeline, virtual_stages=virtual)
     whole = {
-        Action(backward, stage, micro_batch)
+        StagePass(backward, stage, micro_batch)
         for backward in (False, True)
         for stage in range(pipeline * virtual)
         for micro_batch in range(micro_batches)
@@ -65,18 +65,18 @@ def test_every_pass_is_done_once_and_nobody_waits_for_ever(pipeline: int, virtua
 
 def test_evaluation_takes_any_number_of_micro_batches() -> None:
     for pipeline, virtual, micro_batches in itertools.product(range(1, 5), range(1, 4), range(1, 13)):
-        schedule = Schedule(pipeline=pipeline, virtual_stages=virtual)
+        schedule = PipelineSchedule(pipeline=pipeline, virtual_stages=virtual)
         assert turns(schedule, [schedule.forwards(place, micro_batches) for place in range(pipeline)])
 
 
 def test_a_rank_holds_as_many_micro_batches_as_stages_come_after_it() -> None:
     """Forwards without their backward: what memory is needed for. Four stages, then eight on the same four ranks."""
-    assert [most_held(Schedule(pipeline=4), place, 12) for place in range(4)] == [4, 3, 2, 1]
-    interleaved = [most_held(Schedule(pipeline=4, virtual_stages=2), place, 12) for place in range(4)]
+    assert [most_held(PipelineSchedule(pipeline=4), place, 12) for place in range(4)] == [4, 3, 2, 1]
+    interleaved = [most_held(PipelineSchedule(pipeline=4, virtual_stages=2), place, 12) for place in range(4)]
     assert interleaved == [11, 9, 7, 5], "of half the layers each: 4 * (1 + 3 / 8) micro-batches on the first"
 
 
-def most_held(schedule: Schedule, place: int, micro_batches: int) -> int:
+def most_held(schedule: PipelineSchedule, place: int, micro_batches: int) -> int:
     steps = [-1 if action.backward else 1 for action in schedule.step(place, micro_batches)]
     return max(itertools.accumulate(steps))
 
@@ -91,4 +91,4 @@ def most_held(schedule: Schedule, place: int, micro_batches: int) -> int:
 )
 def test_too_few_micro_batches_are_refused(pipeline: int, virtual: int, micro_batches: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Schedule(pipeline=pipeline, virtual_stages=virtual).check(micro_batches)
+        PipelineSchedule(pipeline=pipeline, virtual_stages=virtual).check(micro_batches)

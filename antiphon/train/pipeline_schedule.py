@@ -21,7 +21,7 @@ from antiphon.base.errors import UserError
 
 
 @dataclass(frozen=True)
-class Action:
+class StagePass:
     """One pass of a micro-batch through one stage."""
 
     backward: bool
@@ -33,7 +33,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """`pipeline` ranks with `virtual_stages` stages each."""
 
     pipeline: int
@@ -70,22 +70,22 @@ class Schedule:
                 "set virtual_stages to 1"
             )
 
-    def source(self, action: Action) -> Action | None:
+    def source(self, action: StagePass) -> StagePass | None:
         """Whose result `action` needs from another rank; None for what begins here."""
         stage = action.stage + (1 if action.backward else -1)
-        return Action(action.backward, stage, action.micro_batch) if 0 <= stage < self.num_stages else None
+        return StagePass(action.backward, stage, action.micro_batch) if 0 <= stage < self.num_stages else None
 
-    def target(self, action: Action) -> Action | None:
+    def target(self, action: StagePass) -> StagePass | None:
         """Who needs the result of `action` on another rank."""
         stage = action.stage + (-1 if action.backward else 1)
-        return Action(action.backward, stage, action.micro_batch) if 0 <= stage < self.num_stages else None
+        return StagePass(action.backward, stage, action.micro_batch) if 0 <= stage < self.num_stages else None
 
-    def step(self, place: int, micro_batches: int) -> list[Action]:
+    def step(self, place: int, micro_batches: int) -> list[StagePass]:
         """Forward and backward of all micro-batches."""
         forwards = self.forwards(place, micro_batches)
         last = self.num_stages - 1
         backwards = [
-            Action(True, last - action.stage, action.micro_batch)
+            StagePass(True, last - action.stage, action.micro_batch)
             for action in self.forwards(self.pipeline - 1 - place, micro_batches)
         ]
         first = min(self._fill(place), len(forwards))
@@ -94,25 +94,25 @@ class Schedule:
             found += [forward, backward]
         return found + backwards[len(forwards) - first :]
 
-    def forwards(self, place: int, micro_batches: int) -> list[Action]:
+    def forwards(self, place: int, micro_batches: int) -> list[StagePass]:
         """Forward alone of all micro-batches."""
         return [
-            Action(False, stage, micro_batch)
+            StagePass(False, stage, micro_batch)
             for first in range(0, micro_batches, self.pipeline)
             for stage in self.stages_of(place)
             for micro_batch in range(first, min(first + self.pipeline, micro_batches))
         ]
 
-    def one_after_another(self, place: int, micro_batches: int) -> list[Action]:
+    def one_after_another(self, place: int, micro_batches: int) -> list[StagePass]:
         """One micro-batch through all stages and back, then the next: in the order of `turn_of`."""
         return [
-            Action(backward, stage, micro_batch)
+            StagePass(backward, stage, micro_batch)
             for micro_batch in range(micro_batches)
             for backward, stages in ((False, self.stages_of(place)), (True, reversed(self.stages_of(place))))
             for stage in stages
         ]
 
-    def turn_of(self, action: Action) -> int:
+    def turn_of(self, action: StagePass) -> int:
         """Where `action` stands among those of all ranks, when they run one after another."""
         on_the_way = 2 * self.num_stages - 1 - action.stage if action.backward else action.stage
         return action.micro_batch * 2 * self.num_stages + on_the_way
