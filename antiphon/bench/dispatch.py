@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.ranges import split_evenly
 from antiphon.bench.rank_processes import context_of_ranks
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.mesh import Group, Sizes, connect, split_evenly
+from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.training.volumes import expert_parallel_volume
 

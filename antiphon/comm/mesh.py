@@ -161,13 +161,6 @@ def beside(group: Group, timeout_s: float) -> Group:
     return Group(group.ranks, group.index, Ledger(), made)
 
 
-def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges [first, last) of `total` whose lengths differ by at most one, the longer first."""
-    size, more = divmod(total, parts)
-    starts = [index * size + min(index, more) for index in range(parts + 1)]
-    return list(itertools.pairwise(starts))
-
-
 def regrouped(mesh: Mesh, sizes: Sizes) -> Mesh:
     """The mesh of the same ranks under other sizes; groups that stay as they were are the same. As `connect`."""
     return replace(mesh, sizes=sizes, groups=_groups(sizes, mesh.rank, mesh.timeout_s, mesh.world, mesh))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.comm.mesh import split_evenly
+from antiphon.base.ranges import split_evenly
 from antiphon.specs.model import AttentionSpec, ModelSpec
 
 Range = tuple[int, int]

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from antiphon.base.errors import UserError
+from antiphon.base.ranges import split_evenly
 
 Owners = tuple[tuple[int, ...], ...]
 
@@ -107,11 +108,9 @@ def contiguous_placement(num_experts: int, num_workers: int, moe_layers: Sequenc
     """In every one of `moe_layers`, `num_workers` contiguous runs of experts whose lengths differ by at most one."""
     if not 1 <= num_workers <= num_experts:
         raise UserError(f"{num_workers} expert workers for {num_experts} experts: use 1 to {num_experts}")
-    base, extra = divmod(num_experts, num_workers)
-    owners: list[tuple[int, ...]] = []
-    for worker in range(num_workers):
-        owners.extend([(worker,)] * (base + (worker < extra)))
-    return ExpertPlacement(num_workers, dict.fromkeys(moe_layers, tuple(owners)))
+    runs = enumerate(split_evenly(num_experts, num_workers))
+    owners = tuple((worker,) for worker, (first, last) in runs for _ in range(first, last))
+    return ExpertPlacement(num_workers, dict.fromkeys(moe_layers, owners))
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 
 from antiphon.base.logging import get_logger
+from antiphon.base.ranges import split_evenly
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, barrier, run
-from antiphon.comm.mesh import Mesh, split_evenly
+from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.model import dispatcher_of

@@ -16,11 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.float8 import RowFormat
-from antiphon.comm.mesh import Group, Mesh, Sizes, split_evenly
+from antiphon.comm.mesh import Group, Mesh, Sizes
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table

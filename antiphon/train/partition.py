@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from antiphon.comm.mesh import Sizes, split_evenly
+from antiphon.base.ranges import split_evenly
+from antiphon.comm.mesh import Sizes
 from antiphon.models.shares import Range, Ranges, head_ranges, pick
 from antiphon.specs.model import ModelSpec
 

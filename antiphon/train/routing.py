@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllReduce, Done, Pending, start
-from antiphon.comm.mesh import Group, split_evenly
+from antiphon.comm.mesh import Group
 from antiphon.specs.model import RouterSpec
 from antiphon.train.capacity import Capacity, RowNumbers
 from antiphon.train.config import LossConfig

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.dispatch.api import Dispatcher
-from antiphon.comm.mesh import Mesh, split_evenly
+from antiphon.comm.mesh import Mesh
 from antiphon.train.experts import Experts
 
 KEPT_PART = 0.75

@@ -20,8 +20,9 @@ G KV heads, D head width, V width of a value, H hidden.
 import torch
 from torch import Tensor
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, run
-from antiphon.comm.mesh import Group, split_evenly
+from antiphon.comm.mesh import Group
 from antiphon.models.shares import Range, Ranges
 from antiphon.specs.model import AttentionSpec
 from antiphon.train.partition import Share

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
-from antiphon.cost.training.volumes import distinct_ranks, expert_parallel_volume
+from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.training.volumes import expert_parallel_volume
 from tests.comm.ranks import on_ranks
 
 RANKS, HIDDEN, NUM_EXPERTS, TOP_K = 4, 6, 5, 3
@@ -93,7 +95,7 @@ def sent_forward(rank: int) -> list[tuple[int, float]]:
     ids, weights = torch.tensor(choices, dtype=torch.int32), torch.ones(len(choices), 2)
     whole = RANKS * len(choices) * HIDDEN * 4
     found = []
-    for kind, copies in zip(KINDS, (2, float(distinct_ranks(8, 2, RANKS)), RANKS), strict=True):
+    for kind, copies in zip(KINDS, (2, float(expected_distinct(8, 2, RANKS)), RANKS), strict=True):
         dispatcher, own = dispatcher_of(mesh, kind, 8)
         x = torch.ones(len(choices), HIDDEN, requires_grad=True)
         mesh.ledger.take()

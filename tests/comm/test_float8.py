@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
@@ -18,7 +19,7 @@ from antiphon.comm.float8_rows import (
     encode_by_token,
     rows_by_channel,
 )
-from antiphon.comm.mesh import Sizes, connect, split_evenly
+from antiphon.comm.mesh import Sizes, connect
 from tests.comm.ranks import on_ranks
 
 RANKS, ROWS, WIDTH, EXPERTS, TOP_K = 4, 150, 16, 6, 2

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import run
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher
-from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
+from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.destinations import expected_distinct
 from antiphon.cost.network import all_to_all_bytes
 from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.comm.mesh import Mesh, Sizes, connect, split_evenly
+from antiphon.base.ranges import split_evenly
+from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.network import CollectiveName, collective_bytes
 from antiphon.models.config import model_spec
 from antiphon.specs.counts import count_parameters

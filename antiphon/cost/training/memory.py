@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.base.ranges import split_evenly
 from antiphon.cost.parts import Number
 from antiphon.cost.shapes import attention_matrices, gated_matrices, share_of
 from antiphon.cost.training.setup import TrainingSetup
@@ -75,14 +76,9 @@ def stage_layers(model: ModelSpec, num_chunks: int) -> tuple[tuple[int, int], ..
             f"{num_chunks} pipeline chunks for {model.num_layers} layers: use at most {model.num_layers} "
             "(stages times virtual stages)"
         )
-    base, extra = divmod(model.num_layers, num_chunks)
-    found, start = [], 0
-    for chunk in range(num_chunks):
-        end = start + base + (chunk < extra)
-        num_moe = sum(model.moe_layers[start:end])
-        found.append((num_moe, end - start - num_moe))
-        start = end
-    return tuple(found)
+    runs = split_evenly(model.num_layers, num_chunks)
+    num_moe = [sum(model.moe_layers[first:last]) for first, last in runs]
+    return tuple((moe, last - first - moe) for moe, (first, last) in zip(num_moe, runs, strict=True))
 
 
 def fullest_stage(model: ModelSpec, pipeline: Number, virtual_stages: Number = 1) -> StageLayers:

@@ -9,10 +9,10 @@ import torch
 
 from antiphon import _native
 from antiphon.base.logging import get_logger
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.m2n.rank_group import NativeRankGroup
-from antiphon.comm.mesh import split_evenly
 from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.comm.stages import StagePlace, Stages, open_stages
 from antiphon.comm.two_level.levels import Levels
