@@ -274,6 +274,8 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
     for descriptor, number in zip(beyond, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which is read as a library loads
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     errors = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
