@@ -63,7 +63,7 @@ def test_other_degrees_keep_the_roofline() -> None:
 def test_a_whole_search_runs_on_a_profile() -> None:
     table = evaluate_phase(setting(profile=profile()))
     assert table.feasible.any()
-    ones = (table.candidates.attention_tp == 1) & (table.layout == "disaggregated")
+    ones = (table.candidates.attention_tp == 1) & table.candidates.is_disaggregated
     assert table.outcome.t_a_s[ones] == pytest.approx(3e-3)
 
 

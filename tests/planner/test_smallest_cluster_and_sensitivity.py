@@ -10,6 +10,7 @@ from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.search import evaluate_phase, make_plan
 from antiphon.planner.sensitivity import base_value, sensitivity, with_prompts
 from antiphon.planner.smallest_cluster import one_more_node, smallest_cluster, with_nodes
+from antiphon.specs.plan import LAYOUTS
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
 
@@ -96,7 +97,7 @@ def test_sensitivity_agrees_with_the_search_at_its_own_value() -> None:
     for over in ("slo", "context", "network"):
         (point,) = sensitivity(where, table, over=over, values=(base_value(where, table, over),))
         for layout, score in point.best.items():
-            index = table.best("per-gpu", table.layout == layout)
+            index = table.best("per-gpu", table.candidates.layout == LAYOUTS.index(layout))
             assert score == pytest.approx(float(table.per_gpu[index]))
 
 
@@ -124,6 +125,6 @@ def test_the_front_is_what_nothing_beats() -> None:
         assert front.size
         assert (np.diff(latency) >= 0).all()
         assert (np.diff(scores) > 0).all()
-        among = np.ones(len(table), dtype=bool) if layout is None else table.layout == layout
+        among = np.ones(len(table), dtype=bool) if layout is None else table.candidates.layout == LAYOUTS.index(layout)
         for index in np.flatnonzero(among):
             assert (scores[latency <= table.tpot_s[index]].max(initial=0.0)) >= table.per_gpu[index]

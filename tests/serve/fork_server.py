@@ -69,6 +69,7 @@ class _Request(msgspec.Struct):
     cores: list[int]
     environment: dict[str, str]
     new_session: bool
+    blocked: list[int]  # signals, by the thread that asks: the server may have been started by one that blocks others
 
 
 class ForkServer:
@@ -174,6 +175,7 @@ class _Forked(subprocess.Popen[Any]):
             cores=sorted(os.sched_getaffinity(0)),
             environment=dict(environment),
             new_session=asked["start_new_session"],
+            blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         )
         try:
             self.pid = self._fork_server.fork(request, [*standard, *request.numbers])
@@ -267,6 +269,7 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     if request.new_session:
         os.setsid()
     numbers = [0, 1, 2, *request.numbers]

@@ -95,10 +95,11 @@ def test_a_killed_worker_costs_no_token(live_server: ServerProcess, worker: str)
     with live_server.http.stream("POST", "/v1/completions", json=LONG) as response:
         expected = "".join(event_texts(response.iter_lines()))
     restarts = live_server.metrics()["antiphon:worker_restarts_total"]
+    pid = live_server.worker_pid(worker)  # which takes a while: the answer must not end meanwhile
     with live_server.http.stream("POST", "/v1/completions", json=LONG) as response:
         texts = event_texts(response.iter_lines())
         begin = "".join(next(texts) for _ in range(20))
-        os.kill(live_server.worker_pid(worker), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         assert begin + "".join(texts) == expected
     assert live_server.metrics()["antiphon:worker_restarts_total"] == restarts + 1
     wait_until(lambda: live_server.http.get("/health").status_code == 200, "healthy again")
