@@ -1,4 +1,4 @@
-"""Collectives that gradients pass, each split into start and wait, each counted in the group's ledger.
+"""Collectives that gradients pass, in start and wait, counted by a ledger; long because all have one pattern.
 
     pending = start(AllToAll(group, "dispatch", send, receive), x_TH)
     ...                       # work that does not need the result

@@ -180,9 +180,7 @@ class Engine:
     def place(self, placement: ExpertPlacement) -> int:
         """See `AsyncEngine.place`."""
         if not (placing := self.workforce.placing):
-            raise UserError(
-                "experts have no placement in this layout: start the server with --layout disaggregated or hybrid"
-            )
+            raise UserError("experts have no placement in this layout: use --layout disaggregated or hybrid")
         placing[0].check(placement)
         with self._lock:
             self._refuse_if_ending()
