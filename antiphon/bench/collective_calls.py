@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.base.errors import ResourceError
-from antiphon.comm.collectives import all_gather_single, reduce_scatter_single
+from antiphon.comm.collectives import reduce_scatter_single
 from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.point_to_point import all_gather_single
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _LINE = 64

@@ -29,7 +29,7 @@ from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.obey import obey
-from antiphon.train.ranks import sizes_of, threads_of_rank
+from antiphon.train.ranks import leave, sizes_of, threads_of_rank
 from antiphon.train.setup import build_model, cache_of, plan_options, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
@@ -86,6 +86,7 @@ def _run(
     """One rank's part of the run; the first one speaks."""
     if int(os.environ.get("RANK", "0")):
         Trainer(config, timeline=timeline, plan=planned).run()
+        leave()
         return
     with progress(f"training {file.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
 
@@ -95,6 +96,7 @@ def _run(
                 _show_step(result, config, json)
 
         facts = Trainer(config, on_step, timeline, planned).run()
+    leave()
     page = write_run_page(Path(config.output.folder))
     compared = comparisons(read_run(Path(config.output.folder)))
     emit_json(json, facts | {"page": page, "compared": [asdict(each) for each in compared]})

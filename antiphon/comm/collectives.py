@@ -14,7 +14,6 @@ Letters: T rows here, R rows received, H width (any shape of rows).
 
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.mesh import Group
-from antiphon.comm.wire import Submission
+from antiphon.comm.point_to_point import is_gloo, start_all_gather, start_all_to_all
 
-# PyTorch 2.13 has them under new names and warns of the old ones.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# PyTorch 2.13 has it under a new name and warns of the old one.
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -67,10 +65,7 @@ class AllToAll:
         buffer = x.new_empty((sum(self.receive), *x.shape[1:]))
         away = x.shape[0] - self.send[self.group.index]
         self.group.ledger.sent(self.name, away * _row_bytes(x))
-        work = dist.all_to_all_single(
-            buffer, x, list(self.receive), list(self.send), group=self.group.process_group, async_op=True
-        )
-        return buffer, work
+        return buffer, start_all_to_all(self.group, buffer, x, self.receive, self.send)
 
     def finish(self, buffer: Tensor) -> Tensor:
         return buffer
@@ -92,11 +87,11 @@ class AllGather:
         return f"{self.purpose}.all_gather"
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        largest = max(self.sizes)
+        group, largest = self.group, max(self.sizes)
         x = _padded(x, largest)
-        buffer = x.new_empty((largest * self.group.size, *x.shape[1:]))
-        self.group.ledger.sent(self.name, (self.group.size - 1) * x.shape[0] * _row_bytes(x))
-        return buffer, all_gather_single(buffer, x, group=self.group.process_group, async_op=True)
+        buffer = x.new_empty((largest * group.size, *x.shape[1:]))
+        group.ledger.sent(self.name, (group.size - 1) * x.shape[0] * _row_bytes(x))
+        return buffer, start_all_gather(group, buffer, x)
 
     def finish(self, buffer: Tensor) -> Tensor:
         largest = max(self.sizes)
@@ -127,20 +122,12 @@ class ReduceScatter:
     def _own(self) -> int:
         return self.sizes[self.group.index]
 
-    @property
-    def _adds_here(self) -> bool:
-        return dist.get_backend(self.group.process_group) == "gloo"
-
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
         group, largest = self.group, max(self.sizes)
-        if self._adds_here:
+        if is_gloo(group):
             buffer = x.new_empty((group.size * self._own, *x.shape[1:]))
             group.ledger.sent(self.name, (x.shape[0] - self._own) * _row_bytes(x))
-            received = [self._own] * group.size
-            work = dist.all_to_all_single(
-                buffer, x, received, list(self.sizes), group=group.process_group, async_op=True
-            )
-            return buffer, work
+            return buffer, start_all_to_all(group, buffer, x, [self._own] * group.size, self.sizes)
         if min(self.sizes) != largest:
             x = torch.cat([_padded(part, largest) for part in torch.split(x, list(self.sizes))])
         buffer = x.new_empty((largest, *x.shape[1:]))
@@ -148,7 +135,7 @@ class ReduceScatter:
         return buffer, reduce_scatter_single(buffer, x, group=group.process_group, async_op=True)
 
     def finish(self, buffer: Tensor) -> Tensor:
-        if not self._adds_here:
+        if not is_gloo(self.group):
             return buffer[: self._own]
         parts = buffer.view(self.group.size, self._own, *buffer.shape[1:])
         total = parts[0].clone()
@@ -250,28 +237,14 @@ class Flight:
     def land(self) -> Tensor:
         assert self._work is not None, "this collective was waited for before"
         begin, group = time.perf_counter(), self._current.group
-        if group.roll is None:
+        with group.waiting(self._current.name):
             self._work.wait()
-        else:
-            group.roll.wait(self._current.name, self._wait)
         group.ledger.waited(self._current.name, time.perf_counter() - begin)
         buffer = self._work.result if self._buffer is None else self._buffer
         assert buffer is not None, "what the wire waited for has filled a buffer"
         result = self._current.finish(buffer)
         self._buffer = self._work = None
         return result
-
-    def _wait(self, seconds: float | None) -> bool:
-        """At most so long, None: to the end; whether it is over."""
-        if isinstance(self._work, Submission):
-            return self._work.wait(seconds)
-        try:
-            self._work.wait(*(() if seconds is None else (timedelta(seconds=seconds),)))
-        except RuntimeError:
-            if seconds is None or self._work.is_completed():
-                raise
-            return False
-        return True
 
 
 class _Start(torch.autograd.Function):

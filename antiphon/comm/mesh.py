@@ -12,6 +12,7 @@ Plain numbers here; `Ranks` says who belongs together, `connect` makes process g
 
 import itertools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -109,6 +110,10 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """This rank waits inside for `what` of these ranks; see `RollCall.waiting`."""
+        return nullcontext() if self.roll is None else self.roll.waiting(what)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.mesh import Group
+from antiphon.comm.point_to_point import start_all_to_all
 
 _BLOCK = 1 << 18  # elements that are rounded at a time
 
@@ -42,15 +42,7 @@ class NarrowSum:
         received = own * self.group.size
         buffer = narrow[count : count + received] if received <= count else narrow.new_empty(received)
         self.group.ledger.sent(self.name, (count - own) * narrow.element_size())
-        work = dist.all_to_all_single(
-            buffer,
-            narrow[:count],
-            [own] * self.group.size,
-            list(self.sizes),
-            group=self.group.process_group,
-            async_op=True,
-        )
-        return buffer, work
+        return buffer, start_all_to_all(self.group, buffer, narrow[:count], [own] * self.group.size, self.sizes)
 
     def finish(self, buffer: Tensor) -> Tensor:
         parts = buffer.view(self.group.size, self.sizes[self.group.index])

@@ -5,17 +5,27 @@ So a rank that has waited for half of the timeout writes down for what, in the s
 timeout is over, the ranks that wrote nothing are named. All that wait began nearly together, since every step brings
 all ranks together; one that hangs writes nothing.
 
-Rejected: a beat of the heart from a thread of its own. It goes on while the thread that matters hangs.
+A thread writes, because a wait for gloo cannot be interrupted and asked again. It knows only waits that a rank is in,
+so it writes nothing for one that hangs elsewhere. Rejected: a beat of the heart. It goes on while the thread that
+matters hangs.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
 from antiphon.base.errors import ResourceError
+
+
+@dataclass
+class _Wait:
+    what: str
+    began_s: float
+    is_told: bool = False
 
 
 class RollCall:
@@ -26,40 +36,45 @@ class RollCall:
         self._rank = rank
         self._ranks = ranks
         self._timeout_s = timeout_s
-
-    def wait(self, what: str, done: Callable[[float | None], bool]) -> None:
-        """Until `done(seconds)` says that it is over, which waits at most so long; `done(None)` waits to the end, which
-        is an error after the timeout. `ResourceError` naming the ranks that hang; an error that comes earlier, such as
-        a peer's death, is raised as it is."""
-        began_s, half_s = time.monotonic(), self._timeout_s / 2
-        if done(half_s):
-            return
-        self._store.set(self._key(self._rank), what)
-        try:
-            done(None)
-        except RuntimeError as error:
-            raise ResourceError(self._words(what, time.monotonic() - began_s)) from error
-        self._store.delete_key(self._key(self._rank))
+        self._lock = threading.Lock()
+        self._waits: list[_Wait] = []
+        self._teller: threading.Thread | None = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """For a wait that has its own timeout and cannot be asked in between: this rank waits for `what` inside."""
-        told: list[bool] = []
-
-        def tell() -> None:
-            told.append(True)
-            self._store.set(self._key(self._rank), what)
-
-        timer = threading.Timer(self._timeout_s / 2, tell)
-        timer.daemon = True
-        timer.start()
+        """This rank waits for `what` inside, in a call that ends with a `RuntimeError` after the timeout. That becomes
+        a `ResourceError` that names the ranks that hang; one that comes earlier, such as a peer's death, is raised as
+        it is."""
+        wait = _Wait(what, time.monotonic())
+        with self._lock:
+            self._waits.append(wait)
+            if self._teller is None:
+                self._teller = threading.Thread(target=self._tell, name="roll call", daemon=True)
+                self._teller.start()
         try:
             yield
-        finally:
-            timer.cancel()
-        timer.join()  # it may be writing just now
-        if told:
-            self._store.delete_key(self._key(self._rank))  # after an error it stays: others are about to read it
+        except RuntimeError as error:
+            if wait.is_told:  # and what was written stays: others are about to read it
+                raise ResourceError(self._words(what, time.monotonic() - wait.began_s)) from error
+            self._over(wait)
+            raise
+        self._over(wait)
+
+    def _over(self, wait: _Wait) -> None:
+        with self._lock:
+            self._waits.remove(wait)
+            if wait.is_told and not any(each.is_told for each in self._waits):
+                self._store.delete_key(self._key(self._rank))
+
+    def _tell(self) -> None:
+        while True:
+            time.sleep(self._timeout_s / 16)
+            with self._lock:
+                late = [each for each in self._waits if time.monotonic() - each.began_s > self._timeout_s / 2]
+                for each in late:
+                    if not each.is_told:
+                        self._store.set(self._key(self._rank), each.what)
+                        each.is_told = True
 
     def _words(self, what: str, waited_s: float) -> str:
         silent = [each for each in range(self._ranks) if not self._store.check([self._key(each)])]

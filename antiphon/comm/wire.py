@@ -41,10 +41,10 @@ class Submission:
         self.is_done = False
         self._wire = wire
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Blocks until it is done, at most `seconds`, and says whether it is. The first error of the wire, such as a
-        peer's death or a timeout of its group, is raised."""
-        return self._wire.await_done(self, seconds)
+    def wait(self) -> None:
+        """Blocks until it is done. The first error of the wire, such as a peer's death or a timeout of its group, is
+        raised."""
+        self._wire.await_done(self)
 
 
 class Wire:
@@ -100,12 +100,11 @@ class Wire:
             taken, self._all_to_all_s = dict(self._all_to_all_s), defaultdict(list)
         return taken
 
-    def await_done(self, submission: Submission, seconds: float | None) -> bool:
+    def await_done(self, submission: Submission) -> None:
         """For `Submission.wait`. It ends: each collective in flight fails after its group's timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: submission.is_done or self._error is not None, seconds)
+            self._changed.wait_for(lambda: submission.is_done or self._error is not None)
             self._check()
-            return submission.is_done
 
     def _check(self) -> None:
         if self._error is not None:

@@ -141,12 +141,9 @@ class Bucket:
     def finish(self) -> None:
         """Wait until every sum that was begun is in the pieces' gradients."""
         began_s = time.perf_counter()
-        roll = self._replicas.group.roll
         for submission in self._submissions:
-            if roll is None:
+            with self._replicas.group.waiting(f"the gradients of {submission.name}"):
                 submission.wait()
-            else:
-                roll.wait(f"the gradients of {submission.name}", submission.wait)
         if self._submissions:
             self._replicas.group.ledger.waited("gradients.sums", time.perf_counter() - began_s)
         self._submissions.clear()

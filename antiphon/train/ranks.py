@@ -83,6 +83,12 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
     return connect(sizes, rank, timeout_s, communication.wire(), roll, first=communication.sums == "priority")
 
 
+def leave() -> None:
+    """End what `join` began. A process that ends without it may abort, because threads of gloo still run."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
     store.set(f"here/{rank}", socket.gethostname())
     deadline, missing = time.monotonic() + timeout_s, set(range(ranks))

@@ -85,6 +85,7 @@ got = launch_in_tiles(AllToAll(group, "dispatch", (512, 512), (512, 512)), links
 assert got[:512].eq(0).all() and got[512:].eq(1).all()
 barrier(group)
 links.close()
+torch.distributed.destroy_process_group()
 """
 
 

@@ -23,6 +23,7 @@ from antiphon.bench.ladder.turns import (
     configuration,
 )
 from antiphon.bench.ladder.wire import Links
+from antiphon.train.ranks import leave
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
 
@@ -41,6 +42,7 @@ def main(workplace: Path) -> None:
             if rank == 0:
                 print(f"step {number}, {variants[index].name}: {time.monotonic() - started_s:.2f} s", flush=True)
     records = [each.end() for each in contestants]
+    leave()
     if rank == 0:
         check_losses(variants, records)
         rows = _rows(case, variants, contestants, records)
