@@ -131,8 +131,8 @@ def page(families: dict[str, Comparison], formats: dict[str, Comparison], made_w
                 ([f"`{name}`", PEOPLE_KNOW[name], *cells(families.get(name))] for name in PEOPLE_KNOW),
             ),
             "",
-            "transformers has neither `deepseek` nor `kimi_k2`. The tests compare `deepseek` with a Qwen2-MoE whose shared "
-            "gate is held open, and `kimi_k2` with DeepSeek-V3, whose layers it has.",
+            "transformers has neither `deepseek` nor `kimi_k2`. The tests compare `deepseek` with a Qwen2-MoE whose "
+            "shared gate is held open, and `kimi_k2` with DeepSeek-V3, whose layers it has.",
             "",
             FORMATS_HEAD,
             "",
