@@ -23,7 +23,7 @@ from antiphon.base.errors import UserError
 from antiphon.bench.box import Box
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.launch import start_engine
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from antiphon.specs.sampling import SamplingParams
 
 PORT = 7700

@@ -62,8 +62,8 @@ def check(ours: Tensor, theirs: Tensor) -> None:
         raise SystemExit(f"wrong result: relative error {error:.3g}")
 
 
-def rates(work: float, seconds: tuple[float, float], unit: float = 1e9) -> str:
-    return f"{work / seconds[0] / unit:.1f} / {work / seconds[1] / unit:.1f}"
+def rates(work: float, seconds: tuple[float, float]) -> str:
+    return f"{work / seconds[0] / 1e9:.1f} / {work / seconds[1] / 1e9:.1f}"
 
 
 def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:

@@ -21,7 +21,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams

@@ -23,7 +23,7 @@ from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams

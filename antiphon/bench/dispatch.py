@@ -33,7 +33,7 @@ from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.mesh import Group, Sizes, connect
-from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.training.volumes import expert_parallel_volume
 
 Dtype = Literal["float32", "bfloat16"]

@@ -102,13 +102,12 @@ def wait_for_quiet(
     limit_share: float = FOREIGN_SHARE_LIMIT,
     timeout_s: float = 120.0,
     *,
-    sample_s: float = 0.5,
     measure: Callable[[float], float] = foreign_share_during,
 ) -> bool:
-    """Block until a sample of `sample_s` saw less than `limit_share` foreign CPU; False if `timeout_s` passed first."""
+    """Block until half a second saw less than `limit_share` foreign CPU; False if `timeout_s` passed first."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        if measure(sample_s) < limit_share:
+        if measure(0.5) < limit_share:
             return True
         if time.monotonic() >= deadline_s:
             return False
@@ -164,7 +163,6 @@ def repeat_until_quiet(
     *,
     num_required: int = NUM_QUIET_REPETITIONS,
     max_rounds: int = 10,
-    limit_share: float = FOREIGN_SHARE_LIMIT,
     quiet_timeout_s: float = 60.0,
     extra_root_pids: Sequence[int] = (),
 ) -> dict[str, Repetitions[Value]]:
@@ -181,13 +179,13 @@ def repeat_until_quiet(
     for round_number in range(max_rounds):
         names = list(contestants) if round_number % 2 == 0 else list(reversed(list(contestants)))
         for name in names:
-            wait_for_quiet(limit_share, quiet_timeout_s, measure=measure)
+            wait_for_quiet(FOREIGN_SHARE_LIMIT, quiet_timeout_s, measure=measure)
             watch = CpuWatch(extra_root_pids)
             value = contestants[name]()
             records[name].append(Repetition(value, watch.foreign_share()))
-        if all(_num_below(record, limit_share) >= num_required for record in records.values()):
+        if all(_num_below(record, FOREIGN_SHARE_LIMIT) >= num_required for record in records.values()):
             break
-    return {name: Repetitions(tuple(record), limit_share, num_required) for name, record in records.items()}
+    return {name: Repetitions(tuple(record), FOREIGN_SHARE_LIMIT, num_required) for name, record in records.items()}
 
 
 def _num_below(record: Sequence[Repetition[Value]], limit_share: float) -> int:

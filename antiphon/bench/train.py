@@ -4,7 +4,7 @@
 2. the first steps' losses must agree; what both keep for backward is counted meanwhile
 3. then they take turns, step by step, until each has three steps that other processes did not disturb
 
-Balance, z-loss and weight decay are off on both sides. Several ranks are started by `torchrun` (`bench.train_ranks`);
+Balance, z-loss and weight decay are off on both sides. Several ranks are started by `torchrun` (`main`);
 there the loop has a copy of the model on each of them and a share of the batch. Rejected: one after the other. The
 machine drifts within a minute.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from antiphon.base.errors import ResourceError
+from antiphon.base.progress import progress
 from antiphon.bench.limits import measure_gemm_flops_per_s
 from antiphon.bench.step_case import TEXT
 from antiphon.bench.train_turns import NUM_COMPARED, Comparison, Say, TrainingCase, write_text
@@ -61,7 +62,7 @@ def run_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
     file.write_text(json.dumps(asdict(case) | {"folder": str(case.folder.resolve())}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
-    ended = subprocess.run([*command, "-m", "antiphon.bench.train_ranks", str(file)], env=environment, check=False)
+    ended = subprocess.run([*command, "-m", "antiphon.bench.train", str(file)], env=environment, check=False)
     if ended.returncode:
         raise ResourceError(f"a rank of {case.ranks} failed: what it said stands above")
     found: list[dict[str, Any]] = json.loads(rows.read_text())
@@ -94,3 +95,20 @@ def rows_of(case: TrainingCase, comparison: Comparison) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def main(file: Path) -> None:
+    """One rank of a case, which `torchrun` starts. The first one writes the rows."""
+    values = json.loads(file.read_text())
+    case = TrainingCase(**values | {"folder": Path(values["folder"])})
+    if int(os.environ["RANK"]):
+        Comparison(case, lambda text: None, lambda done, total: None).run(file.parent)
+        return
+    with progress(f"timing training steps on {case.ranks} ranks") as report:
+        comparison = Comparison(case, lambda text: print(text, file=sys.stderr), report)
+        comparison.run(file.parent)
+    (file.parent / "rows.json").write_text(json.dumps(rows_of(case, comparison)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

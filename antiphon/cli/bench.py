@@ -13,9 +13,8 @@ import typer
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.antiphon_engine import AntiphonEngine
 from antiphon.bench.peers.api import Peer
+from antiphon.bench.peers.local_peers import transformers_peer, vllm_peer
 from antiphon.bench.peers.openai_peer import OpenAIPeer
-from antiphon.bench.peers.transformers_peer import transformers_peer
-from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import options
 from antiphon.cli.bench_balance import balance

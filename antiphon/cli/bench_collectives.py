@@ -7,8 +7,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.collective_calls import COLLECTIVES
-from antiphon.bench.collectives import CollectiveSettings, bench_collectives
+from antiphon.bench.collectives import COLLECTIVES, CollectiveSettings, bench_collectives
 from antiphon.bench.m2n.contestants import TRANSPORTS, WAITING
 from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size
 from antiphon.cli.output import JsonOption, show_bench, table

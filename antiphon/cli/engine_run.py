@@ -1,17 +1,116 @@
-"""What commands that run an engine show of it: how far it has loaded, and at the end where its time went."""
+"""What commands that run an engine show of it: how far it has loaded, that it is ready, and where its time went."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+from antiphon import __version__, _native
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.cli.output import show, table, whole_file
+from antiphon.cost.kv_blocks import kv_cache_block_bytes
+from antiphon.kernels.select import resolve_dtype
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
+from antiphon.specs.model import ModelSpec
+
+EXAMPLE_BODY = '{"prompt": "class Stack:", "max_tokens": 32}'
+
+
+def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str, url: str) -> dict[str, Any]:
+    """The server as JSON: where it listens, which processes it has, what it can hold."""
+    info = engine.info
+    num_tokens = engine.stats().kv_blocks_total * config.block_size
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    bytes_per_token = kv_cache_block_bytes(spec, 1, resolve_dtype(dtype).itemsize)
+    return {
+        "version": __version__,
+        "model": name,
+        "architecture": _describe(spec),
+        "dtype": dtype,
+        "device": config.device,
+        "layout": info.layout,
+        "num_attention": info.num_attention,
+        "num_experts_workers": info.num_experts_workers,
+        "num_instances": config.num_instances,
+        "attention_tp": config.attention_tp,
+        "expert_tp": config.expert_tp,
+        "num_stages": config.num_stages,
+        "num_micro_batches": info.num_micro_batches,
+        "kernels": sorted(engine.workforce.kernels),
+        "max_model_len": info.max_model_len,
+        "kv_cache_tokens": num_tokens,
+        "kv_cache_bytes": num_tokens * bytes_per_token,
+        "url": url,
+        "pid": os.getpid(),
+        "workers": [{"name": str(worker), "pid": engine.worker_pid(worker)} for worker in engine.workforce.names],
+    }
+
+
+def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
+    """The same for people, with a request to copy."""
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    kernels = ", ".join(f"{name} ({_native.isa()})" if name == "cpu" else name for name in facts["kernels"])
+    lines = [
+        f"Antiphon {facts['version']} serves {facts['model']}",
+        f"  model     {facts['architecture']}, {facts['dtype']} on {facts['device']}",
+        f"  layout    {layout_line(facts)}",
+        f"  workers   {workers_line(facts['workers'])}",
+        f"  kernels   {kernels}",
+        f"  KV cache  {facts['kv_cache_tokens']:,} tokens, {format_bytes(facts['kv_cache_bytes'])}; "
+        f"a request may have {facts['max_model_len']:,}",
+        f"  URL       {facts['url']}; watch it at {facts['url']}/dashboard",
+        "",
+        f"  curl {facts['url']}/v1/completions -H 'Content-Type: application/json'{key} \\",
+        f"    -d '{EXAMPLE_BODY}'",
+        "",
+        "Ctrl-C finishes what runs and stops.",
+    ]
+    return "\n".join(lines)
+
+
+def layout_line(facts: dict[str, Any]) -> str:
+    """``disaggregated: 1 attention + 2 expert workers, 2 micro-batches in turn``."""
+    attention_ranks, expert_ranks = (
+        f" of {ranks} ranks" if ranks > 1 else "" for ranks in (facts["attention_tp"], facts["expert_tp"])
+    )
+    if facts["num_stages"] > 1:
+        attention_ranks = f" of {facts['num_stages']} stages" + (
+            f" with {attention_ranks[4:]}" if attention_ranks else ""
+        )
+    if facts["layout"] == "colocated":
+        replicas = plural(facts["num_attention"], "replica") + attention_ranks
+        return f"colocated: {replicas} with attention and experts {'on each' if attention_ranks else 'in one process'}"
+    instances = f"{facts['num_instances']} times " if facts["num_instances"] > 1 else ""
+    if facts["layout"] == "hybrid":
+        replicas = plural(facts["num_attention"], "replica") + attention_ranks
+        shared = plural(facts["expert_tp"], "rank")
+        return f"hybrid: {instances}{replicas} that share their experts, each expert on {shared}"
+    experts = plural(facts["num_experts_workers"], "expert worker") + expert_ranks
+    batches = plural(facts["num_micro_batches"], "micro-batch", "micro-batches")
+    return (
+        f"disaggregated: {instances}{facts['num_attention']} attention{attention_ranks} + {experts}, {batches} in turn"
+    )
+
+
+def workers_line(workers: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(f"{worker['name']} {worker['pid']}" for worker in workers)
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """``plural(2, "replica")`` -> ``"2 replicas"``."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _describe(spec: ModelSpec) -> str:
+    """One line about a model, for logs."""
+    router = spec.router
+    return f"{spec.family}, {spec.num_layers} layers, {router.num_experts} experts, top-{router.top_k}"
 
 
 def start_with_progress(config: ServeConfig, check: Callable[[], None] = lambda: None) -> Engine:

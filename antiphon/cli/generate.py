@@ -16,7 +16,7 @@ from antiphon.cli.serve_plan import check_plan_fits, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.specs.sampling import SamplingParams, TokenLogprob

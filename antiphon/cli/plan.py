@@ -1,4 +1,7 @@
-"""`antiphon plan`: to serve, which layout, how many of what, at what cost; to train, which layout and how fast."""
+"""`antiphon plan`: to serve, which layout, how many of what, at what cost; to train, which layout and how fast.
+
+A plan is also put in the terms of what runs it (this engine, vLLM, SGLang, Kubernetes), for `--emit` and for the page.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,23 +14,60 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
-from antiphon.cli.plan_emit import EMITTERS, emitted, launch
 from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
-from antiphon.report.compare import comparison_report
+from antiphon.report.colocated import Target
+from antiphon.report.emit_engines import sglang_command, vllm_command
+from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
 from antiphon.report.page import html_page
-from antiphon.report.terminal import terminal_report
+from antiphon.report.terminal import comparison_report, terminal_report
 from antiphon.report.training_page import training_page
 from antiphon.report.training_terminal import training_report
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
-from antiphon.specs.plan import plan_to_json, read_plan
+from antiphon.specs.plan import Plan, plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
+
+EMITTERS = ("vllm", "sglang", "k8s")
+TITLES = {"vllm": "vLLM, the nearest settings", "sglang": "SGLang, the nearest settings", "k8s": "Kubernetes"}
+
+
+def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
+    """The plan in the terms of another engine, or as objects for Kubernetes."""
+    if name == "k8s":
+        kinds = {group.device.name: group.device.kind for group in inputs.cluster.groups}
+        experts = inputs.model.router.num_experts
+        return kubernetes_manifest(found, model=served_path(inputs), num_experts=experts, device_kinds=kinds)
+    target = Target(
+        model=served_path(inputs), precision=inputs.precision, workload=inputs.workload, cluster=inputs.cluster
+    )
+    return vllm_command(found, target) if name == "vllm" else sglang_command(found, target)
+
+
+def served_path(inputs: PlanInputs) -> str:
+    """Where an engine finds the weights: the folder, where MODEL is one; else the usual place of a mount with the
+    model's name, for the reader to change."""
+    return str(inputs.path) if inputs.path.is_dir() else f"/models/{inputs.model_name}"
+
+
+def launch(found: Plan, inputs: PlanInputs) -> list[tuple[str, str]]:
+    """(what starts the plan, its commands), this engine first; those that cannot run it, and why, come last."""
+    note = "# starts, or names what of the plan this engine does not run"
+    own = f"{note}\nantiphon serve {served_path(inputs)} --plan plan.json"
+    ways = [("This engine", own), *((TITLES[name], _or_why_not(name, found, inputs)) for name in EMITTERS)]
+    return sorted(ways, key=lambda way: all(line.startswith("#") for line in way[1].splitlines()))
+
+
+def _or_why_not(name: str, found: Plan, inputs: PlanInputs) -> str:
+    try:
+        return emitted(name, found, inputs)
+    except UserError as error:
+        return f"# {error}"
 
 
 def _print_list(wanted: bool) -> None:

@@ -12,10 +12,10 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
 from antiphon.reproduce.claim import PAPERS, Claim, Row, predictions
+from antiphon.reproduce.claims import reproduce as run_claims
+from antiphon.reproduce.claims import select
 from antiphon.reproduce.components import calibration_page
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
-from antiphon.reproduce.run import reproduce as run_claims
-from antiphon.reproduce.run import select
 
 COLUMNS = ("", "id", "what", "theirs", "ours", "unit", "tolerance", "kind")
 HOLDS, MISSES = Text("█", style="green"), Text("░ no", style="red")

@@ -1,20 +1,20 @@
 """`antiphon serve`: an OpenAI-compatible server over one checkpoint."""
 
 import re
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli import options
-from antiphon.cli.banner import banner, server_facts
-from antiphon.cli.engine_run import report_timeline, start_with_progress
+from antiphon.cli.engine_run import banner, report_timeline, server_facts, start_with_progress
 from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.options import check_not_empty
 from antiphon.cli.output import check_json, check_output_file, emit_json, show
-from antiphon.cli.ray_options import RayOptions
 from antiphon.cli.serve_plan import check_plan_fits, join_lines, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
@@ -23,9 +23,57 @@ from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import read_join_secret
+from antiphon.serve.ray_cluster import RayCluster
+from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer_files import load_tokenizer
+
+
+class PlacedWorkers(Protocol):
+    """Who places the workers that the engine does not start itself; `serve/ray_placement` explains the members."""
+
+    config: ServeConfig
+
+    def check(self) -> None: ...
+
+    def expect_end(self) -> None: ...
+
+
+@dataclass
+class PlacedByNobody:
+    """The engine starts its workers, and people those that join."""
+
+    config: ServeConfig
+
+    def check(self) -> None:
+        pass
+
+    def expect_end(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """All workers on a Ray cluster."""
+
+    ray: Annotated[bool, typer.Option("--ray", help="Place all workers on a Ray cluster.")] = False
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.", hidden=True)
+    ] = None
+
+    @contextmanager
+    def placed(self, config: ServeConfig) -> Iterator[PlacedWorkers]:
+        """The workers on their way to their nodes; the configuration to start the engine with is theirs."""
+        check_not_empty("--ray-address", self.ray_address)
+        if self.ray_address and not self.ray:
+            raise UserError(f"--ray-address {self.ray_address} does nothing without --ray: add it")
+        if not self.ray:
+            yield PlacedByNobody(config)
+            return
+        with RayPlacement(config, RayCluster(self.ray_address or "auto")) as placement:
+            yield placement
+
 
 ReadyOption = Annotated[
     str | None,

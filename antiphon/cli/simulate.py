@@ -14,13 +14,13 @@ from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, 
 from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
 from antiphon.cli.simulate_output import shown
 from antiphon.cost.ping_pong import iteration
+from antiphon.sim.gantt import write_trace
 from antiphon.sim.ping_pong import plan_pipeline, simulate_ping_pong
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve import ServingRun, simulate_serving
 from antiphon.sim.serve_results import ServingResult, result_to_json, serving_result
 from antiphon.sim.serve_trace import write_serving_trace
 from antiphon.sim.serving_options import ServingOptions
-from antiphon.sim.trace import write_trace
 from antiphon.specs.plan import Plan, read_plan
 
 _RECORDED_WORKERS = 8

@@ -1,6 +1,6 @@
 """M2N: attention workers send rows to expert workers, and results come back. Time one way, and what is sent.
 
-1. A row goes to each expert worker that holds at least one of its top-k experts, once (`cost.destinations`).
+1. A row goes to each expert worker that holds at least one of its top-k experts, once (`cost.dispatch`).
 2. Every device of a worker of `tp` devices sends (or receives) its share of a row; between workers of unequal tp the
    row is cut into max(tp_a, tp_e) pieces, so that the wider side sends one piece per device.
 3. One way takes as long as the slower side: the busiest sender's messages one after another on its link, or the

@@ -59,7 +59,6 @@ def attention_weight_bytes(
     precision: PrecisionSpec,
     *,
     pp: Number = 1,
-    with_shared: bool = True,
     with_embeddings: bool = True,
 ) -> Number:
     """Weights on one device of an attention worker: attention, norms, gates, shared experts and dense layers; embedding
@@ -74,8 +73,7 @@ def attention_weight_bytes(
     router = model.router
     gate = (hidden + router.has_score_bias) * router.num_experts
     elements = elements + model.num_moe_layers * gate
-    if with_shared:
-        elements = elements + model.num_moe_layers * _elements(gated_matrices(hidden, widths.shared_intermediate, tp))
+    elements = elements + model.num_moe_layers * _elements(gated_matrices(hidden, widths.shared_intermediate, tp))
     num_dense = model.num_layers - model.num_moe_layers
     elements = elements + num_dense * _elements(gated_matrices(hidden, widths.dense_intermediate, tp))
     if with_embeddings:

@@ -6,6 +6,18 @@
 3. An iteration is L layers of that, the last micro-batch trailing by m - 1 turns of the busiest resource.
 
 Rejected: eq. 5 outside its conditions. With m below 2 (1 + T_c/T_f) it is too fast, by the bubbles of every layer.
+
+Where attention and experts share devices, the schedule says what of the exchange is hidden behind arithmetic:
+
+1. Serial: attention, rows to their experts, experts, rows back.
+2. The shared expert runs beside the first half of the exchange; it needs no rows from elsewhere.
+3. Two batches: the micro-batch is cut in two halves, one computes while the other's rows are on the way. Weights are
+   read twice and kernels get narrower, for a half is priced as what it is. A layer of both halves takes as long as the
+   arithmetic, the exchange, or one half's round, whichever is longest (the ping-pong formula with one resource for both
+   kinds of arithmetic).
+4. Of what could be hidden, the fraction `overlap` is (`EfficiencySpec`).
+
+Rejected: overlap for disaggregated layouts alone. The comparison of layouts would be one of schedules.
 """
 
 import math
@@ -108,3 +120,17 @@ def throughput_per_cost(
 ) -> Number:
     """MegaScale-Infer section 4.2: (B / T_total) / (tp_a n_a Cost_a + tp_e E Cost_e)."""
     return batch / total_s / (num_attention_devices * attention_cost + num_expert_devices * expert_cost)
+
+
+def beside_dispatch_s(serial_s: Number, shared_s: Number, exchange_s: Number, overlap: float) -> Number:
+    """A serial layer of that time with its shared expert beside the rows' way to the experts."""
+    best_s: Number = serial_s - overlap * np.minimum(shared_s, np.asarray(exchange_s) / 2)
+    return best_s
+
+
+def two_batches_s(computed_s: Number, exchange_s: Number, overlap: float) -> Number:
+    """A layer of two halves, of which each computes and exchanges for so long."""
+    round_s = computed_s + exchange_s
+    steady_s = np.maximum(2 * np.maximum(computed_s, exchange_s), round_s)
+    layer_s: Number = 2 * round_s - overlap * (2 * round_s - steady_s)
+    return layer_s

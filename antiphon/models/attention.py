@@ -15,7 +15,7 @@ from torch import Tensor
 
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, PackedLinear, RotaryTable
-from antiphon.models.rank_sums import add_over_ranks
+from antiphon.models.shares import add_over_ranks
 from antiphon.specs.model import AttentionSpec
 
 

@@ -30,8 +30,7 @@ from torch import Tensor
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
-from antiphon.models.rank_sums import add_over_ranks
-from antiphon.models.shares import share_of
+from antiphon.models.shares import add_over_ranks, share_of
 from antiphon.specs.model import ModelSpec
 
 

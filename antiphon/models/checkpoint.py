@@ -1,10 +1,10 @@
 """A checkpoint folder in Hugging Face format: one index over one or many `.safetensors` shards.
 
 1. Shards are opened when one of their tensors is first asked for; only headers are read until then.
-2. `read` returns a view on the memory map. Its reader calls `release` after a copy, so that loading never holds
-   more than what it keeps and the tensor in hand.
-3. A float8 tensor with a scale beside it (`models/float8`) is multiplied out here and comes back as a new tensor. So is
-   `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4 (`models/mxfp4`).
+2. `read` returns a view on the memory map. Its reader calls `release` after a copy, so that loading never holds more
+   than what it keeps and the tensor in hand.
+3. A float8 tensor with a scale beside it (`models/dequantize`) is multiplied out here and comes back as a new tensor.
+   So is `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4.
 4. A part of a tensor is some rows of its first axis, and of those a cut of one axis: (axis, start, stop). Where a scale
    covers a block, the blocks that the cut touches are read.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models import mxfp4
-from antiphon.models.float8 import SCALE_BLOCK, SCALE_SUFFIXES, multiply_out, scale_shapes
+from antiphon.models import dequantize
+from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES, multiply_out, scale_shapes
 from antiphon.models.names import BLOCKS_SUFFIX
 from antiphon.models.safetensors_file import SafetensorsFile
 from antiphon.models.shard_index import INDEX_NAME, file_of_each_tensor
@@ -107,11 +107,11 @@ class Checkpoint:
                 f"published, or weights in bfloat16"
             )
         if cut is None or cut[0] < blocks.ndim - 2:
-            return mxfp4.expand(_narrowed(blocks, cut), _narrowed(scales, cut), dtype)
+            return dequantize.expand_mxfp4(_narrowed(blocks, cut), _narrowed(scales, cut), dtype)
         in_blocks = _block_cut(cut)
-        wide = mxfp4.expand(_narrowed(blocks, in_blocks), _narrowed(scales, in_blocks), dtype)
+        wide = dequantize.expand_mxfp4(_narrowed(blocks, in_blocks), _narrowed(scales, in_blocks), dtype)
         axis, start, stop = cut
-        return wide.narrow(axis, start - in_blocks[1] * mxfp4.BLOCK, stop - start)
+        return wide.narrow(axis, start - in_blocks[1] * dequantize.MXFP4_BLOCK, stop - start)
 
     def _multiplied_out(self, name: str, rows: Rows, cut: Cut, dtype: torch.dtype) -> Tensor:
         scale_name = self._scale_name(name)
@@ -145,7 +145,7 @@ class Checkpoint:
     def _scale_name(self, name: str) -> str | None:
         names = [name + suffix for suffix in SCALE_SUFFIXES]
         if name.endswith(BLOCKS_SUFFIX):
-            names = [mxfp4.scales_name(name)]
+            names = [dequantize.scales_name(name)]
         return next((scale for scale in names if scale in self._file_of), None)
 
     def _scale_rows(self, name: str, scale: str, rows: Rows) -> Rows:
@@ -176,4 +176,4 @@ def _narrowed(tensor: Tensor, cut: Cut) -> Tensor:
 def _block_cut(cut: tuple[int, int, int]) -> tuple[int, int, int]:
     """The cut of MXFP4's blocks that a cut of their numbers touches."""
     axis, start, stop = cut
-    return axis, start // mxfp4.BLOCK, -(-stop // mxfp4.BLOCK)
+    return axis, start // dequantize.MXFP4_BLOCK, -(-stop // dequantize.MXFP4_BLOCK)

@@ -40,7 +40,7 @@ class StackedLayout:
     "rows": w1, v1, w2 [E * I, H] with the down projection transposed, as DBRX publishes them.
     "columns": gate_up [E, H, 2I], gate and up in turns, and down [E, I, H], as transformers 5 holds gpt-oss.
     "mxfp4": gate_up [E, 2I, H], gate and up in turns, and down [E, H, I], each as blocks and scales, as gpt-oss is
-    published (`models/mxfp4`).
+    published (`models/dequantize`).
     """
 
     kind: Literal["fused", "rows", "columns", "mxfp4"]

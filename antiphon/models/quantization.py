@@ -1,8 +1,8 @@
 """Which quantised checkpoints can be read: those whose weights multiply out at load.
 
-- `quant_method: fp8` (`models/float8`): blocks of 128 x 128 (DeepSeek-V3, MiniMax-M2), or one scale a tensor.
+- `quant_method: fp8` (`models/dequantize`): blocks of 128 x 128 (DeepSeek-V3, MiniMax-M2), or one scale a tensor.
 - `quant_method: compressed-tensors` (llm-compressor, GLM-4.5-FP8): a scale a row, a block of 128 x 128, or a tensor.
-- `quant_method: mxfp4` of gpt-oss: four-bit experts in blocks of 32 (`models/mxfp4`).
+- `quant_method: mxfp4` of gpt-oss: four-bit experts in blocks of 32 (`models/dequantize`).
 Activations, keys and values that a checkpoint would round to float8 too stay as they are: that is more exact, and
 `left_out` says so. Everything else is refused by name.
 """

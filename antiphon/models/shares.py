@@ -4,6 +4,8 @@
     gate, up      rows: some of the feed-forward's width      down   the matching columns
     embedding, head: rows, some of the vocabulary             everything else: whole, on every rank
 
+What the ranks computed of a row is added up by `add_over_ranks`.
+
 Ranks get whole groups of query heads with their KV head as long as there are enough KV heads. With more ranks than KV
 heads the query heads are split evenly and a KV head is held by every rank whose queries see it. Latent attention splits
 heads; its one cached row a token is on every rank. Sizes that do not divide are split as evenly as they can be.
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
+from antiphon.comm.rank_group import RankGroup
 from antiphon.specs.model import AttentionSpec, ModelSpec
 
 Range = tuple[int, int]
@@ -167,3 +170,12 @@ def head_ranges(attention: AttentionSpec, purpose: str, q_heads: Range, kv_heads
         by_purpose["q_norm"] = (0, (times(q_heads, width),))
         by_purpose["k_norm"] = (0, each(kv_heads, width))
     return by_purpose.get(purpose)
+
+
+def add_over_ranks(ranks: RankGroup, part: Tensor) -> Tensor:
+    """The sum of all ranks' parts, the same bits on each. In host memory `part` itself is overwritten and returned."""
+    if ranks.size == 1:
+        return part
+    total = part.cpu().contiguous()
+    ranks.all_reduce(total)
+    return total.to(part.device)

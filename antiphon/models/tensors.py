@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models import mxfp4
+from antiphon.models import dequantize
 from antiphon.models.checkpoint import Checkpoint, Cut, Rows
 from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, PerExpertLayout, StackedLayout, TensorNames
 from antiphon.models.stored_sizes import stored_counts
@@ -268,7 +268,7 @@ def _stacked_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, expert: i
     if layout.kind == "columns":
         gate_up, down = gate_up[::-1], down[::-1]
     if layout.kind == "mxfp4":
-        gate_up, down, suffix = mxfp4.blocks_shape(gate_up), mxfp4.blocks_shape(down), BLOCKS_SUFFIX
+        gate_up, down, suffix = dequantize.blocks_shape(gate_up), dequantize.blocks_shape(down), BLOCKS_SUFFIX
     first, second = prefix + layout.gate_up[0], prefix + layout.down
     biases: tuple[TensorRef, ...] = ()
     if spec.feed_forward.expert_bias:

@@ -5,6 +5,16 @@ Colocated: `pieces` of `piece_devices` devices each, one per scale-up domain, ma
 one attention worker (or DP rank) and micro-batch: sequences in decode, tokens in prefill.
 
 Rejected: an object per candidate. 10^5 of them take longer to make than to evaluate.
+
+Those that `antiphon serve` can run, by the rules of the engine (`can_be_served`):
+
+    all                  every stage has a layer, every rank a head, some vocabulary and some columns to work on
+    disaggregated        as many attention workers as a batch's header can name
+    the colocated three  one TP degree divides the other, and rows can be cut into as many equal pieces as the smaller;
+                         replicas that share experts are on CPUs
+
+Rejected: `serve/served_plan`, which judges one finished plan and names what is wrong with it. A search has a million
+candidates, and runs without torch.
 """
 
 from dataclasses import dataclass, fields
@@ -14,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.parts import FloatArray
-from antiphon.specs.plan import LAYOUTS, Layout, Parallel
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.plan import LAYOUTS, MAX_ATTENTION_WORKERS, MAX_MICRO_BATCHES, Layout, Parallel, groups_nest
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -107,3 +118,20 @@ def joined(parts: list[Candidates]) -> Candidates:
     if not parts:
         return candidates_of(**{name: np.zeros(0, dtype=np.int64) for name in COLUMNS})
     return Candidates(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS})
+
+
+def can_be_served(model: ModelSpec, candidates: Candidates, on_cpu: BoolArray) -> BoolArray:
+    """Whether each candidate is one that this engine runs. `on_cpu`: of each, whether its devices are CPUs."""
+    widths = model.feed_forward
+    local = [widths.shared_intermediate] if widths.shared_intermediate else []
+    local += [widths.dense_intermediate] if not all(model.moe_layers) else []
+    most_attention = min(model.attention.num_heads, model.vocab_size, *local)
+    has_parts = (candidates.attention_tp <= most_attention) & (candidates.expert_tp <= widths.intermediate)
+    apart = candidates.attention_dp <= MAX_ATTENTION_WORKERS
+    num_ranks = candidates.attention_dp * candidates.attention_tp
+    together = apart & groups_nest(num_ranks, candidates.attention_tp, candidates.expert_tp)
+    is_one = (candidates.attention_dp == 1) & (candidates.expert_ep == 1)
+    together &= is_one | (on_cpu & (model.hidden_size % np.minimum(candidates.attention_tp, candidates.expert_tp) == 0))
+    together &= candidates.pp <= min(model.num_layers, MAX_MICRO_BATCHES)
+    shape = np.where(candidates.layout == DISAGGREGATED, apart, together)
+    return np.asarray(has_parts & shape)

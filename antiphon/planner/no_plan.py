@@ -27,9 +27,9 @@ class NoPlan(ResourceError):
         self.nearest = dict(nearest)
 
 
-def rounded_up(value: float, digits: int = 3) -> float:
-    """To so many significant digits, never down, so that what is offered can be kept."""
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
+def rounded_up(value: float) -> float:
+    """To three significant digits, never down, so that what is offered can be kept."""
+    scale = 10.0 ** (2 - math.floor(math.log10(value)))
     return math.ceil(value * scale - 1e-12) / scale
 
 

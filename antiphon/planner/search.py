@@ -1,7 +1,7 @@
 """`make_plan`: from model, cluster and workload to a plan, with every layout that lost and why.
 
 1. By phase: the space (devices, then memory), all candidates' numbers at once, the best by objective.
-2. One phase: the simplest layout that the model cannot tell from the best (`planner.bands`). Both phases: numbers of
+2. One phase: the simplest layout that the model cannot tell from the best (`planner.predict`). Both phases: numbers of
    prefill and decode instances that keep each other busy (`planner.rate_match`).
 3. The best candidate of every other layout is explained against the winner (`planner.explain`).
 4. Nothing feasible: `NoPlan` with the nearest promise, rate or size.
@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from antiphon.base.errors import UserError
 from antiphon.cost.profile import Profile
-from antiphon.planner.bands import simplest_of_ties
 from antiphon.planner.decode import decode_outcome
 from antiphon.planner.explain import rejected_layouts
 from antiphon.planner.no_plan import NoPlan, no_plan
-from antiphon.planner.predict import phase_plan
+from antiphon.planner.predict import phase_plan, simplest_of_ties
 from antiphon.planner.prefill import prefill_outcome
 from antiphon.planner.rate_match import Match, rate_match
 from antiphon.planner.setting import SearchLimits, Setting

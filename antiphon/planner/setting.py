@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
@@ -110,7 +110,7 @@ class SearchLimits:
     `overlapped`: whether colocated layouts may hide an exchange behind arithmetic. `per_node`: whether rows may travel
     once per node and be forwarded there. `whole_prompts`: passes of prefill take prompts as they come, though no rate
     and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`: replicas of experts per worker that are
-    tried. `servable`: only layouts that `antiphon serve` runs (`planner/runnable`). `pins`: what is fixed for every
+    tried. `servable`: only layouts that `antiphon serve` runs (`planner/candidates`). `pins`: what is fixed for every
     layout."""
 
     max_micro_batches: int = 4

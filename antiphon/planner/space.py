@@ -23,12 +23,12 @@ from antiphon.planner.candidates import (
     TP_PP,
     Candidates,
     IntArray,
+    can_be_served,
     candidates_of,
     joined,
 )
 from antiphon.planner.degrees import degrees_up_to, fewest_for_each_share, piece_of, stage_sizes
 from antiphon.planner.instance_packing import domains_of, instances_that_fit, num_workers_that_fit, widest_domain
-from antiphon.planner.runnable import can_be_served
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup

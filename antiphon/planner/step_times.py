@@ -21,10 +21,9 @@ from antiphon.cost.hybrid import Degrees, layer_exchange
 from antiphon.cost.m2n import Side, m2n
 from antiphon.cost.network import Link
 from antiphon.cost.parts import FloatArray, Number, Parts
-from antiphon.cost.ping_pong import layer_time
+from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s
 from antiphon.cost.profile import profiled_messages
 from antiphon.cost.roofline import row_bytes_of
-from antiphon.cost.schedules import beside_dispatch_s, two_batches_s
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.instance_packing import widest_domain

@@ -16,8 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.cost.attention import attention_decode, attention_prefill, dense_feed_forward, output_head
-from antiphon.cost.experts import expert_feed_forward
+from antiphon.cost.layers import (
+    attention_decode,
+    attention_prefill,
+    dense_feed_forward,
+    expert_feed_forward,
+    output_head,
+)
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
 from antiphon.cost.roofline import row_bytes_of

@@ -1,24 +1,69 @@
-"""The cost model's parts held against published measurements of kernels and exchanges (`specs.measured`).
+"""The cost model's parts held against published measurements of kernels and exchanges.
 
 Every table is asked of the functions the planner uses, with the defaults of `EfficiencySpec`, on the device it was
-measured on. No part is fitted to whole deployments here.
+measured on. No part is fitted to whole deployments here. Tables are files with their sources:
 
-Rejected: comparing whole layers only. Two wrong parts then cancel, and nobody sees it.
+    name = "deepep-normal"
+    kind = "rows sent once per node"      # which function of the cost model answers for it
+    device = "H800"
+    source = "title, address, on what"
+    columns = ["way", "ranks", "gb_per_s"]
+    rows = [["dispatch", 8, 153]]
+
+Numbers stand as they are printed, in the printed unit. Rejected: tables that the cost model reads instead of a formula.
+They know some twenty shapes of two devices; a formula with a few constants that meets them within their spread also
+answers for the others. Rejected: comparing whole layers only. Two wrong parts then cancel, and nobody sees it.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 from antiphon.base.units import format_bytes
-from antiphon.cost.attention import query_tile
-from antiphon.cost.destinations import expected_distinct
-from antiphon.cost.dispatch import Spread, direct, once_per_node
+from antiphon.cost.dispatch import Spread, direct, expected_distinct, once_per_node
+from antiphon.cost.layers import query_tile
 from antiphon.cost.network import Network, network
 from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
+from antiphon.specs.catalog import DATA
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import DeviceSpec, load_device
-from antiphon.specs.measured import Cell, Measured, MeasuredKind, measured
+from antiphon.specs.strict_table import read_table
+
+MeasuredKind = Literal[
+    "rows sent direct",
+    "rows sent once per node",
+    "all-to-all of blocks",
+    "products",
+    "absorbed attention",
+    "whole attention",
+]
+Cell = str | int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One published table. `device`: name of the shipped device it was measured on."""
+
+    name: str
+    summary: str
+    kind: MeasuredKind
+    device: str
+    source: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def each(self) -> list[dict[str, Cell]]:
+        """Its rows, by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+@cache
+def measured() -> tuple[Measured, ...]:
+    """All shipped tables, by name."""
+    return tuple(read_table(path).read(Measured) for path in sorted((DATA / "measured").glob("*.toml")))
+
 
 WITHIN = 0.15
 FP8_ROW, BF16_ROW = 7168 * (1 + 4 / 128), 7168 * 2.0  # FP8 with one 4-byte scale for each 128 elements

@@ -2,14 +2,75 @@
 
 The timelines' inputs are the paper's printed times (`antiphon.sim.lina_figure_7`); what is compared are the ends that
 follow under each schedule.
+
+Lina's models are Transformers with two-matrix experts, which no `ModelSpec` can describe. Here they have only what the
+paper's figures need: parameters, bytes exchanged, FLOPs. Training uses top-2, inference top-1 (Lina section 7.1).
+Rejected: an ungated feed-forward in `FeedForwardSpec`, which every engine would have to carry for models nobody serves.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
+from antiphon.base.errors import UserError
 from antiphon.sim.lina_figure_7 import LAYER, figure_7, figure_8b
 from antiphon.sim.schedules import Schedule
 from antiphon.sim.training_step import BackwardTimeline
-from antiphon.specs.lina_models import lina_model
+from antiphon.specs.catalog import DATA
+from antiphon.specs.nearest import canonical, did_you_mean
+from antiphon.specs.strict_table import read_toml
+
+FEED_FORWARD_MATRICES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoMatrixModel:
+    """`attention_matrices`: how many hidden x hidden matrices one layer's attention has."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    attention_matrices: int
+    source: str
+
+    @property
+    def expert_parameters(self) -> int:
+        return FEED_FORWARD_MATRICES * self.hidden_size * self.intermediate_size
+
+    @property
+    def attention_parameters(self) -> int:
+        return self.attention_matrices * self.hidden_size**2
+
+    def parameters(self, num_experts: int, num_layers: int | None = None) -> int:
+        """Matrices of all layers (by default the model's own number), without embeddings, norms and gates."""
+        layers = self.num_layers if num_layers is None else num_layers
+        return layers * (self.attention_parameters + num_experts * self.expert_parameters)
+
+
+def lina_models() -> dict[str, TwoMatrixModel]:
+    table = read_toml(DATA / "models" / "lina.toml")
+    models = {}
+    for name in table.names():
+        entry = table.table(name)
+        models[name] = TwoMatrixModel(
+            name=name,
+            num_layers=entry.whole("num_layers"),
+            hidden_size=entry.whole("hidden_size"),
+            intermediate_size=entry.whole("intermediate_size"),
+            attention_matrices=entry.whole("attention_matrices"),
+            source=entry.text("source"),
+        )
+        entry.finish()
+    return models
+
+
+def lina_model(name: str) -> TwoMatrixModel:
+    models = lina_models()
+    for known, model in models.items():
+        if canonical(known) == canonical(name):
+            return model
+    raise UserError(f"Lina's model {name!r} is unknown: {did_you_mean(name, models)}")
+
 
 # Table 1, all-to-all's share of the step: of 4 and of 16 experts, by layers, in training and in inference.
 SHARES = (0.367, 0.274, 0.354, 0.262, 0.382, 0.283, 0.395, 0.325, 0.376, 0.317, 0.368, 0.274)

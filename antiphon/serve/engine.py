@@ -23,13 +23,11 @@ from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
-from antiphon.serve.policy.limits import SchedulerConfig, check_request
-from antiphon.serve.policy.request import new_request
+from antiphon.serve.outputs import AsyncSink, Matcher, Sink, TrackedRequest, TrackedRequests
+from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
 from antiphon.serve.request_desk import RequestDesk
 from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.streams import AsyncSink, Sink
-from antiphon.serve.tracked import Matcher, TrackedRequest, TrackedRequests
 from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
@@ -208,9 +206,9 @@ class Engine:
         """Process id of one worker's present incarnation."""
         return self._fleet.workers[name].pid
 
-    def take_spans(self, timeout_s: float = 10.0) -> dict[WorkerName, Spans]:
+    def take_spans(self) -> dict[WorkerName, Spans]:
         """Collect the recorded spans of all live workers (and make them forget). For `--timeline`."""
-        return self._spans.collect(0, None, timeout_s) if self._thread.is_alive() else {}
+        return self._spans.collect(0, None, timeout_s=10.0) if self._thread.is_alive() else {}
 
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         """See `AsyncEngine.last_steps`. Clocks of other machines do not agree with this one's."""

@@ -29,15 +29,14 @@ from enum import Enum
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.balancer import Balancer
-from antiphon.serve.exchange_control import ExchangeControl
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.members import Members
+from antiphon.serve.members import ExchangeControl, Members
+from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.running_step import RunningStep, StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import (
     ExchangeReport,
     ExpertReport,

@@ -32,12 +32,12 @@ from antiphon.serve.group import StepGroup
 from antiphon.serve.joining import exchange_secret
 from antiphon.serve.kv_budget import kv_block_bytes, kv_blocks_per_worker
 from antiphon.serve.members import Members
+from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
-from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.routing_record import RoutingRecord
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, Role
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row

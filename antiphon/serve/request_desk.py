@@ -10,12 +10,12 @@ import time
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepGroup
+from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.serve.policy.suspects import Suspects, Verdict
 from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.workforce import Workforce
 
 _log = get_logger("engine")

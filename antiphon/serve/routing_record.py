@@ -1,10 +1,37 @@
-"""Writes which experts the rows of every step chose, as the workers say it (`antiphon serve --record-routing FILE`)."""
+"""`serve --record-routing FILE`: a worker keeps which experts the rows of a step chose, the engine writes them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from torch import Tensor
+
 from antiphon.base.logging import get_logger
-from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
+from antiphon.placement.routing_trace import IdArray, RoutingTraceWriter, TraceHeader
 from antiphon.specs.model import ModelSpec
+
+
+class RoutingRecorder:
+    """`layers` are the numbers of the MoE layers. Every layer of a step routes the same rows, micro-batch by
+    micro-batch."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = layers
+        self._ids: dict[int, list[IdArray]] = {layer: [] for layer in layers}
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left."""
+        for parts in self._ids.values():
+            parts.clear()
+
+    def add(self, layer: int, ids_TK: Tensor) -> None:
+        """The choices of one micro-batch; micro-batches come in the same order in every layer."""
+        self._ids[layer].append(ids_TK.cpu().numpy().astype("<u2"))
+
+    def of_step(self) -> bytes:
+        """As `RoutedRows.ids`."""
+        return b"".join(np.concatenate(self._ids[layer]).tobytes() for layer in self._layers if self._ids[layer])
+
 
 _log = get_logger("engine")
 

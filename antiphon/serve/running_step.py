@@ -7,12 +7,12 @@ workers is the group's business (`group.py`), what it means for the requests the
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.policy.micro_batches import micro_batch_steps
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.serve.policy.suspects import Blamed
-from antiphon.serve.tracked import TrackedRequests
 from antiphon.serve.worker.messages import RunStep, StepResult
 from antiphon.serve.worker_process import WorkerName
 

@@ -53,13 +53,11 @@ def packed_layer(
     return replace(layer, all_to_all_s=layer.all_to_all_s * shrunk, ffn_s=layer.ffn_s * ffn_growth)
 
 
-def choose_packing(
-    layer: BackwardLayer, network: PackingNetwork, max_experts_per_device: int | None = None
-) -> list[PackingStep]:
+def choose_packing(layer: BackwardLayer, network: PackingNetwork) -> list[PackingStep]:
     """Lina's search with the times of this model, FFN time following rows."""
 
     def measure(experts_per_device: int) -> tuple[float, float]:
         packed = packed_layer(layer, network, experts_per_device)
         return packed.ffn_s, packed.all_to_all_s
 
-    return choose_experts_per_device(measure, network.num_devices, max_experts_per_device)
+    return choose_experts_per_device(measure, network.num_devices)

@@ -21,7 +21,7 @@ from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.setting import Setting
-from antiphon.serve.policy.limits import SchedulerConfig
+from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.worker_names import WorkerCounts
 from antiphon.specs.counts import context_tokens_per_row

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.serve.policy.limits import check_request
-from antiphon.serve.policy.request import Request, new_request
+from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.serve.policy.step import RequestOutput
 from antiphon.sim.arrivals import Demand

@@ -1,6 +1,6 @@
 """A serving simulation as a trace for Perfetto: a process per instance, a track per attention worker, counters.
 
-Chrome's JSON, as `sim.trace` writes it, with counter events ("C") beside the bars. A step is a bar on the track of
+Chrome's JSON, as `sim.gantt` writes it, with counter events ("C") beside the bars. A step is a bar on the track of
 every attention worker that took part, with its rows, and one on the experts' track, with the share of the step in which
 they were busy; failures and pauses are bars on the tracks they stopped. Rejected: bars of every layer. `--pipeline`
 shows one step from inside.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.cost.attention import attention_decode, attention_prefill
+from antiphon.cost.layers import attention_decode, attention_prefill
 from antiphon.cost.m2n import Side, m2n
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messages

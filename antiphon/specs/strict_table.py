@@ -77,7 +77,7 @@ class Table:
             tuple: lambda: self._list(key, get_args(hint)[0]),
             dict: lambda: self._by_name(key, *get_args(hint)),
             str: lambda: self.text(key),
-            bool: lambda: self.flag(key, default=False),
+            bool: lambda: self.flag(key),
             int: lambda: self.whole(key, at_least=int(limit.at_least)),
             float: lambda: self.number(key, above=limit.above, at_least=limit.at_least),
         }
@@ -158,17 +158,16 @@ class Table:
         written = self._mapping[key]
         return written if isinstance(written, int) else int(value)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str) -> bool:
+        """False where it is not there."""
         if not self.has(key):
-            return default
+            return False
         value = self._required(key)
         if not isinstance(value, bool):
             raise self.error(key, "true or false is needed")
         return value
 
-    def choice(self, key: str, choices: Sequence[Choice], default: Choice | None = None) -> Choice:
-        if default is not None and not self.has(key):
-            return default
+    def choice(self, key: str, choices: Sequence[Choice]) -> Choice:
         value = self._required(key)
         for known in choices:
             if value == known:

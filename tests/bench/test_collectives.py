@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.collective_calls import CollectiveCase, check_result, expected_result
+from antiphon.bench.collectives import CollectiveCase, check_result, expected_result
 from antiphon.cli.bench_collectives import collectives
 from tests.comm.ranks import start_fork_server
 

@@ -13,8 +13,8 @@ import pytest
 
 from antiphon.bench.peers.api import PeerError, PeerUnavailableError, RawRun, Workload, run_result
 from antiphon.bench.peers.engine_process import EngineProcess
+from antiphon.bench.peers.local_peers import vllm_peer
 from antiphon.bench.peers.openai_peer import OpenAIPeer, Stream, inter_token_s
-from antiphon.bench.peers.vllm_peer import vllm_peer
 
 ENGINE = """
 import time

@@ -22,8 +22,8 @@ from antiphon.bench import serve
 from antiphon.bench.limits import MachineLimits, ThreadLimits
 from antiphon.bench.peers.api import Peer
 from antiphon.bench.peers.engine_process import EngineProcess
+from antiphon.bench.peers.local_peers import vllm_peer
 from antiphon.bench.peers.openai_peer import OpenAIPeer
-from antiphon.bench.peers.vllm_peer import vllm_peer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.cli import bench as command
 
@@ -135,7 +135,7 @@ def test_antiphon_is_measured_though_the_default_peers_are_missing(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("antiphon.bench.peers.transformers_peer.ENGINE_FILE", tmp_path / "absent.py")
+    monkeypatch.setattr("antiphon.bench.peers.local_peers.TRANSFORMERS_FILE", tmp_path / "absent.py")
     sizes = ("--concurrency=1", "--input-tokens=4", "--output-tokens=2", "--prefill=", "--rounds=1")
     bench(monkeypatch, checkpoint, *sizes, "--json", str(tmp_path / "rows.json"))
     assert [row["engine"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["antiphon colocated"]

@@ -13,7 +13,7 @@ from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
 from antiphon.comm.mesh import Mesh, Sizes, connect
-from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.training.volumes import expert_parallel_volume
 from tests.comm.ranks import on_ranks
 

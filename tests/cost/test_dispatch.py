@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.destinations import expected_distinct
-from antiphon.cost.dispatch import Spread, direct, dispatch, once_per_node
+from antiphon.cost.dispatch import Spread, direct, dispatch, expected_distinct, once_per_node
 from antiphon.cost.network import Link, Network
 
 WIRES = Network(

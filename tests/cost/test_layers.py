@@ -5,10 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from antiphon.cost.attention import attention_decode, attention_prefill, dense_feed_forward, output_head
-from antiphon.cost.experts import (
+from antiphon.cost.layers import (
+    attention_decode,
+    attention_prefill,
+    dense_feed_forward,
     expected_touched,
     expert_feed_forward,
+    output_head,
 )
 from antiphon.cost.roofline import Roof, Roofs
 from antiphon.cost.shapes import attention_matrices, cached_width, gated_matrices, local_heads

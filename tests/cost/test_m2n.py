@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.destinations import expected_distinct, probability_of_none
+from antiphon.cost.dispatch import expected_distinct, probability_of_none
 from antiphon.cost.m2n import Side, m2n, message_bytes
 from antiphon.cost.network import Link
 from antiphon.cost.parts import Number, Parts

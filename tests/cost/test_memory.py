@@ -24,8 +24,7 @@ from antiphon.cost.memory import (
     msi_memory_bytes,
 )
 from antiphon.kernels.api import KVCacheSpec
-from antiphon.serve.policy.limits import SchedulerConfig
-from antiphon.serve.policy.request import new_request
+from antiphon.serve.policy.request import SchedulerConfig, new_request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.counts import count_parameters

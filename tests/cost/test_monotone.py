@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.attention import attention_decode, attention_prefill
-from antiphon.cost.experts import expert_feed_forward
+from antiphon.cost.layers import attention_decode, attention_prefill, expert_feed_forward
 from antiphon.cost.roofline import roofs
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import DeviceSpec

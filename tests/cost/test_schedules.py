@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.cost.schedules import beside_dispatch_s, two_batches_s
+from antiphon.cost.ping_pong import beside_dispatch_s, two_batches_s
 
 SECONDS = st.floats(0, 10)
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from antiphon.cost.attention import attention_decode, attention_prefill
-from antiphon.cost.experts import expert_feed_forward
+from antiphon.cost.layers import attention_decode, attention_prefill, expert_feed_forward
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes, kv_bytes_per_token, tokens_of_state
 from antiphon.cost.roofline import roofs
 from antiphon.reproduce import shipped

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.cpu import CpuBackend
-from antiphon.kernels.cpu.weights import CpuExperts
+from antiphon.kernels.cpu.packed import CpuExperts
 
 DTYPES = [torch.bfloat16, torch.float32]
 SIZES = [  # experts, hidden, intermediate, rows, top_k

@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from antiphon.base.errors import CheckpointError
 from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.kernels.select import make_backend
-from antiphon.models import mxfp4
+from antiphon.models import dequantize
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.load import load_attention_half, load_expert_half
@@ -154,7 +154,7 @@ def test_every_byte_and_exponent_means_what_it_does_in_transformers(dtype: torch
     blocks = torch.arange(2 * 160 * 3 * 16).remainder(256).byte().view(2, 160, 3, 16)
     first, last = (112, 138) if dtype == torch.float16 else (1, 250)
     scales = torch.arange(2 * 160 * 3).remainder(last - first).add(first).byte().view(2, 160, 3)
-    found = mxfp4.expand(blocks, scales, dtype)
+    found = dequantize.expand_mxfp4(blocks, scales, dtype)
     assert found.dtype == dtype
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
 
@@ -162,11 +162,11 @@ def test_every_byte_and_exponent_means_what_it_does_in_transformers(dtype: torch
 def test_low_half_first_and_the_exponent_that_is_no_number() -> None:
     blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
     blocks[0, 0, :2] = torch.tensor([0x2F, 0x90])
-    found = mxfp4.expand(blocks, torch.tensor([[128, 255]], dtype=torch.uint8), torch.float32)
+    found = dequantize.expand_mxfp4(blocks, torch.tensor([[128, 255]], dtype=torch.uint8), torch.float32)
     assert found[0, :4].tolist() == [-12.0, 2.0, 0.0, -1.0]
     assert found[0, 4:32].eq(0).all()
     assert found[0, 32:].isnan().all()
-    assert mxfp4.expand(blocks[:0], torch.zeros(0, 2, dtype=torch.uint8), torch.float32).shape == (0, 64)
+    assert dequantize.expand_mxfp4(blocks[:0], torch.zeros(0, 2, dtype=torch.uint8), torch.float32).shape == (0, 64)
 
 
 def test_the_published_config() -> None:

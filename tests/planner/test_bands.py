@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from antiphon.planner import bands
+from antiphon.planner import predict
 from antiphon.planner.search import evaluate_phase, make_plan, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
@@ -35,13 +35,13 @@ def setting_of(**changes: float) -> Setting:
 
 
 def test_constants_are_those_of_the_published_tables() -> None:
-    assert pytest.approx(spread_of_errors("products"), abs=0.005) == bands.PRODUCTS_SPREAD
+    assert pytest.approx(spread_of_errors("products"), abs=0.005) == predict.PRODUCTS_SPREAD
     attention = max(spread_of_errors("absorbed attention"), spread_of_errors("whole attention"))
-    assert pytest.approx(attention, abs=0.005) == bands.ATTENTION_SPREAD
+    assert pytest.approx(attention, abs=0.005) == predict.ATTENTION_SPREAD
     exchange = max(spread_of_errors("rows sent direct"), spread_of_errors("rows sent once per node"))
-    assert pytest.approx(exchange, abs=0.005) == bands.EXCHANGE_SPREAD
+    assert pytest.approx(exchange, abs=0.005) == predict.EXCHANGE_SPREAD
     errors = [math.log(ours / one.theirs) for one, ours in deployments()]
-    assert pytest.approx(math.sqrt(np.mean(np.square(errors))), abs=0.01) == bands.WHOLE_SPREAD
+    assert pytest.approx(math.sqrt(np.mean(np.square(errors))), abs=0.01) == predict.WHOLE_SPREAD
 
 
 def test_bands_hold_what_was_measured_and_left_out() -> None:
@@ -51,7 +51,7 @@ def test_bands_hold_what_was_measured_and_left_out() -> None:
     for left_out, error in rows:
         others = [other for one, other in rows if one is not left_out]
         whole = math.sqrt(sum(other**2 for other in others) / len(others))
-        inside += abs(error) <= bands.NORMAL_80_PERCENT * math.hypot(bands.PRODUCTS_SPREAD / 2, whole)
+        inside += abs(error) <= predict.NORMAL_80_PERCENT * math.hypot(predict.PRODUCTS_SPREAD / 2, whole)
     assert inside >= 0.8 * len(rows)
 
 
@@ -98,7 +98,7 @@ def test_a_tie_goes_to_the_simpler_layout_and_says_so() -> None:
     table = evaluate_phase(setting, ("dp_ep", "hybrid"))
     best = table.best("per-gpu")
     assert best is not None
-    chosen, said = bands.simplest_of_ties(setting, table, best)
+    chosen, said = predict.simplest_of_ties(setting, table, best)
     scores = table.score("per-gpu")
     assert scores[chosen] <= scores[best]
     assert (said == "") == (chosen == best)

@@ -12,11 +12,9 @@ from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.table import front
-from antiphon.report.chosen import look_closely
+from antiphon.report.chosen import look_closely, pipeline_bars
 from antiphon.report.contents import Report
-from antiphon.report.frontier import swept
-from antiphon.report.gather import gather
-from antiphon.report.pipeline import pipeline_bars
+from antiphon.report.gather import gather, swept
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster

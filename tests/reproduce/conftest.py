@@ -3,7 +3,7 @@
 import pytest
 
 from antiphon.reproduce.claim import Row
-from antiphon.reproduce.run import reproduce, select
+from antiphon.reproduce.claims import reproduce, select
 
 
 @pytest.fixture(scope="session")

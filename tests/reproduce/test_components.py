@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.reproduce.components import WITHIN, calibration_page, compared
+from antiphon.reproduce.components import WITHIN, Measured, calibration_page, compared, measured
 from antiphon.reproduce.deployments import deployments
-from antiphon.specs.measured import Measured, measured
 
 PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
 LOOSE = {

@@ -3,8 +3,7 @@
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.reproduce.claims import all_claims
-from antiphon.reproduce.run import reproduce, select
+from antiphon.reproduce.claims import all_claims, reproduce, select
 
 
 def test_everything_without_arguments() -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from antiphon.serve.policy.blocks import BlockPool
-from antiphon.serve.policy.limits import SchedulerConfig, check_request
-from antiphon.serve.policy.request import Request, new_request
+from antiphon.serve.policy.request import Request, SchedulerConfig, check_request, new_request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.policy.step import RequestOutput, SequenceStart, StepPlan
 from antiphon.specs.sampling import SamplingParams

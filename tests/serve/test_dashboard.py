@@ -12,8 +12,8 @@ from antiphon.report.page import render
 from antiphon.serve import events as events_module
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.dashboard_reading import DashboardReading
-from antiphon.serve.api.dashboard_routes import dashboard_page
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.status import dashboard_page
 from antiphon.serve.events import EventLog
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live

@@ -131,7 +131,7 @@ import sys, threading
 from pathlib import Path
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.launch import Launcher
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from antiphon.specs.sampling import SamplingParams
 
 launcher = Launcher(ServeConfig(model=Path(sys.argv[1]), layout="disaggregated", num_threads=1))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.timeline import summarise, write_trace
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from antiphon.serve.engine import Engine
-from antiphon.serve.streams import ThreadSink
+from antiphon.serve.outputs import ThreadSink
 from tests.serve.engine_harness import GREEDY, Prompts, TinyModel, Tokens, complete, config, running, wait_until
 
 CHAOS_S = float(os.environ.get("ANTIPHON_CHAOS_S", "12"))

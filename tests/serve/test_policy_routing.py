@@ -1,7 +1,6 @@
 """Which attention worker gets a request."""
 
-from antiphon.serve.policy.limits import SchedulerConfig
-from antiphon.serve.policy.request import Request, new_request
+from antiphon.serve.policy.request import Request, SchedulerConfig, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import Simulation

@@ -7,9 +7,8 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.micro_batches import chunk_cost
-from antiphon.serve.policy.request import RequestStatus
+from antiphon.serve.policy.request import RequestStatus, SchedulerConfig
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import EOS, Simulation, check_scheduler, expected_output
 

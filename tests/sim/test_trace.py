@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.sim.gantt import Bar, covered_s, span_s, tracks
-from antiphon.sim.trace import write_trace
+from antiphon.sim.gantt import Bar, covered_s, span_s, tracks, write_trace
 
 BARS = [
     Bar(track="attention[0]", label="0.0", start_s=1.0, end_s=1.5, kind="attention", layer=0, micro_batch=0),

@@ -22,7 +22,7 @@ from antiphon.comm.collectives import run
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect
-from antiphon.cost.destinations import expected_distinct
+from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.network import all_to_all_bytes
 from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.cost.training.volumes import (

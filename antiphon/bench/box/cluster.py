@@ -32,10 +32,8 @@ class LinkCounters:
 
     up_control_bytes: int = 0
     up_bulk_bytes: int = 0
-    up_drops: int = 0
     down_control_bytes: int = 0
     down_bulk_bytes: int = 0
-    down_drops: int = 0
 
 
 class Box:
@@ -198,21 +196,19 @@ class Box:
         down = self._link_counters(None, topology.SWITCH_PORT.format(node))
         control, bulk = topology.CONTROL_CLASS, topology.BULK_CLASS
         return LinkCounters(
-            up_control_bytes=up.get(control, (0, 0))[0],
-            up_bulk_bytes=up[bulk][0],
-            up_drops=sum(drops for _, drops in up.values()),
-            down_control_bytes=down.get(control, (0, 0))[0],
-            down_bulk_bytes=down[bulk][0],
-            down_drops=sum(drops for _, drops in down.values()),
+            up_control_bytes=up.get(control, 0),
+            up_bulk_bytes=up[bulk],
+            down_control_bytes=down.get(control, 0),
+            down_bulk_bytes=down[bulk],
         )
 
-    def _link_counters(self, node: int | None, device: str) -> dict[int, tuple[int, int]]:
-        """(bytes sent, packets dropped) of each class's queue."""
+    def _link_counters(self, node: int | None, device: str) -> dict[int, int]:
+        """Bytes sent by each class's queue."""
         printed = self._keeper.configure(node, "tc", [f"qdisc show dev {device}"], ["-s", "-j"])
         queues = {entry["handle"]: entry for entry in json.loads(printed)}
         classes = (topology.CONTROL_CLASS, topology.BULK_CLASS)
         found = {number: queues[f"{number}:"] for number in classes if f"{number}:" in queues}
-        return {number: (entry["bytes"], entry["drops"]) for number, entry in found.items()}
+        return {number: entry["bytes"] for number, entry in found.items()}
 
     def _checked(self, node: int) -> int:
         if not 0 <= node < self.num_nodes:

@@ -8,7 +8,10 @@ bytes take on the links, and the schedule says what runs beside what.
 4. An operator in tiles takes the longer of its work and its exchange, and a rank's part of the other one: the first
    rows are made before any can go, the last ones are worked on when all have come.
 5. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
-   simulator of Lina's figures goes through it (`beside`).
+   simulator of Lina's figures goes through it (`backward_s`). A layer's schedule becomes what `sim.training_step`
+   knows: the combine, an all-to-all, the experts, another all-to-all, and everything else, which comes before the next
+   layer's combine. A layer's gradients are ready when that is done. What is rough: gradients of the experts' weights
+   stand behind the second all-to-all, though they run beside it.
 
 Not in it: latencies. What an operator waits for inside itself (counts of rows, the norm of all ranks) counts as its
 work. Rejected: measured waiting times. They are what is to be predicted.
@@ -19,10 +22,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from antiphon.bench.ladder.beside import LayerTimes, backward_s
 from antiphon.bench.ladder.wire import Links, Sent, exchanges, sums_s
 from antiphon.comm.mesh import Sizes
+from antiphon.sim.schedules import Schedule
+from antiphon.sim.training_step import BackwardLayer, BackwardOptions, Gradient, simulate_backward
 from antiphon.specs.model import ModelSpec
+from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_schedule import (
@@ -41,6 +46,67 @@ from antiphon.train.memory_check import setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.schedule_search import Times, seconds_of
 from antiphon.train.tiled import Tiled
+
+_EXPERTS = ("gather", "weigh", "weigh_bias", "fc2", "activation", "fc1", "scatter")
+_COMBINE = ("total", "over_budget", "add")
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Of one layer's backward: seconds of each action on the processor, of each start's exchange on the wire, and the
+    bytes of one of the experts' exchanges."""
+
+    computing_s: Mapping[Action, float]
+    travelling_s: Mapping[Action, float]
+    exchange_bytes: float
+
+
+def backward_s(layers: Sequence[LayerTimes], sums_s: float, sums_bytes: float, config: CommunicationConfig) -> float:
+    """Until the last sum is over. `layers` in the order in which backward visits them; `sums_s`, `sums_bytes`: of all
+    layers' gradients, in equal parts."""
+    found, before_s, gradients = list[BackwardLayer](), 0.0, tuple[Gradient, ...]()
+    for number, layer in enumerate(layers):
+        combine_s = _sum(layer.computing_s, _COMBINE)
+        experts_s = _sum(layer.computing_s, _EXPERTS)
+        exchanges_s = sum(seconds for action, seconds in layer.travelling_s.items() if action.verb == START_GRADIENT)
+        found.append(
+            BackwardLayer(
+                gradient_s=before_s,
+                gradients=gradients,
+                combine_s=combine_s,
+                all_to_all_s=exchanges_s / 2,
+                ffn_s=experts_s,
+                gate_s=0.0,
+                all_to_all_bytes=round(layer.exchange_bytes),
+            )
+        )
+        before_s = sum(layer.computing_s.values()) - combine_s - experts_s
+        size_bytes = max(1, round(sums_bytes / len(layers)))
+        gradient = Gradient(
+            name=str(number), size_bytes=size_bytes, all_reduce_s=sums_s / len(layers), ready_s=before_s
+        )
+        gradients = (gradient,) if sums_s else ()
+    end = BackwardLayer(
+        gradient_s=before_s, gradients=gradients, combine_s=0.0, all_to_all_s=0.0, ffn_s=0.0, gate_s=0.0
+    )
+    return simulate_backward([*found, end], _options(config)).end_s
+
+
+def _options(config: CommunicationConfig) -> BackwardOptions:
+    schedule: Schedule = "baseline"
+    if config.sums == "priority":
+        schedule = "micro_ops" if config.partition or config.pipeline_experts else "priority"
+    pipeline = config.pipeline_experts and schedule == "micro_ops"
+    return BackwardOptions(schedule=schedule, chunk_bytes=config.chunk_bytes, pipeline=pipeline)
+
+
+def _sum(computing_s: Mapping[Action, float], operators: Sequence[str]) -> float:
+    return sum(
+        seconds
+        for action, seconds in computing_s.items()
+        if action.verb == GRADIENT and whole_name(action.operator) in operators
+    )
+
 
 SUMS = "gradient sum"
 _START_OF = {wait: start for start, wait in WAIT_OF.items()}

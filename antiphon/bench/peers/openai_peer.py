@@ -44,11 +44,10 @@ class OpenAIPeer:
     `url`: the server, with or without `/v1`. `model`: the name to ask for (default: the first the server lists).
     """
 
-    def __init__(self, url: str, *, name: str = "openai", model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(self, url: str, *, name: str = "openai", model: str | None = None) -> None:
         self._name = name
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     @property
     def name(self) -> str:
@@ -71,7 +70,7 @@ class OpenAIPeer:
     def start(self) -> Mapping[str, str]:
         """Ask the server for its models."""
         try:
-            response = httpx.get(f"{self._url}/v1/models", headers=self._headers, timeout=30)
+            response = httpx.get(f"{self._url}/v1/models", timeout=30)
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, KeyError, TypeError, ValueError) as error:
@@ -110,13 +109,13 @@ class OpenAIPeer:
 
     async def _steady(self, workload: Workload) -> list[Stream]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(headers=self._headers, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
             await self._all_streams(client, workload.prompts, 1)
             return await self._all_streams(client, workload.prompts, workload.output_tokens)
 
     async def _both_passes(self, workload: Workload) -> RawRun:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(headers=self._headers, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
             start_s = time.perf_counter()
             streams = await self._all_streams(client, workload.prompts, 1)
             prefill_s = total_s = time.perf_counter() - start_s

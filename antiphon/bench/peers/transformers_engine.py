@@ -73,17 +73,15 @@ def trials_s(engine: TransformersEngine) -> dict[str, float]:
 
 
 def load(options: dict[str, Any]) -> tuple[TransformersEngine, dict[str, str]]:
-    """`options`: `model` (folder), `device`, `num_threads`, and `experts_implementation` (None: choose by trial)."""
+    """`options`: `model` (folder), `device` and `num_threads`. How experts run is chosen by trial."""
     torch.set_num_threads(options["num_threads"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
     model.to(options["device"]).eval()
     model.generation_config.eos_token_id = None
     engine = TransformersEngine(model)
     details = {"version": transformers.__version__, "torch": torch.__version__}
-    chosen = options["experts_implementation"]
-    if chosen is None:
-        trials = trials_s(engine)
-        chosen = min(trials, key=lambda name: trials[name])
-        details["trials"] = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in trials.items())
+    trials = trials_s(engine)
+    chosen = min(trials, key=lambda name: trials[name])
+    details["trials"] = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in trials.items())
     model.set_experts_implementation(chosen)
     return engine, {**details, "experts_implementation": chosen}

@@ -23,7 +23,7 @@ from antiphon.bench.profile.orders import OpenExchange, Rounds, Served
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
-from antiphon.serve.worker.build import exchange_shape
+from antiphon.serve.worker.endpoints import exchange_shape
 from antiphon.specs.placement import contiguous_placement
 
 NUM_KINDS = 3

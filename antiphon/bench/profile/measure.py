@@ -2,8 +2,8 @@
 
 1. one process, for each number of threads: decode steps over rows at two contexts, experts by how many a worker holds,
    prompts
-2. two processes on different cores: the exchange between them; each beside the other is in `beside`
-3. the machine's read bandwidth and products; the engine's own turn is in `engine_turn`
+2. two processes on different cores: the exchange between them; each beside the other is in `profile`
+3. the machine's read bandwidth and products; the engine's own turn is in `step_parts`
 
 Every figure is a median; `spread` says how far the middle half of its repetitions lie apart.
 """

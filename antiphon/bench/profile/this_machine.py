@@ -124,7 +124,7 @@ def _message_times(times: LocalTimes) -> Times:
     return Times(sizes.seconds, tuple(seconds))
 
 
-def this_cluster(times: LocalTimes, model: ModelSpec, price: float | None = None) -> ClusterSpec:
+def this_cluster(times: LocalTimes, model: ModelSpec) -> ClusterSpec:
     """One node, a device for each core. `UserError` where bandwidth or products could not be measured."""
     if not times.read_bytes_per_s or not times.gemm_flops_per_s:
         raise UserError("the machine's bandwidth was not measured (too little memory free): measure again, then plan")
@@ -143,7 +143,7 @@ def this_cluster(times: LocalTimes, model: ModelSpec, price: float | None = None
         scale_up_domain=cores,
         scale_out_bytes_per_s=message_rate,
         power_w=watts,
-        price=price,
+        price=None,
         sources={
             "memory_bytes": "this machine, an even share",
             "memory_bytes_per_s": f"{measured}: reading 1 GiB, an even share",

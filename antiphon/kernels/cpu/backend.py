@@ -10,8 +10,7 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.kernels.api import AttentionBatch, KVCache, KVCacheSpec, PackedExperts, PackedLinear, RotaryTable
-from antiphon.kernels.cpu.kv_cache import BatchAddresses, CpuKVCache
-from antiphon.kernels.cpu.weights import CpuExperts, CpuLinear
+from antiphon.kernels.cpu.packed import BatchAddresses, CpuExperts, CpuKVCache, CpuLinear
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.specs.model import RouterSpec

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import chat, completions, dashboard_routes, placement, status, tokens
+from antiphon.serve.api import chat, completions, placement, status, tokens
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.harmless import harmless_properties
@@ -87,14 +87,7 @@ def create_app(
         grammars=grammars or _build_grammars(engine, tokenizer),
     )
     install_error_handlers(app)
-    for routes in (
-        chat.router,
-        completions.router,
-        tokens.router,
-        placement.router,
-        status.router,
-        dashboard_routes.router,
-    ):
+    for routes in (chat.router, completions.router, tokens.router, placement.router, status.router):
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)

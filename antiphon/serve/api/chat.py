@@ -7,13 +7,12 @@ from fastapi import APIRouter, Request, Response
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.descriptions import described_generation
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.logprobs import chat_logprobs
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import respond
-from antiphon.serve.api.responses import ChatCompletionResponse
+from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
 from antiphon.serve.api.sampling import chat_sampling, check_request, compile_grammar
 from antiphon.serve.api.tools import tool_use
 from antiphon.serve.text.tokenizer import TextTokenizer

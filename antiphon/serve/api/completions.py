@@ -7,13 +7,12 @@ from fastapi import APIRouter, Request, Response
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.descriptions import described_generation
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.logprobs import completion_logprobs
 from antiphon.serve.api.prompts import completion_prompts, split_prompts
 from antiphon.serve.api.requests import CompletionRequest
 from antiphon.serve.api.respond import respond
-from antiphon.serve.api.responses import CompletionResponse
+from antiphon.serve.api.responses import CompletionResponse, described_generation
 from antiphon.serve.api.sampling import check_request, compile_grammar, completion_sampling
 from antiphon.serve.text.tokenizer import TextTokenizer
 

@@ -7,8 +7,7 @@ from fastapi.responses import JSONResponse
 
 from antiphon.serve.api.body import read_bytes
 from antiphon.serve.api.context import context_of
-from antiphon.serve.api.descriptions import BODY_ERRORS, described_errors
-from antiphon.serve.api.responses import PlacementResponse
+from antiphon.serve.api.responses import BODY_ERRORS, PlacementResponse, described_errors
 from antiphon.specs.placement import placement_from_json
 
 router = APIRouter(tags=["placement"])

@@ -1,18 +1,27 @@
-"""What is served, and how it is: models, health, version, metrics. All but the models are open without a key."""
+"""What is served, and how it is: models, health, version, metrics, and a page that draws what the server does.
 
+Only the models and the page's data (`/dashboard/data`) need the API key. The page itself is open, for it holds no data;
+it asks for the key, and for the data once a second. Page and script are one document: nothing else is loaded.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from antiphon import __version__
 from antiphon.serve.api.body import check_model_name
 from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.descriptions import described_errors
-from antiphon.serve.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
+from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.serve.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse, described_errors
 
 router = APIRouter(tags=["status"])
 
+_SCRIPTS = ("dashboard.js", "dashboard_draw.js")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -82,3 +91,34 @@ async def version(request: Request) -> dict[str, Any]:
 )
 async def metrics(request: Request) -> Response:
     return Response(context_of(request).metrics.exposition(), media_type=_METRICS_TYPE)
+
+
+@cache
+def dashboard_page() -> tuple[str, str]:
+    """(HTML, its content security policy): this script and no other, data from this server and from nowhere else."""
+    folder = files("antiphon.serve.api")
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in reversed(_SCRIPTS))
+    page = folder.joinpath("dashboard.html").read_text(encoding="utf-8").replace("/* script */", script)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, policy
+
+
+@router.get("/dashboard", summary="A page that shows what the server does", response_class=HTMLResponse)
+async def dashboard() -> Response:
+    page, policy = dashboard_page()
+    return HTMLResponse(page, headers={"content-security-policy": policy, "cache-control": "no-store"})
+
+
+@router.get(
+    "/dashboard/data",
+    summary="What the dashboard shows, as JSON",
+    response_model=DashboardReading,
+    responses=described_errors(401),
+)
+async def dashboard_data(request: Request) -> Response:
+    reading = await context_of(request).dashboard.reading()
+    return Response(reading, media_type="application/json", headers={"cache-control": "no-store"})

@@ -12,11 +12,16 @@ from fastapi import APIRouter, Request, Response
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.conversation import render_conversation
-from antiphon.serve.api.descriptions import GENERATION_ERRORS, described_body, described_errors
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.prompts import check_token_ids, decode_ids, encode_text
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
-from antiphon.serve.api.responses import DetokenizeResponse, TokenizeResponse
+from antiphon.serve.api.responses import (
+    GENERATION_ERRORS,
+    DetokenizeResponse,
+    TokenizeResponse,
+    described_body,
+    described_errors,
+)
 
 router = APIRouter(tags=["tokens"])
 

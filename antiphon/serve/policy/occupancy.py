@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from antiphon.serve.policy.blocks import BlockPool, extend_block_digests
-from antiphon.serve.policy.limits import SchedulerConfig
-from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
 
 
 def _arrival(request: Request) -> int:

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.batching import fill_step
-from antiphon.serve.policy.limits import SchedulerConfig
 from antiphon.serve.policy.occupancy import WorkerOccupancy
-from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
 from antiphon.serve.policy.step import RequestOutput, StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step

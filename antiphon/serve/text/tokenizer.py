@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from antiphon.base.errors import UserError
-from antiphon.serve.text.token_bytes import IncrementalDetokenizer, TokenBytes
+from antiphon.serve.text.output_text import IncrementalDetokenizer, TokenBytes
 
 ChatMessage = dict[str, Any]
 

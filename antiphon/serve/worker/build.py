@@ -10,28 +10,28 @@ import torch
 from antiphon import _native
 from antiphon.base.logging import get_logger
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
+from antiphon.comm.m2n.api import AttentionExchange, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
-from antiphon.comm.m2n.rank_group import NativeRankGroup
-from antiphon.comm.rank_group import Alone, RankGroup
-from antiphon.comm.stages import StagePlace, Stages, open_stages
+from antiphon.comm.rank_group import RankGroup
+from antiphon.comm.stages import Stages
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
+from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
+from antiphon.serve.routing_record import RoutingRecorder
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
-from antiphon.serve.worker.endpoints import Endpoints, rank_names
+from antiphon.serve.worker.endpoints import Endpoints, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner, LeadersExperts, LocalExperts
 from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
-from antiphon.serve.worker.routing_recorder import RoutingRecorder
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
@@ -43,7 +43,7 @@ _log = get_logger("worker")
 class AttentionWorker:
     """A loaded attention worker (or a replica, whose experts are in the same process), or the leader of one."""
 
-    runner: LeadingAttention
+    runner: AttentionRunner | LeadingAttention
     recorder: SpanRecorder
     exchange: AttentionExchange
     links: Links
@@ -82,6 +82,30 @@ class Follower:
 LoadedWorker = AttentionWorker | ExpertWorker | Follower
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a process is made from."""
+
+    configure: Configure
+    endpoints: Endpoints
+    backend: KernelBackend
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    recorder: SpanRecorder
+    progress: ReportProgress
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seat:
+    """An attention process among others: the ranks that split its layers, those that share its experts (`levels`), and
+    the stages of its pipeline. None: it has none."""
+
+    ranks: RankGroup
+    levels: Levels | None
+    stages: Stages | None
+    layers: range
+
+
 def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker:
     """Load what the role keeps, nothing else. `UserError` for anything wrong with the checkpoint or the machine."""
     device = resolve_device(configure.device, configure.device_index)
@@ -89,26 +113,20 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
         _log.info("%s[%d]: on %s", configure.role, configure.index, device)
     backend = make_backend(configure.kernels, device, resolve_dtype(configure.dtype))
     _claim_cores(configure, backend)
-    spec = load_model_spec(configure.model)
-    checkpoint = Checkpoint(configure.model)
-    recorder = SpanRecorder(configure.trace)
-    endpoints = Endpoints(configure)
-    build = _build_experts if configure.role == "experts" else _build_attention
-    worker = build(configure, endpoints, backend, spec, checkpoint, recorder, progress)
-    if endpoints.description:
+    source = _Source(
+        configure=configure,
+        endpoints=Endpoints(configure),
+        backend=backend,
+        spec=load_model_spec(configure.model),
+        checkpoint=Checkpoint(configure.model),
+        recorder=SpanRecorder(configure.trace),
+        progress=progress,
+    )
+    worker = _build_experts(source) if configure.role == "experts" else _build_attention(source)
+    if waits := source.endpoints.description:
         name = f"{configure.role}[{configure.index}]"
-        _log.info("%s: %s", name if configure.num_ranks == 1 else f"{name}[{configure.rank}]", endpoints.description)
+        _log.info("%s: %s", name if configure.num_ranks == 1 else f"{name}[{configure.rank}]", waits)
     return worker
-
-
-def _rank_group(configure: Configure, endpoints: Endpoints) -> RankGroup:
-    """This process among the ranks of its worker, or of its stage."""
-    tp, rank = configure.tp, configure.rank % configure.tp
-    if tp == 1:
-        return Alone()
-    names = rank_names(configure)[configure.rank - rank :][:tp]
-    endpoint = endpoints.open(names[rank], of_ranks=True)
-    return NativeRankGroup(endpoint, rank, tp, names=names, timeout_s=configure.timeout_s)
 
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
@@ -121,52 +139,19 @@ def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
         torch.set_num_threads(configure.num_threads)
 
 
-def _exchange_shape(configure: Configure, spec: ModelSpec) -> ExchangeShape:
-    exchange = configure.exchange
-    assert exchange is not None, "only workers of the disaggregated layout exchange anything"
-    dtype = resolve_dtype(exchange.dtype)
-    return exchange_shape(
-        spec, dtype, exchange.num_attention, exchange.num_experts, exchange.num_micro_batches, exchange.max_rows
-    )
-
-
-def exchange_shape(
-    spec: ModelSpec, dtype: torch.dtype, num_attention: int, num_experts: int, num_micro_batches: int, max_rows: int
-) -> ExchangeShape:
-    """The exchange that this model needs. Engine and workers derive it from the same numbers."""
-    return ExchangeShape(
-        num_attention=num_attention,
-        num_experts=num_experts,
-        num_micro_batches=num_micro_batches,
-        max_rows=max_rows,
-        hidden_size=spec.hidden_size,
-        top_k=spec.router.top_k,
-        dtype=dtype,
-    )
-
-
-def _build_experts(
-    configure: Configure,
-    endpoints: Endpoints,
-    backend: KernelBackend,
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    recorder: SpanRecorder,
-    progress: ReportProgress,
-) -> ExpertWorker | Follower:
-    ranks = _rank_group(configure, endpoints)
+def _build_experts(source: _Source) -> ExpertWorker | Follower:
+    configure, spec, backend, recorder = source.configure, source.spec, source.backend, source.recorder
+    ranks = rank_group(configure, source.endpoints)
     share = share_of(spec, ranks.rank, ranks.size)
     placement, num_slots = configure.placement, configure.expert_slots
     held = placement.experts_of(configure.index)
-    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share, num_slots=num_slots)
-    moves = ExpertMoves(configure.index, half, partial(load_expert, checkpoint, spec, share, half), placement)
+    half = load_expert_half(source.checkpoint, spec, backend, held, source.progress, share=share, num_slots=num_slots)
+    moves = ExpertMoves(configure.index, half, partial(load_expert, source.checkpoint, spec, share, half), placement)
     experts = ExpertRanks(ranks, half, moves, recorder)
     if ranks.rank > 0:
         return Follower(experts, recorder, Links(None, ranks), moves, None, backend.name, configure.timeout_s)
     exchange = NativeExpertExchange(
-        endpoints.open(f"experts[{configure.index}]"),
-        _exchange_shape(configure, spec),
-        configure.index,
+        source.endpoints.open(f"experts[{configure.index}]"), configured_shape(configure, spec), configure.index
     )
     counters = ExpertCounters(configure.index, half)
     runner = ExpertRunner(experts, exchange, counters, recorder)
@@ -174,93 +159,66 @@ def _build_experts(
     return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
 
 
-def _build_attention(
-    configure: Configure,
-    endpoints: Endpoints,
-    backend: KernelBackend,
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    recorder: SpanRecorder,
-    progress: ReportProgress,
-) -> AttentionWorker | Follower:
+def _build_attention(source: _Source) -> AttentionWorker | Follower:
     """An attention worker or a replica, or one rank of it."""
-    levels = None
-    if configure.hybrid is not None:
-        levels = hybrid_levels(configure, spec, backend.dtype, endpoints.open)
-    ranks = _rank_group(configure, endpoints) if levels is None else levels.attention
-    stages = None if configure.num_stages == 1 else _stages(configure, endpoints, spec, backend.dtype, levels or ranks)
-    layers = range(*split_evenly(spec.num_layers, configure.num_stages)[configure.rank // configure.tp])
-    # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
-    is_replica = configure.role == "replica"
-    expected = 0 if not is_replica else sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
-    half = load_attention_half(
-        checkpoint,
-        spec,
-        backend,
-        lambda done, total: progress(done, max(total, expected)),
-        max_positions=configure.max_model_len,
-        ranks=ranks,
-        layers=layers,
-    )
+    configure, recorder, kernels = source.configure, source.recorder, source.backend.name
+    seat = _take_seat(source)
+    half = _load_attention(source, seat)
     exchange: AttentionExchange
     moves, counters = None, None
-    if is_replica:
-        exchange, moves, counters = _own_experts(
-            configure,
-            backend,
-            spec,
-            checkpoint,
-            ranks,
-            levels,
-            layers,
-            lambda done, total: progress(half.weight_bytes + done, half.weight_bytes + total),
-        )
-    elif ranks.rank > 0:
-        exchange = LeadersExperts()
+    if configure.role == "replica":
+        exchange, moves, counters = _own_experts(source, seat, half.weight_bytes)
     else:
-        exchange = NativeAttentionExchange(
-            endpoints.open(f"attention[{configure.index}]"),
-            _exchange_shape(configure, spec),
-            configure.index,
-            configure.placement,
-            configure.timeout_s,
-        )
-    max_blocks = -(-configure.max_model_len // configure.block_size) + 1
-    leads = configure.rank == 0
-    runner = AttentionRunner(
-        half,
-        exchange,
-        half.new_cache(configure.num_blocks, configure.block_size),
-        BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
-        RowSampler(backend) if leads else None,
-        recorder,
-        configure.timeout_s,
-        RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
-        count_rows=configure.count_rows and leads,
-        forms=hybrid_forms(configure, spec, backend.dtype, levels, exchange),
-        moves=moves,
-        stages=stages,
-    )
-    links = Links(None if levels else exchange, stages or levels or ranks)
-    crew = ranks if stages is None else stages.crew
-    if not leads:
+        exchange = _others_experts(source, seat.ranks)
+    runner = _attention_runner(source, seat, half, exchange, moves)
+    links = Links(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
+    crew = seat.ranks if seat.stages is None else seat.stages.crew
+    if configure.rank > 0:
         follower = FollowingAttention(crew, runner)
-        return Follower(follower, recorder, links, moves, counters, backend.name, configure.timeout_s)
-    return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, moves, counters, backend.name)
+        return Follower(follower, recorder, links, moves, counters, kernels, configure.timeout_s)
+    leader = runner if crew.size == 1 else LeadingAttention(crew, runner)
+    return AttentionWorker(leader, recorder, exchange, links, moves, counters, kernels)
+
+
+def _take_seat(source: _Source) -> _Seat:
+    """Open this process's ends to the others; nothing is connected yet."""
+    configure, endpoints, spec, dtype = source.configure, source.endpoints, source.spec, source.backend.dtype
+    levels = None
+    if configure.hybrid is not None:
+        levels = hybrid_levels(configure, spec, dtype, endpoints.open)
+    ranks = rank_group(configure, endpoints) if levels is None else levels.attention
+    stages = None if configure.num_stages == 1 else worker_stages(configure, endpoints, spec, dtype, levels or ranks)
+    layers = range(*split_evenly(spec.num_layers, configure.num_stages)[configure.rank // configure.tp])
+    return _Seat(ranks=ranks, levels=levels, stages=stages, layers=layers)
+
+
+def _load_attention(source: _Source, seat: _Seat) -> AttentionHalf:
+    # One progress over both halves where both are loaded; how much the second needs is known once it is planned.
+    checkpoint, expected = source.checkpoint, 0
+    if source.configure.role == "replica":
+        expected = sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
+    return load_attention_half(
+        checkpoint,
+        source.spec,
+        source.backend,
+        lambda done, total: source.progress(done, max(total, expected)),
+        max_positions=source.configure.max_model_len,
+        ranks=seat.ranks,
+        layers=seat.layers,
+    )
 
 
 def _own_experts(
-    configure: Configure,
-    backend: KernelBackend,
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    ranks: RankGroup,
-    levels: Levels | None,
-    layers: range,
-    progress: ReportProgress,
+    source: _Source, seat: _Seat, loaded_bytes: int
 ) -> tuple[AttentionExchange, ExpertMoves | None, ExpertCounters | None]:
     """The experts of a replica's layers: all of them here, or this rank's part of what its instance shares. Those may
-    move, and the first of the ranks that share them counts what they compute."""
+    move, and the first of the ranks that share them counts what they compute. `loaded_bytes`: of its other half."""
+    configure, spec, checkpoint, backend = source.configure, source.spec, source.checkpoint, source.backend
+    ranks, levels, layers = seat.ranks, seat.levels, seat.layers
+
+    def progress(done: int, total: int) -> None:
+        source.progress(loaded_bytes + done, loaded_bytes + total)
+
     if levels is None:
         every = {layer: range(spec.router.num_experts) for layer in spec.expert_layers if layer in layers}
         share = share_of(spec, ranks.rank, ranks.size)
@@ -274,25 +232,38 @@ def _own_experts(
     return hybrid_exchange(levels, configure.placement, half, counters), moves, counters
 
 
-def _stages(
-    configure: Configure, endpoints: Endpoints, spec: ModelSpec, dtype: torch.dtype, beside: RankGroup | Levels
-) -> Stages:
-    """This process among the stages of its worker, not yet connected."""
-    exchange = configure.exchange
-    assert exchange is not None, "stages reach each other"
-    place = StagePlace(
-        worker=configure.index if configure.hybrid is not None else 0,
-        stage=configure.rank // configure.tp,
-        rank=configure.rank % configure.tp,
-        num_stages=configure.num_stages,
-        num_ranks=configure.tp,
+def _others_experts(source: _Source, ranks: RankGroup) -> AttentionExchange:
+    """The way to the expert workers: the exchange, or the leader that has an end of it."""
+    configure = source.configure
+    if ranks.rank > 0:
+        return LeadersExperts()
+    return NativeAttentionExchange(
+        source.endpoints.open(f"attention[{configure.index}]"),
+        configured_shape(configure, source.spec),
+        configure.index,
+        configure.placement,
+        configure.timeout_s,
     )
-    return open_stages(
-        place,
-        beside,
-        endpoint=partial(endpoints.open, of_ranks=True),
-        names=rank_names(configure),
-        step_bytes=exchange.max_rows * spec.hidden_size * dtype.itemsize,
-        num_micro_batches=exchange.num_micro_batches,
-        timeout_s=configure.timeout_s,
+
+
+def _attention_runner(
+    source: _Source, seat: _Seat, half: AttentionHalf, exchange: AttentionExchange, moves: ExpertMoves | None
+) -> AttentionRunner:
+    """With an empty cache. Only the leader samples, counts rows and records routing."""
+    configure, spec, backend = source.configure, source.spec, source.backend
+    max_blocks = -(-configure.max_model_len // configure.block_size) + 1
+    leads = configure.rank == 0
+    return AttentionRunner(
+        half,
+        exchange,
+        half.new_cache(configure.num_blocks, configure.block_size),
+        BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
+        RowSampler(backend) if leads else None,
+        source.recorder,
+        configure.timeout_s,
+        RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
+        count_rows=configure.count_rows and leads,
+        forms=hybrid_forms(configure, spec, backend.dtype, seat.levels, exchange),
+        moves=moves,
+        stages=seat.stages,
     )

@@ -41,11 +41,11 @@ class Channel:
         self._taken_s = 0.0
         self._max_message_bytes = max_message_bytes
 
-    def speak(self, peer: str, receives: Any, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def speak(self, peer: str, receives: Any) -> None:
         """From the next message on, expect others: the opening of the connection is over."""
         self.peer = peer
         self._decoder = msgspec.msgpack.Decoder(receives)
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes = MAX_MESSAGE_BYTES
 
     def fileno(self) -> int:
         return self._socket.fileno()

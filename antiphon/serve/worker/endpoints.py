@@ -1,8 +1,19 @@
-"""A process's ends of exchanges and of groups of ranks, which it opens while it is built."""
+"""A process's ends of exchanges, of groups of ranks and of pipelines, which it opens while it is built."""
+
+from functools import partial
+
+import torch
 
 from antiphon import _m2n
+from antiphon.comm.m2n.api import ExchangeShape
 from antiphon.comm.m2n.native import SPIN_S
+from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.stages import StagePlace, Stages, open_stages
+from antiphon.comm.two_level.levels import Levels
+from antiphon.kernels.select import resolve_dtype
 from antiphon.serve.worker.messages import Configure
+from antiphon.specs.model import ModelSpec
 
 
 def rank_names(configure: Configure) -> list[str]:
@@ -39,3 +50,62 @@ class Endpoints:
         transports = ", ".join(sorted({endpoint.transport for endpoint in self._opened}))
         waits = ", ".join(sorted({endpoint.waiting for endpoint in self._opened}))
         return f"transport {transports}, waits by {waits}" if self._opened else ""
+
+
+def rank_group(configure: Configure, endpoints: Endpoints) -> RankGroup:
+    """This process among the ranks of its worker, or of its stage."""
+    tp, rank = configure.tp, configure.rank % configure.tp
+    if tp == 1:
+        return Alone()
+    names = rank_names(configure)[configure.rank - rank :][:tp]
+    endpoint = endpoints.open(names[rank], of_ranks=True)
+    return NativeRankGroup(endpoint, rank, tp, names=names, timeout_s=configure.timeout_s)
+
+
+def configured_shape(configure: Configure, spec: ModelSpec) -> ExchangeShape:
+    """The exchange that this process is one end of."""
+    exchange = configure.exchange
+    assert exchange is not None, "only workers of the disaggregated layout exchange anything"
+    dtype = resolve_dtype(exchange.dtype)
+    return exchange_shape(
+        spec, dtype, exchange.num_attention, exchange.num_experts, exchange.num_micro_batches, exchange.max_rows
+    )
+
+
+def exchange_shape(
+    spec: ModelSpec, dtype: torch.dtype, num_attention: int, num_experts: int, num_micro_batches: int, max_rows: int
+) -> ExchangeShape:
+    """The exchange that this model needs. Engine and workers derive it from the same numbers."""
+    return ExchangeShape(
+        num_attention=num_attention,
+        num_experts=num_experts,
+        num_micro_batches=num_micro_batches,
+        max_rows=max_rows,
+        hidden_size=spec.hidden_size,
+        top_k=spec.router.top_k,
+        dtype=dtype,
+    )
+
+
+def worker_stages(
+    configure: Configure, endpoints: Endpoints, spec: ModelSpec, dtype: torch.dtype, beside: RankGroup | Levels
+) -> Stages:
+    """This process among the stages of its worker, not yet connected."""
+    exchange = configure.exchange
+    assert exchange is not None, "stages reach each other"
+    place = StagePlace(
+        worker=configure.index if configure.hybrid is not None else 0,
+        stage=configure.rank // configure.tp,
+        rank=configure.rank % configure.tp,
+        num_stages=configure.num_stages,
+        num_ranks=configure.tp,
+    )
+    return open_stages(
+        place,
+        beside,
+        endpoint=partial(endpoints.open, of_ranks=True),
+        names=rank_names(configure),
+        step_bytes=exchange.max_rows * spec.hidden_size * dtype.itemsize,
+        num_micro_batches=exchange.num_micro_batches,
+        timeout_s=configure.timeout_s,
+    )

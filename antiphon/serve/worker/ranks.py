@@ -54,7 +54,7 @@ class Links:
 
 
 class LeadingAttention:
-    """Runs the engine's steps, with all ranks."""
+    """Runs the engine's steps with several ranks. A worker of one rank uses `AttentionRunner` alone."""
 
     def __init__(self, ranks: RankGroup, runner: AttentionRunner) -> None:
         self._ranks = ranks
@@ -62,9 +62,8 @@ class LeadingAttention:
 
     def run(self, step: RunStep) -> StepResult:
         """See `AttentionRunner.run`. Followers do not sample, so they hear nothing of what that takes."""
-        if self._ranks.size > 1:
-            told = msgspec.structs.replace(step, released=[], starts=[], bitmasks={})
-            self._ranks.broadcast_bytes(_ENCODER.encode(told))
+        told = msgspec.structs.replace(step, released=[], starts=[], bitmasks={})
+        self._ranks.broadcast_bytes(_ENCODER.encode(told))
         return self._runner.run(step)
 
 

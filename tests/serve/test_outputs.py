@@ -4,9 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.serve.engine_api import EngineOutput
+from antiphon.serve.outputs import TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import new_request
 from antiphon.serve.policy.step import RequestOutput
-from antiphon.serve.tracked import TrackedRequest, TrackedRequests
 from antiphon.specs.sampling import SamplingParams
 
 END = 7
