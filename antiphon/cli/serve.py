@@ -81,6 +81,20 @@ ReadyOption = Annotated[
 ]
 
 
+def show_all_options(context: typer.Context, wanted: bool) -> None:
+    """The help with the options that `--help` leaves out, because it fits a screen."""
+    if wanted:
+        for option in context.command.params:
+            option.hidden = False  # type: ignore[attr-defined]
+        print(context.get_help())
+        raise typer.Exit
+
+
+AllOptions = Annotated[
+    bool, typer.Option("--help-all", callback=show_all_options, is_eager=True, help="Show rarer options, too.")
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """Where the server listens, to whom, and how much one request may ask."""
@@ -92,7 +106,7 @@ class HttpOptions:
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
     ] = None
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = 1024
-    # Out of the help, which fills its screen; the log and the metrics name them where they matter.
+    # Only in `--help-all`; the log and the metrics name them where they matter.
     max_connections: Annotated[int, typer.Option(metavar="N", help="Connections at once; more: 503.", hidden=True)] = (
         2048
     )
@@ -105,7 +119,7 @@ class HttpOptions:
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.", hidden=True)
     ] = None
-    drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.")] = 30.0
+    drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.", hidden=True)] = 30.0
 
     def settings(self) -> ServerSettings:
         """The validated settings; `UserError` for a wrong value or key file."""
@@ -173,6 +187,7 @@ def serve(
     http: HttpOptions,
     timeline: options.TimelineOption = None,
     json: ReadyOption = None,
+    help_all: AllOptions = False,
 ) -> None:
     """Serve MODEL over HTTP; attention and experts in one process or apart."""
     check_output_file("--timeline", timeline)

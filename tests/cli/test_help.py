@@ -75,6 +75,18 @@ def test_help_doctor_and_top_do_not_need_torch(arguments: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_all_options_of_serve_are_in_a_help_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "serve", "--help") == 0
+    few = capsys.readouterr().out
+    assert run(monkeypatch, "serve", "--help-all") == 0
+    many = capsys.readouterr().out
+    for name in ("pp", "instances", "max-waiting", "max-body-bytes", "drain-timeout", "record-routing", "ray-address"):
+        assert f"--{name} " in many
+        assert f"--{name} " not in few
+
+
 def test_every_option_of_serve_that_scripts_use_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
