@@ -3,9 +3,10 @@
 Several workers share this machine's cores, so that a slow one is helped by those that wait for it. `expert_cores` gives
 each expert worker a fixed part of a core instead, as machines of their own would have.
 
-Three cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
+Four cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
 row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
-the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour.
+the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour. `recorded`:
+rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has.
 
 1. In float32 all policies must give the same greedy text, else nothing is reported. In other types the last bits depend
    on which experts share a worker, so texts are not compared.
@@ -37,24 +38,28 @@ from antiphon.bench.cpu_quota import limited
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.tensors import attention_layer_plan
+from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.split import balancedness
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.streams import ThreadSink
+from antiphon.serve.worker.routing_recorder import RoutingReplay
 from antiphon.serve.worker.spans import EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 
-Case = Literal["plain", "hot", "slow"]
-CASES: tuple[Case, ...] = ("plain", "hot", "slow")
+Case = Literal["plain", "hot", "slow", "recorded"]
+CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
 _FAR = 1e3  # times the length of a usual router row
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOrder:
-    """What to measure. `batch` requests run at once, each with so many tokens; `slots` of an expert worker a layer."""
+    """What to measure. `batch` requests run at once, each with so many tokens; `slots` of an expert worker a layer.
+
+    `routing`: the record of the case `recorded`. `UserError` if it does not fit the model."""
 
     model: Path
     attention: int
@@ -68,7 +73,15 @@ class BalanceOrder:
     rounds: int
     dtype: str = "float32"
     expert_cores: float | None = None
+    routing: Path | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.case != "recorded":
+            return
+        if self.routing is None:
+            raise UserError("the case recorded needs a record: write one with antiphon serve --record-routing FILE")
+        RoutingReplay(read_routing_trace(self.routing), load_model_spec(self.model), self.batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +149,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         trace=True,
         balance=policy,
         expert_slots=order.slots,
+        replay_routing=order.routing if order.case == "recorded" else None,
     )
     engine = start_engine(config)
     try:

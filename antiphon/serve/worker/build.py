@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
+from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.endpoints import Endpoints, rank_names
@@ -31,7 +33,7 @@ from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner, LeadersE
 from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
-from antiphon.serve.worker.routing_recorder import RoutingRecorder
+from antiphon.serve.worker.routing_recorder import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
@@ -240,6 +242,7 @@ def _build_attention(
         forms=hybrid_forms(configure, spec, backend.dtype, levels, exchange),
         moves=moves,
         stages=stages,
+        replay=_replay(configure, spec),
     )
     links = Links(None if levels else exchange, stages or levels or ranks)
     crew = ranks if stages is None else stages.crew
@@ -247,6 +250,12 @@ def _build_attention(
         follower = FollowingAttention(crew, runner)
         return Follower(follower, recorder, links, moves, counters, backend.name, configure.timeout_s)
     return AttentionWorker(LeadingAttention(crew, runner), recorder, exchange, links, moves, counters, backend.name)
+
+
+def _replay(configure: Configure, spec: ModelSpec) -> RoutingReplay | None:
+    if not configure.replay_routing:
+        return None
+    return RoutingReplay(read_routing_trace(Path(configure.replay_routing)), spec, configure.max_running)
 
 
 def _own_experts(
