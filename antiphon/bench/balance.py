@@ -13,6 +13,8 @@ rows go where the rows of a record went (`antiphon serve --record-routing`), wit
 2. Each round runs every policy once, in an order that turns, on an engine of its own: a pass in which counts are
    gathered and experts move, then the timed pass.
 3. A step's time is that of the attention workers' step spans, all of them together.
+4. Processor time of a step: of the engine's process and all workers. It shows what a policy costs where others disturb
+   the clock.
 
 Rejected: a synthetic exchange without attention. What a user gets is the whole step.
 """
@@ -86,13 +88,15 @@ class BalanceOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceRow:
-    """One policy's medians over the rounds; `balancedness` is the mean over layers."""
+    """One policy's medians over the rounds; `balancedness` is the mean over layers. `processor_s`: of one step, all
+    processes together."""
 
     case: Case
     policy: Policy
     tokens_per_s: float
     step_s_median: float
     step_s_p95: float
+    processor_s: float
     balancedness: float
     placement_changes: int
 
@@ -102,6 +106,7 @@ class _Pass:
     token_ids: list[list[int]]
     tokens_per_s: float
     steps_s: list[float]
+    processor_s: float
     balancedness: float
     placement_changes: int
 
@@ -131,6 +136,7 @@ def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
         tokens_per_s=float(np.median([each.tokens_per_s for each in passes])),
         step_s_median=float(np.median([np.median(each.steps_s) for each in passes])),
         step_s_p95=float(np.median([np.quantile(each.steps_s, 0.95) for each in passes])),
+        processor_s=float(np.median([each.processor_s for each in passes])),
         balancedness=float(np.median([each.balancedness for each in passes])),
         placement_changes=max(each.placement_changes for each in passes),
     )
@@ -156,9 +162,9 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         with _slowness(engine, order):
             _answers(engine, order)  # the first pass: counts, plans, moves
             engine.take_spans()
-            started_s = time.perf_counter()
+            started_s, worked_s = time.perf_counter(), _processor_s(engine)
             token_ids = _answers(engine, order)
-            took_s = time.perf_counter() - started_s
+            took_s, worked_s = time.perf_counter() - started_s, _processor_s(engine) - worked_s
         spans = engine.take_spans()
         changes = engine.stats().placement_changes
     finally:
@@ -171,7 +177,14 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         if of_worker.names[index] == NAMES[STEP]
     ]
     num_tokens = sum(map(len, token_ids))
-    return _Pass(token_ids, num_tokens / took_s, steps_s, _balancedness(order, spans), changes)
+    per_step_s = worked_s / max(1, len(steps_s)) * order.attention
+    return _Pass(token_ids, num_tokens / took_s, steps_s, per_step_s, _balancedness(order, spans), changes)
+
+
+def _processor_s(engine: Engine) -> float:
+    """Used so far by this process and all workers."""
+    clocks = [(~engine.worker_pid(name) << 3) | 2 for name in engine.workforce.names]  # as clock_getcpuclockid(3)
+    return time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
 def _balancedness(order: BalanceOrder, spans: Mapping[WorkerName, Spans]) -> float:

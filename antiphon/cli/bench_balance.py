@@ -16,7 +16,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import POLICIES
 
 MOST_WORKERS, MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 64, 65_536, 100_000, 1000  # more is a slip of the finger
-_COLUMNS = ("case", "policy", "tokens/s", "step ms", "p95 ms", "p95 to off", "balancedness", "moves")
+_COLUMNS = ("case", "policy", "tokens/s", "step ms", "p95 ms", "p95 to off", "processor ms", "balancedness", "moves")
 
 
 def balance(
@@ -110,6 +110,7 @@ def result_table(rows: list[BalanceRow]) -> Any:
             f"{row.step_s_median * 1e3:.2f}",
             f"{row.step_s_p95 * 1e3:.2f}",
             f"{off[row.case] / row.step_s_p95:.2f}",
+            f"{row.processor_s * 1e3:.2f}",
             f"{row.balancedness:.3f}",
             row.placement_changes,
         )

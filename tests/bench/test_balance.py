@@ -45,6 +45,7 @@ def order(model: Path, case: Case, routing: Path | None) -> BalanceOrder:
 def test_recorded_load_is_what_workers_get(model: Path, tmp_path: Path) -> None:
     (row,) = bench_balance(order(model, "recorded", record(tmp_path / "routing.trace")), ["off"], tmp_path)
     assert row.balancedness == 0.5, "one of two workers has all rows"
+    assert row.processor_s > 0
     (row,) = bench_balance(order(model, "plain", None), ["off"], tmp_path)
     assert row.balancedness > 0.5
 
