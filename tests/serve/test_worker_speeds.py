@@ -58,3 +58,10 @@ def test_a_moment_says_nothing() -> None:
     speeds.add(0, num_batches=10, num_rows=10_000, busy_s=0.1)
     speeds.add(1, num_batches=10, num_rows=10_000, busy_s=0.9)
     assert speeds.shares() == (1.0, 1.0)
+
+
+def test_a_slow_worker_is_found_while_the_others_wait_for_it() -> None:
+    speeds = WorkerSpeeds(3, 12, 8)
+    for worker, busy_s in enumerate((4.0, 0.4, 0.4)):
+        speeds.add(worker, num_batches=100, num_rows=4_000, busy_s=busy_s)
+    assert speeds.shares() == (0.1, 1.0, 1.0)

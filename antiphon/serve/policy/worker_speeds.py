@@ -12,8 +12,8 @@ not count as slow for that. When experts move, loads change, and what was measur
 is known of a slow one stays: with the little that it gets it would look fast.
 
 Shares are of the fastest worker's speed. Above `_EQUAL` they count as equal: chance and small errors of the formula
-must not move rows. A worker that was busy for less than `_LEAST_S` counts as before. Numbers fade by half whenever
-`_WINDOW_S` of busy time has come together.
+must not move rows. A worker that was busy for less than `_LEAST_S` counts as before; its peers may have idled more.
+Numbers fade by half whenever `_WINDOW_S` of busy time has come together.
 """
 
 import math
@@ -23,6 +23,7 @@ _EQUAL_AGAIN = 0.85  # for one that counted as slow, so that chance does not mov
 _LOWEST = 0.1
 _AS_MUCH = 0.8  # of a worker's work: who has less says nothing about it
 _LEAST_S = 1.0  # a few hundred halts of some milliseconds
+_LEAST_OF_PEER_S = 0.2
 _WINDOW_S = 10.0
 
 
@@ -54,11 +55,11 @@ class WorkerSpeeds:
 
     def shares(self) -> tuple[float, ...]:
         """Of each worker, its speed over that of the fastest of its peers; 1 where nothing is known."""
-        works = {worker: self._work(worker) for worker, busy_s in enumerate(self._busy_s) if busy_s >= _LEAST_S}
+        works = {worker: self._work(worker) for worker, busy_s in enumerate(self._busy_s) if busy_s >= _LEAST_OF_PEER_S}
         speeds = {worker: self._batches[worker] * work / self._busy_s[worker] for worker, work in works.items()}
         for worker, work in works.items():
             peers = [each for each in works if each != worker and works[each] >= _AS_MUCH * work]
-            if not peers or not work:
+            if not peers or not work or self._busy_s[worker] < _LEAST_S:
                 continue
             share = max(_LOWEST, speeds[worker] / max(speeds[each] for each in (worker, *peers)))
             limit = _EQUAL if self._shares[worker] == 1.0 else _EQUAL_AGAIN
