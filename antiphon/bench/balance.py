@@ -3,15 +3,18 @@
 Several workers share this machine's cores, so that a slow one is helped by those that wait for it. `expert_cores` gives
 each expert worker a fixed part of a core instead, as machines of their own would have.
 
-Three cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
+Four cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
 row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
-the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour.
+the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour. `recorded`:
+rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has.
 
 1. In float32 all policies must give the same greedy text, else nothing is reported. In other types the last bits depend
    on which experts share a worker, so texts are not compared.
 2. Each round runs every policy once, in an order that turns, on an engine of its own: a pass in which counts are
    gathered and experts move, then the timed pass.
 3. A step's time is that of the attention workers' step spans, all of them together.
+4. Processor time of a step: of the engine's process and all workers. It shows what a policy costs where others disturb
+   the clock.
 
 Rejected: a synthetic exchange without attention. What a user gets is the whole step.
 """
@@ -37,24 +40,28 @@ from antiphon.bench.cpu_quota import limited
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.tensors import attention_layer_plan
+from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.split import balancedness
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.routing_record import RoutingReplay
 from antiphon.serve.worker.spans import EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 
-Case = Literal["plain", "hot", "slow"]
-CASES: tuple[Case, ...] = ("plain", "hot", "slow")
+Case = Literal["plain", "hot", "slow", "recorded"]
+CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
 _FAR = 1e3  # times the length of a usual router row
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOrder:
-    """What to measure. `batch` requests run at once, each with so many tokens; `slots` of an expert worker a layer."""
+    """What to measure. `batch` requests run at once, each with so many tokens; `slots` of an expert worker a layer.
+
+    `routing`: the record of the case `recorded`. `UserError` if it does not fit the model."""
 
     model: Path
     attention: int
@@ -68,18 +75,28 @@ class BalanceOrder:
     rounds: int
     dtype: str = "float32"
     expert_cores: float | None = None
+    routing: Path | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.case != "recorded":
+            return
+        if self.routing is None:
+            raise UserError("the case recorded needs a record: write one with antiphon serve --record-routing FILE")
+        RoutingReplay(read_routing_trace(self.routing), load_model_spec(self.model), self.batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceRow:
-    """One policy's medians over the rounds; `balancedness` is the mean over layers."""
+    """One policy's medians over the rounds; `balancedness` is the mean over layers. `processor_s`: of one step, all
+    processes together."""
 
     case: Case
     policy: Policy
     tokens_per_s: float
     step_s_median: float
     step_s_p95: float
+    processor_s: float
     balancedness: float
     placement_changes: int
 
@@ -89,6 +106,7 @@ class _Pass:
     token_ids: list[list[int]]
     tokens_per_s: float
     steps_s: list[float]
+    processor_s: float
     balancedness: float
     placement_changes: int
 
@@ -118,6 +136,7 @@ def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
         tokens_per_s=float(np.median([each.tokens_per_s for each in passes])),
         step_s_median=float(np.median([np.median(each.steps_s) for each in passes])),
         step_s_p95=float(np.median([np.quantile(each.steps_s, 0.95) for each in passes])),
+        processor_s=float(np.median([each.processor_s for each in passes])),
         balancedness=float(np.median([each.balancedness for each in passes])),
         placement_changes=max(each.placement_changes for each in passes),
     )
@@ -136,15 +155,16 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         trace=True,
         balance=policy,
         expert_slots=order.slots,
+        replay_routing=order.routing if order.case == "recorded" else None,
     )
     engine = start_engine(config)
     try:
         with _slowness(engine, order):
             _answers(engine, order)  # the first pass: counts, plans, moves
             engine.take_spans()
-            started_s = time.perf_counter()
+            started_s, worked_s = time.perf_counter(), _processor_s(engine)
             token_ids = _answers(engine, order)
-            took_s = time.perf_counter() - started_s
+            took_s, worked_s = time.perf_counter() - started_s, _processor_s(engine) - worked_s
         spans = engine.take_spans()
         changes = engine.stats().placement_changes
     finally:
@@ -157,7 +177,14 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         if of_worker.names[index] == NAMES[STEP]
     ]
     num_tokens = sum(map(len, token_ids))
-    return _Pass(token_ids, num_tokens / took_s, steps_s, _balancedness(order, spans), changes)
+    per_step_s = worked_s / max(1, len(steps_s)) * order.attention
+    return _Pass(token_ids, num_tokens / took_s, steps_s, per_step_s, _balancedness(order, spans), changes)
+
+
+def _processor_s(engine: Engine) -> float:
+    """Used so far by this process and all workers."""
+    clocks = [(~engine.worker_pid(name) << 3) | 2 for name in engine.workforce.names]  # as clock_getcpuclockid(3)
+    return time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
 def _balancedness(order: BalanceOrder, spans: Mapping[WorkerName, Spans]) -> float:

@@ -16,12 +16,14 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import POLICIES
 
 MOST_WORKERS, MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 64, 65_536, 100_000, 1000  # more is a slip of the finger
-_COLUMNS = ("case", "policy", "tokens/s", "step ms", "p95 ms", "p95 to off", "balancedness", "moves")
+_COLUMNS = ("case", "policy", "tokens/s", "step ms", "p95 ms", "p95 to off", "processor ms", "balancedness", "moves")
 
 
 def balance(
     model: options.ModelFolder,
-    cases: Annotated[str, typer.Option(metavar="NAME,...", help="plain, hot, slow.")] = ",".join(CASES),
+    cases: Annotated[
+        str | None, typer.Option(metavar="NAME,...", show_default="all", help="plain, hot, slow, recorded.")
+    ] = None,
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers.")] = 1,
     experts: Annotated[int, typer.Option(metavar="N", help="Expert workers.")] = 4,
     micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches.")] = 2,
@@ -36,9 +38,12 @@ def balance(
     expert_cores: Annotated[
         float | None, typer.Option(metavar="X", show_default="shared", help="Part of a core of an expert worker.")
     ] = None,
+    routing: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For recorded: of serve --record-routing.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Time serving under each --balance policy: plain, with a hot expert, with a slow worker."""
+    """Time serving under each --balance policy: plain, with a hot expert, with a slow worker, with recorded load."""
     for name, value, most in (
         ("--attention", attention, MOST_WORKERS),
         ("--experts", experts, MOST_WORKERS),
@@ -53,9 +58,8 @@ def balance(
         raise UserError(f"--expert-cores is {expert_cores:g}: it must be 0.1 to {MOST_WORKERS}")
     needed = -(-load_model_spec(model).router.num_experts // experts)
     slots = needed + -(-needed // 4) if expert_slots is None else expert_slots
-    rows: list[BalanceRow] = []
-    for case in parse_cases(cases):
-        order = BalanceOrder(
+    orders = [
+        BalanceOrder(
             model=model,
             attention=attention,
             experts=experts,
@@ -68,18 +72,27 @@ def balance(
             rounds=rounds,
             dtype=dtype,
             expert_cores=expert_cores,
+            routing=routing,
         )
+        for case in chosen_cases(cases, routing)
+    ]
+    rows: list[BalanceRow] = []
+    for order in orders:
         with (
             tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
-            progress(f"balance, {case}", format_amount=lambda done: f"{done:.0f}") as report,
+            progress(f"balance, {order.case}", format_amount=lambda done: f"{done:.0f}") as report,
         ):
             rows += bench_balance(order, POLICIES, Path(folder), report)
     about = {"slots": slots, "batch": batch}
     show_bench("balance", result_table(rows), as_json(rows), json=json, about=about, torch=torch.__version__)
 
 
-def parse_cases(text: str) -> list[Case]:
-    """``"plain,hot"`` -> ["plain", "hot"]."""
+def chosen_cases(text: str | None, routing: Path | None) -> list[Case]:
+    """``"plain,hot"`` -> ["plain", "hot"]; without a text all that there can be."""
+    if text is None:
+        return [case for case in CASES if case != "recorded" or routing is not None]
+    if routing is not None and "recorded" not in text:
+        raise UserError(f"--routing {routing} is for the case recorded, which --cases {text} leaves out")
     names = [part.strip() for part in text.split(",")]
     if wrong := [name for name in names if name not in CASES]:
         raise UserError(f"--cases has {wrong[0]!r}: use some of {', '.join(CASES)}")
@@ -97,6 +110,7 @@ def result_table(rows: list[BalanceRow]) -> Any:
             f"{row.step_s_median * 1e3:.2f}",
             f"{row.step_s_p95 * 1e3:.2f}",
             f"{off[row.case] / row.step_s_p95:.2f}",
+            f"{row.processor_s * 1e3:.2f}",
             f"{row.balancedness:.3f}",
             row.placement_changes,
         )

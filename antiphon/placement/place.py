@@ -13,7 +13,7 @@
    busiest worker change places or replace others' second copies, as long as that helps.
 4. What is there now is changed in the same way, one change after another. Each map's time counts with the cost of the
    moves to it, and the best one wins: what is there now, what it became, or the new map. So counts that are only noisy
-   move little.
+   move little. Layers whose load is even but for the cost of one move stay as they are, and cost no search.
 
 All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
 `placement.balance` is the planner's, quicker and coarser; it says why both are there.
@@ -55,19 +55,33 @@ def place(
     check_fit(num_experts, num_workers, slots)
     speeds = np.ones(num_workers) if speeds is None else np.asarray(speeds, dtype=np.float64)
     slots = min(slots, num_experts)
-    now = None if present is None else np.broadcast_to(present, (len(costs), num_experts, num_workers))
+    if present is None:
+        held = _new(costs, slots, speeds, None, move_cost)
+    else:
+        held = np.broadcast_to(present, (len(costs), num_experts, num_workers)).copy()
+        even = costs.sum(axis=1) / speeds.sum()
+        (open_,) = np.nonzero(_worst(costs, held, speeds) > even + move_cost)  # elsewhere not even one move pays
+        if open_.size:
+            held[open_] = _changed_or_new(costs[open_], slots, speeds, held[open_], move_cost)
+    return held.reshape(*np.shape(loads), num_workers)
+
+
+def _changed_or_new(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray, move_cost: float) -> BoolArray:
+    """Step 4."""
+    changed = np.stack([_improve(costs[layer], now[layer], slots, speeds, move_cost) for layer in range(len(costs))])
+    maps = np.stack([now, changed, _new(costs, slots, speeds, now, move_cost)])
+    prices = np.stack([_worst(costs, each, speeds) + move_cost * num_moves(now, each) for each in maps])
+    best: BoolArray = maps[np.argmin(prices, axis=0), np.arange(len(costs))]  # of equals the first
+    return best
+
+
+def _new(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray | None, move_cost: float) -> BoolArray:
+    """Steps 1 to 3."""
     held = _greedy(costs, slots, speeds, now, move_cost)
     for layer, worst in enumerate(_worst(costs, held, speeds)):
         if worst > CLOSE * costs[layer].sum() / speeds.sum():
             held[layer] = _improve(costs[layer], held[layer], slots, speeds)
-    if now is not None:
-        changed = np.stack(
-            [_improve(costs[layer], now[layer], slots, speeds, move_cost) for layer in range(len(costs))]
-        )
-        maps = np.stack([now, changed, held])
-        prices = np.stack([_worst(costs, each, speeds) + move_cost * num_moves(now, each) for each in maps])
-        held = maps[np.argmin(prices, axis=0), np.arange(len(costs))]  # of equals the first
-    return held.reshape(*np.shape(loads), num_workers)
+    return held
 
 
 def check_fit(num_experts: int, num_workers: int, slots: int) -> None:

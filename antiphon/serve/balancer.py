@@ -5,9 +5,13 @@
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
 
 A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay (`placement.place`).
+While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
+interpreter's lock. Plans of large models take long, so the thread rests in proportion.
+Rejected: a process for the plan. It costs memory and a start, and with short turns steps hardly notice the thread.
 With any policy but `off` expert workers' speeds are measured, too (`policy/worker_speeds`): a slow one gets fewer rows.
 """
 
+import sys
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +30,8 @@ Policy = Literal["off", "static", "window"]
 POLICIES: tuple[Policy, ...] = ("off", "static", "window")
 WINDOW_STEPS = 40
 PERIOD_S = 5.0
+PLANNING_SHARE = 0.05  # of the time, at most
+_TURN_S, _SHORT_TURN_S = sys.getswitchinterval(), 5e-4
 NEW_SPEED = 0.1  # of the fastest worker's speed; less is no news
 MOVE_COST = 0.02  # of an even load: what the busiest worker must gain for each expert that moves
 
@@ -45,8 +51,9 @@ class Balancer:
         self._window: deque[list[bytes]] = deque(maxlen=WINDOW_STEPS)  # by step, of each attention worker
         self._step = 0
         self._num_steps = 0
-        self._planned_from = first
+        self._planned_from = self._current = first
         self._planned_s = 0.0
+        self._planning_s = 0.0  # what the last plan took of a core
         self._plan: Future[ExpertPlacement | None] | None = None
         self._thread = ThreadPoolExecutor(1, "balancer")
 
@@ -68,6 +75,10 @@ class Balancer:
 
     def advance(self, placing: PlacementControl) -> None:
         """Begin a plan if it is time for one; hand over one that is ready. Never waits."""
+        if placing.current is not self._current:
+            if placing.current.owners != self._current.owners:
+                self._speeds.forget_equals()
+            self._current = placing.current
         if self._plan is not None and self._plan.done():
             target, self._plan = self._plan.result(), None
             if target is not None and not placing.moving and placing.current is self._planned_from:
@@ -76,7 +87,7 @@ class Balancer:
             self._planned_s, self._num_steps, self._planned_from = time.monotonic(), 0, placing.current
             speeds = self._speeds.shares()
             self._plan = self._thread.submit(
-                self._make_plan, list(self._window), placing.current, placing.slots, speeds
+                self._plan_beside, list(self._window), placing.current, placing.slots, speeds
             )
 
     def _is_due(self) -> bool:
@@ -84,7 +95,19 @@ class Balancer:
             return False
         if self._policy == "static":
             return self._planned_s == 0.0
-        return time.monotonic() - self._planned_s > PERIOD_S
+        return time.monotonic() - self._planned_s > max(PERIOD_S, self._planning_s / PLANNING_SHARE)
+
+    def _plan_beside(
+        self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...]
+    ) -> ExpertPlacement | None:
+        """`_make_plan` while steps go on."""
+        started_s = time.thread_time()
+        sys.setswitchinterval(_SHORT_TURN_S)
+        try:
+            return self._make_plan(window, now, slots, speeds)
+        finally:
+            sys.setswitchinterval(_TURN_S)
+            self._planning_s = time.thread_time() - started_s
 
     def _make_plan(
         self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...]

@@ -87,6 +87,7 @@ class ServeConfig:
     balance: Policy = "off"
     expert_slots: int | None = None
     record_routing: Path | None = None
+    replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
     of_attention: OneRole = OneRole()
     of_experts: OneRole = OneRole()
 

@@ -267,6 +267,7 @@ class Launcher:
             expert_slots=self._slots + (1 if self._spare_slot else 0),
             count_rows=config.balance != "off",
             record_routing=config.record_routing is not None,
+            replay_routing="" if config.replay_routing is None else str(config.replay_routing),
             exchange=exchange,
             hybrid=self._hybrid(),
             timeout_s=config.timeout_s,

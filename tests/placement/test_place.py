@@ -130,6 +130,20 @@ def test_few_moves_level_the_load_and_chance_moves_little(hot: bool) -> None:
     assert sum(moves[1:]) < 6
 
 
+def test_layers_that_no_move_can_help_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    now = np.broadcast_to(contiguous(8, 4) > 0, (3, 8, 4))
+    monkeypatch.setattr(
+        "antiphon.placement.place._changed_or_new", lambda costs, *_: searched.append(len(costs)) or now[: len(costs)]
+    )
+    loads = np.full((3, 8), 10.0)
+    loads[1, 0] += 1.0
+    assert (place(loads, 4, 3, present=now, move_cost=1.0) == now).all()
+    assert searched == [], "the busiest worker has 0.75 more than an even load"
+    place(loads, 4, 3, present=now, move_cost=0.5)
+    assert searched == [1]
+
+
 def test_recent_steps_count_more() -> None:
     window = np.zeros((9, 1, 2))
     window[:8, 0, 0], window[8, 0, 1] = 10.0, 10.0

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
 from antiphon.serve.launch import Launcher
-from tests.serve.engine_harness import NUM_TOKENS, Prompts, TinyModel, Tokens, complete, config, running
+from antiphon.serve.outputs import ThreadSink
+from tests.serve.engine_harness import GREEDY, NUM_TOKENS, Prompts, TinyModel, Tokens, complete, config, running
 
 
 @pytest.mark.parametrize("layout", ["2", "2+2/m2"])
@@ -29,6 +30,33 @@ def test_each_row_is_recorded_once(
     assert {rows.worker for rows in trace.rows} == {0, 1}
     counts = trace.counts_of_steps()
     assert counts.sum() == ids.size
+
+
+def test_rows_go_where_recorded_rows_went(tiny_model: TinyModel, prompts: Prompts, tmp_path: Path) -> None:
+    """One layer was recorded, the model has two; both take its choices. Text depends on no layout and no batching."""
+    file, again = tmp_path / "routing.trace", tmp_path / "again.trace"
+    ids_TK = np.argsort(np.random.default_rng(5).random((64 * 300, 5)), axis=1)[:, :2].astype("<u2")
+    writer = RoutingTraceWriter(file, TraceHeader(model="other", layers=(3,), num_experts=5, top_k=2))
+    writer.append_step(1, 0, ids_TK.tobytes())
+    writer.close()
+    texts: list[Tokens] = []
+    for layout in ("1", "2+2/m2"):
+        settings = config(tiny_model, layout, replay_routing=file, record_routing=again, max_running=64)
+        with running(settings) as engine:
+            sink, text = ThreadSink(), [list[int](), list[int]()]
+            for number, prompt in enumerate(prompts[:2]):
+                engine.submit_to(sink, str(number), prompt, GREEDY)
+            for output in sink.outputs(2):
+                text[int(output.request_id)] += output.token_ids
+            texts.append(text)
+        trace = read_routing_trace(again)
+        assert trace.header.layers == (0, 1)
+        assert trace.num_rows == sum(len(prompt) + NUM_TOKENS - 1 for prompt in prompts[:2])
+        recorded = trace.ids_LTK()
+        assert (recorded[0] == recorded[1]).all()
+        taken = np.concatenate([np.arange(len(p) + NUM_TOKENS - 1) * 64 + n for n, p in enumerate(prompts[:2])])
+        assert (count_rows(recorded[:1], 5) == count_rows(ids_TK[None, taken], 5)).all()
+    assert texts[0] == texts[1]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 """How fast each expert worker computes, compared with the others, from what it was sent and for how long it was busy.
 
-    work = batches x max(t, knee x touched),   touched = held (1 - exp(-t / held)),   speed = work / busy time
+    work = max(t, knee x touched),   touched = held (1 - exp(-t / held)),   speed = batches x work / busy time
 
 t are the rows of a mean batch. An expert costs as much as `knee` rows however few it gets, since its weights are read,
 and a batch of t rows touches `touched` of the `held` experts. Without this a worker that gets few rows would look slow,
 get fewer, and look slower still.
 
-Speeds are shares of the fastest. Above `_EQUAL` they count as equal: chance and small errors of the formula must not
-move rows. Numbers fade by half whenever `_WINDOW_S` of busy time has come together.
+A batch with twice the work can take more than twice as long: a process with a part of a core is halted in the middle of
+it. So a worker is compared only with those that have about as much work or more. The one with the hottest expert does
+not count as slow for that. When experts move, loads change, and what was measured of equal workers is forgotten. What
+is known of a slow one stays: with the little that it gets it would look fast.
+
+Shares are of the fastest worker's speed. Above `_EQUAL` they count as equal: chance and small errors of the formula
+must not move rows. A worker that was busy for less than `_LEAST_S` counts as before; its peers may have idled more.
+Numbers fade by half whenever `_WINDOW_S` of busy time has come together.
 """
 
 import math
@@ -15,6 +21,9 @@ import math
 _EQUAL = 0.8
 _EQUAL_AGAIN = 0.85  # for one that counted as slow, so that chance does not move rows to and fro
 _LOWEST = 0.1
+_AS_MUCH = 0.8  # of a worker's work: who has less says nothing about it
+_LEAST_S = 1.0  # a few hundred halts of some milliseconds
+_LEAST_OF_PEER_S = 0.2
 _WINDOW_S = 10.0
 
 
@@ -27,7 +36,7 @@ class WorkerSpeeds:
         self._rows = [0.0] * num_workers
         self._batches = [0.0] * num_workers
         self._busy_s = [0.0] * num_workers
-        self._is_slow = [False] * num_workers
+        self._shares = [1.0] * num_workers
 
     def add(self, worker: int, num_batches: int, num_rows: int, busy_s: float) -> None:
         """What one worker did since its last report."""
@@ -38,19 +47,27 @@ class WorkerSpeeds:
             for numbers in (self._rows, self._batches, self._busy_s):
                 numbers[:] = [number / 2 for number in numbers]
 
-    def shares(self) -> tuple[float, ...]:
-        """Of each worker, its speed over that of the fastest; 1 where nothing is known."""
-        speeds = [self._speed(worker) for worker in range(len(self._rows))]
-        fastest = max((speed for speed in speeds if speed is not None), default=1.0)
-        shares = [1.0 if speed is None else max(_LOWEST, speed / fastest) for speed in speeds]
-        limits = [_EQUAL_AGAIN if is_slow else _EQUAL for is_slow in self._is_slow]
-        self._is_slow = [share <= limit for share, limit in zip(shares, limits, strict=True)]
-        return tuple(share if slow else 1.0 for share, slow in zip(shares, self._is_slow, strict=True))
+    def forget_equals(self) -> None:
+        """Experts have moved."""
+        for worker, share in enumerate(self._shares):
+            if share == 1.0:
+                self._rows[worker] = self._batches[worker] = self._busy_s[worker] = 0.0
 
-    def _speed(self, worker: int) -> float | None:
-        batches, busy_s = self._batches[worker], self._busy_s[worker]
-        if not (batches and busy_s and self._rows[worker]):
-            return None
-        per_batch = self._rows[worker] / batches
-        touched = self._held * (1 - math.exp(-per_batch / self._held))
-        return batches * max(per_batch, self._knee * touched) / busy_s
+    def shares(self) -> tuple[float, ...]:
+        """Of each worker, its speed over that of the fastest of its peers; 1 where nothing is known."""
+        works = {worker: self._work(worker) for worker, busy_s in enumerate(self._busy_s) if busy_s >= _LEAST_OF_PEER_S}
+        speeds = {worker: self._batches[worker] * work / self._busy_s[worker] for worker, work in works.items()}
+        for worker, work in works.items():
+            peers = [each for each in works if each != worker and works[each] >= _AS_MUCH * work]
+            if not peers or not work or self._busy_s[worker] < _LEAST_S:
+                continue
+            share = max(_LOWEST, speeds[worker] / max(speeds[each] for each in (worker, *peers)))
+            limit = _EQUAL if self._shares[worker] == 1.0 else _EQUAL_AGAIN
+            self._shares[worker] = share if share <= limit else 1.0
+        return tuple(self._shares)
+
+    def _work(self, worker: int) -> float:
+        """Of a mean batch, in rows."""
+        rows = self._rows[worker] / max(1.0, self._batches[worker])
+        touched = self._held * (1 - math.exp(-rows / self._held))
+        return max(rows, self._knee * touched)

@@ -22,8 +22,9 @@ from antiphon.comm.stages import Stages
 from antiphon.comm.two_level.forms import Forms
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
+from antiphon.placement.split import IntArray
 from antiphon.serve.policy.step import SequenceStep
-from antiphon.serve.routing_record import RoutingRecorder
+from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
@@ -41,6 +42,7 @@ class _MicroBatch:
     delta_TH: Tensor | None = None  # complete: to be added to x by the next layer
     local_TH: Tensor | None = None  # the shared expert's part, while the experts' part is under way
     in_flight: int | None = None  # layer whose experts still owe their part
+    recorded_T: IntArray | None = None  # rows of a record whose experts these rows go to
 
 
 class AttentionRunner:
@@ -61,12 +63,13 @@ class AttentionRunner:
         forms: Forms | None = None,
         moves: ExpertMoves | None = None,
         stages: Stages | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples. `count_rows`: results say how many rows each expert got.
         `forms`: how rows travel where other workers' rows are computed in `experts` too, so that every micro-batch goes
         there, rows or none; what comes back is the whole sum, on every rank. `moves`: of the experts here, if they
         serve others too; each step then names the placement by which rows go. `stages`: this process's place in a
-        pipeline; None: it has all layers."""
+        pipeline; None: it has all layers. `replay`: rows go to the experts that it says."""
         self._forms = forms
         self._moves = moves
         self._shared = forms is not None
@@ -74,6 +77,7 @@ class AttentionRunner:
         self._half = half
         self._count_rows = count_rows
         self._routing = routing
+        self._replay = replay
         self._device = half.backend.device
         self._experts = experts
         self._cache = cache
@@ -144,7 +148,8 @@ class AttentionRunner:
             x_TH = stages.take(len(token_ids), half.spec.hidden_size, half.backend.dtype).to(self._device)
             self._recorder.add(RECEIVE, start_ns, next(iter(half.layers)), rows=len(token_ids))
             self._stage_wait_s += (time.monotonic_ns() - start_ns) * 1e-9
-        return _MicroBatch(sequences, batch, x_TH)
+        recorded_T = None if self._replay is None else self._replay.rows_of(sequences)
+        return _MicroBatch(sequences, batch, x_TH, recorded_T=recorded_T)
 
     def _run_stage(self, stages: Stages, micro_batches: list[list[SequenceStep]]) -> list[_MicroBatch | None]:
         """The layers of this stage, micro-batch by micro-batch, and what the next stage gets of each."""
@@ -212,6 +217,9 @@ class AttentionRunner:
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
         ids_TK, weights_TK = half.gate(layer, y_TH)
+        if self._replay is not None:
+            assert micro_batch.recorded_T is not None, "chosen when the step began"
+            ids_TK = self._replay.choose(layer, micro_batch.recorded_T).to(ids_TK.device)
         if self._routing is not None:
             self._routing.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -23,7 +24,8 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
-from antiphon.serve.routing_record import RoutingRecorder
+from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.endpoints import Endpoints, configured_shape, rank_group, worker_stages
@@ -208,6 +210,12 @@ def _load_attention(source: _Source, seat: _Seat) -> AttentionHalf:
     )
 
 
+def _replay(configure: Configure, spec: ModelSpec) -> RoutingReplay | None:
+    if not configure.replay_routing:
+        return None
+    return RoutingReplay(read_routing_trace(Path(configure.replay_routing)), spec, configure.max_running)
+
+
 def _own_experts(
     source: _Source, seat: _Seat, loaded_bytes: int
 ) -> tuple[AttentionExchange, ExpertMoves | None, ExpertCounters | None]:
@@ -266,4 +274,5 @@ def _attention_runner(
         forms=hybrid_forms(configure, spec, backend.dtype, seat.levels, exchange),
         moves=moves,
         stages=seat.stages,
+        replay=_replay(configure, spec),
     )

@@ -51,6 +51,7 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything a worker needs to become ready. `expert_slots`: experts that there is room for in a layer.
     `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
+    `replay_routing`: a file with such choices, which rows make in place of their own.
 
     A worker is a group of `num_ranks` processes, evenly dealt out to `num_stages` stages of a pipeline, one stage after
     the other; this is number `rank`, and 0 leads: it gets the steps.
@@ -76,6 +77,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     expert_slots: int
     count_rows: bool
     record_routing: bool = False
+    replay_routing: str = ""
     exchange: ExchangeConfig | None
     hybrid: HybridConfig | None = None
     timeout_s: float
