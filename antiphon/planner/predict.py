@@ -59,11 +59,14 @@ def collectives_of(setting: Setting, one: Candidates) -> Collectives:
     """The form of the exchange that a single candidate's numbers are of; `auto` where both forms take the same time."""
     if one.layout_of(0) == "disaggregated":
         return "auto"
-    of_form = [replace(setting, limits=replace(setting.limits, fused=fused)) for fused in (True, False)]
-    fused_s, synchronous_s = (float(step_parts_of(each, one).step_s[0]) for each in of_form)
+    forms: tuple[Collectives, Collectives] = ("fused", "synchronous")
+    of_form = [replace(setting, limits=replace(setting.limits, collectives=form)) for form in forms]
+    fused_s, synchronous_s = (float(step_parts_of(each, one).dispatch.at(0).total_s) for each in of_form)
     if fused_s == synchronous_s:
         return "auto"
-    return "fused" if setting.limits.fused else "synchronous"
+    if setting.limits.collectives != "auto":
+        return setting.limits.collectives
+    return "fused" if fused_s < synchronous_s else "synchronous"
 
 
 def devices_of(setting: Setting, one: Candidates, num_instances: int) -> tuple[DeviceUse, ...]:

@@ -1,10 +1,13 @@
 """Which form the exchanges of a step take: by phase, by what was measured, and the same on all ranks."""
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.two_level import forms
 from antiphon.comm.two_level.forms import Forms, Travelling, fused_is_faster
 from antiphon.comm.two_level.hybrid import HybridExchange
@@ -115,6 +118,30 @@ def test_what_is_measured_is_an_exchange(name: str) -> None:
         times = made.each(lambda levels: forms.measure(exchange_of(levels), levels, ROWS))
         assert all(each == times[0] for each in times)
         assert set(times[0]) == {1}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_inner_collective_a_round_or_one_of_all_rows(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes: fused, dispatch gathers the rows of two and combine reduces those of all three."""
+    calls: Counter[str] = Counter()
+
+    def counts(name: str) -> None:
+        call = getattr(NativeRankGroup, name)
+
+        def counted(group: NativeRankGroup, *arguments: Any) -> Any:
+            calls[name] += 1
+            return call(group, *arguments)
+
+        monkeypatch.setattr(NativeRankGroup, name, counted)
+
+    with box(TOPOLOGIES["d_DP = d_EP"]) as made:
+        for name in ("all_gather", "reduce_scatter"):
+            counts(name)
+        made.each(lambda levels: forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused))
+    completed = 1  # the gather at the end of the combine
+    ranks = made.topology.size
+    assert calls["all_gather"] == ranks * ((2 if fused else 1) + completed)
+    assert calls["reduce_scatter"] == ranks * (3 if fused else 1)
 
 
 @pytest.mark.parametrize("topology", [TwoLevel(attention_tp=2, expert_tp=2), TwoLevel(num_nodes=2, attention_tp=2)])
