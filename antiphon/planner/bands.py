@@ -66,5 +66,4 @@ def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tupl
 
 
 def _spread_of(setting: Setting, table: CandidateTable, index: int) -> float:
-    one = table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
-    return parts_spread(setting, one)
+    return parts_spread(setting, table.one(index))

@@ -38,7 +38,7 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
 
 def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instances: int | None = None) -> PhasePlan:
     """The table's candidate as a plan without losers; `num_instances` if it is to be other than the table's."""
-    one = table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
+    one = table.one(index)
     instances = int(table.outcome.num_instances[index]) if num_instances is None else num_instances
     fractions = balance(setting.shares, int(one.expert_ep[0]), int(one.slots[0]))
     return PhasePlan(

@@ -182,6 +182,11 @@ class Setting:
     def lengths(self) -> LengthFacts:
         return length_facts(self.workload)
 
+    @property
+    def tokens_of_request(self) -> float:
+        """Mean tokens of a request that this phase computes: of its output, or of its prompt."""
+        return self.lengths.output if self.phase == "decode" else self.lengths.prompt
+
     def new_tokens(self, prompt: float) -> float:
         """Tokens of a prompt that are not in the prefix cache."""
         return prompt * (1 - self.workload.prefix_hit)

@@ -9,7 +9,6 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.planner.account import account
 from antiphon.planner.candidates import candidates_of
-from antiphon.planner.explain import one_of
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
@@ -168,7 +167,7 @@ def test_the_account_of_a_token_adds_up_to_the_score() -> None:
         scores = table.score("per-cost")
         for index in range(0, len(table), 17):
             if table.feasible[index]:
-                items = account(where, one_of(table, index), int(table.outcome.num_instances[index]))
+                items = account(where, table.one(index), int(table.outcome.num_instances[index]))
                 assert min(items.values()) >= 0
                 assert sum(items.values()) == pytest.approx(1 / scores[index], rel=1e-6)
 
