@@ -120,9 +120,20 @@ def test_what_is_measured_is_an_exchange(name: str) -> None:
         assert set(times[0]) == {1}
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_inner_collective_a_round_or_one_of_all_rows(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three nodes: fused, dispatch gathers the rows of two and combine reduces those of all three."""
+@pytest.mark.parametrize(
+    ("name", "fused", "gathers", "reduces"),
+    [
+        ("d_DP = d_EP", True, 2 + 1, 3),
+        ("d_DP = d_EP", False, 1 + 1, 1),
+        ("d_DP > d_EP", True, 2 * 2, 2),
+        ("d_DP > d_EP", False, 2, 1),
+    ],
+)
+def test_one_inner_collective_a_round_or_one_of_all_rows(
+    name: str, fused: bool, gathers: int, reduces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three nodes: fused, dispatch gathers the rows of two and combine reduces those of all three; a gather completes
+    the rows. Two nodes with several sets of rows: the numbers of rows go first, those of the own node too."""
     calls: Counter[str] = Counter()
 
     def counts(name: str) -> None:
@@ -134,14 +145,11 @@ def test_one_inner_collective_a_round_or_one_of_all_rows(fused: bool, monkeypatc
 
         monkeypatch.setattr(NativeRankGroup, name, counted)
 
-    with box(TOPOLOGIES["d_DP = d_EP"]) as made:
-        for name in ("all_gather", "reduce_scatter"):
-            counts(name)
+    with box(TOPOLOGIES[name]) as made:
+        for call in ("all_gather", "reduce_scatter"):
+            counts(call)
         made.each(lambda levels: forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused))
-    completed = 1  # the gather at the end of the combine
-    ranks = made.topology.size
-    assert calls["all_gather"] == ranks * ((2 if fused else 1) + completed)
-    assert calls["reduce_scatter"] == ranks * (3 if fused else 1)
+    assert calls == {"all_gather": made.topology.size * gathers, "reduce_scatter": made.topology.size * reduces}
 
 
 @pytest.mark.parametrize("topology", [TwoLevel(attention_tp=2, expert_tp=2), TwoLevel(num_nodes=2, attention_tp=2)])

@@ -201,10 +201,8 @@ class Dispatch:
             by_node = torch.split(_side_by_side(blocks), own_counts)
             return [[_Rows(rows, shard.ids_RK, shard.weights_RK)] for rows, shard in zip(by_node, shards, strict=True)]
         counts = group.all_gather(torch.tensor([own_counts]), [1] * group.size)
-        sizes = counts.sum(dim=1).tolist()
-        blocks = self._all_gather(group, rows, sizes, "dispatch")
-        ids = self._all_gather(group, _joined([shard.ids_RK for shard in shards]), sizes, "routing")
-        weights = self._all_gather(group, _joined([shard.weights_RK for shard in shards]), sizes, "routing")
+        sent = [_joined([shard.ids_RK for shard in shards]), _joined([shard.weights_RK for shard in shards]), rows]
+        blocks, ids, weights = self._gather_uneven(group, sent, counts.sum(dim=1).tolist())
         found: list[list[_Rows]] = [[] for _ in shards]
         for first in range(0, group.size, self._topology.num_shards):
             whole = _side_by_side(blocks[first : first + self._topology.num_shards])
@@ -212,6 +210,20 @@ class Dispatch:
             for parts, (rows, ids_RK, weights_RK) in zip(found, zip(*pieces, strict=True), strict=True):
                 parts.append(_Rows(rows, ids_RK, weights_RK))
         return found
+
+    def _gather_uneven(
+        self, group: RankGroup, sent: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Rows, choices and weights of all ranks, in one message a pair. `sent`: this rank's choices, weights, rows."""
+        parts = [tensor.contiguous().view(torch.uint8) for tensor in sent]
+        self._levels.ledger.sent("inside.dispatch", (group.size - 1) * sent[2].nbytes)
+        self._levels.ledger.sent("inside.routing", (group.size - 1) * (sent[0].nbytes + sent[1].nbytes))
+        together = torch.split(group.all_gather(torch.cat(parts, dim=1), sizes), list(sizes))
+        pieces = [torch.split(block, [part.shape[1] for part in parts], dim=1) for block in together]
+        ids, weights, rows = (
+            [block[index].contiguous().view(tensor.dtype) for block in pieces] for index, tensor in enumerate(sent)
+        )
+        return rows, ids, weights
 
     def _all_gather(self, group: RankGroup, rows: Tensor, counts: Sequence[int], purpose: str) -> list[Tensor]:
         self._levels.ledger.sent(f"inside.{purpose}", (group.size - 1) * rows.nbytes)
