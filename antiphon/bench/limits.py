@@ -13,7 +13,8 @@ Method
    a step takes at least the larger of bytes / bandwidth and operations / arithmetic.
 
 Rejected: data-sheet numbers (a virtual machine seldom gets them), and the planner's cost model (a bound that
-shares code with the prediction cannot catch its mistakes).
+shares code with the prediction cannot catch its mistakes). Only the expected number of experts is the planner's
+formula, which a test compares with enumeration.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from antiphon.cost.layers import expected_touched
 
 READ_BUFFER_BYTES = 1 << 30
 GEMM_SIZE = 4096
@@ -219,14 +222,15 @@ def _best_time_s(action: Callable[[], object], num_passes: int) -> float:
     return min(times_s)
 
 
-def expected_distinct_experts(num_experts: int, num_experts_per_token: int, num_tokens: int) -> float:
-    """Experts of a layer that n tokens touch, expected, when each picks k of E at random: E(1 - (1 - k/E)^n)."""
-    return num_experts * (1.0 - (1.0 - num_experts_per_token / num_experts) ** num_tokens)
+def touched_experts(sizes: DecoderSizes, num_tokens: int) -> float:
+    """Experts of a layer that so many tokens touch, expected."""
+    num_experts, top_k = sizes.num_experts, sizes.num_experts_per_token
+    return float(expected_touched(num_experts, num_tokens * top_k, num_experts=num_experts, top_k=top_k))
 
 
 def decode_step_bytes(sizes: DecoderSizes, concurrency: int, context: int) -> float:
     """Bytes that one decode step must read: the weights touched, once, and each sequence's `context` cached tokens."""
-    touched = expected_distinct_experts(sizes.num_experts, sizes.num_experts_per_token, concurrency)
+    touched = touched_experts(sizes, concurrency)
     weights = sizes.decoder_parameters(touched) + sizes.head_parameters + concurrency * sizes.hidden_size
     return weights * BYTES_PER_ELEMENT + concurrency * context * sizes.kv_bytes_per_token
 
@@ -276,7 +280,7 @@ def prefill_bound_tokens_per_s(
 ) -> float:
     """Prefill rate if the whole batch took the longer of its arithmetic and reading each touched weight once."""
     num_tokens = num_prompts * prompt_tokens
-    touched = expected_distinct_experts(sizes.num_experts, sizes.num_experts_per_token, num_tokens)
+    touched = touched_experts(sizes, num_tokens)
     weights_bytes = (sizes.decoder_parameters(touched) + sizes.head_parameters) * BYTES_PER_ELEMENT
     return min(
         num_tokens * limits.read_bytes_per_s / weights_bytes,

@@ -83,10 +83,11 @@ def machine_name(device: str) -> str:
 def join_lines(config: ServeConfig) -> str:
     """What to start on the other machines."""
     role, here = "attention" if config.layout == "disaggregated" else "replica", config.ranks_here
-    attention = config.joined_attention * config.attention_ranks
+    attention = config.num_instances * config.joined_attention * config.attention_ranks
+    experts = config.num_instances * config.joined_experts * config.expert_tp
     wanted = [(role, attention - here)] if attention else []
-    if config.joined_experts:
-        wanted.append(("experts", config.joined_experts * config.expert_tp - (0 if attention else here)))
+    if experts:
+        wanted.append(("experts", experts - (0 if attention else here)))
     join = f"--join {config.join_address}"
     lines = [f"  elsewhere antiphon worker --role {role} {join}, {plural(count, 'time')}" for role, count in wanted]
     return "\n".join(lines)

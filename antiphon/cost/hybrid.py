@@ -6,7 +6,9 @@
    all-gather within the expert TP group. Combine mirrors it: reduce-scatter, all-to-all. At last the all-gather that
    completes step 1. d_DP =, > or < d_EP only change how rows are shared out, not the formula.
 3. Fused (section III-D): the all-to-all goes round by round, and the all-gather or reduce-scatter of the rows of one
-   round overlaps with the next round's messages, because they use different wires.
+   round overlaps with the next round's messages, because they use different wires. One kernel that runs all rounds
+   leaves those together that are too small to gain. Where each round is a call of its own (`Network.round_s`), few rows
+   hide less than the calls take, and the synchronous form is faster: it has one for the rows of all nodes.
 
 The paper's own equations stand below, named by number. Rejected as costs: eq. 2 divides by the degree twice, and
 eq. 13 leaves out the reduce-scatter of the k weighted copies.
@@ -48,9 +50,10 @@ def layer_exchange(
     """All communication of one MoE layer, as seen by the busiest device.
 
     `rows`: new tokens of one DP rank. `row_bytes`: hidden size * bytes, of rows between devices of a TP group; the
-    other two of rows between EP ranks (None: the same). `spread`: where a row goes. `sliced` False: every device of an
-    attention TP group sends all its rows (no reduce-scatter; expert TP groups then need no all-gather). `per_node`:
-    rows may travel once per node. `busiest`: rows of the busiest EP rank over the mean."""
+    other two of rows between EP ranks (None: the same). `spread`: where a row goes. `fused`: the form, of both ways;
+    either may be the faster one. `sliced` False: every device of an attention TP group sends all its rows (no
+    reduce-scatter; expert TP groups then need no all-gather). `per_node`: rows may travel once per node. `busiest`:
+    rows of the busiest EP rank over the mean."""
     sync = network.all_reduce(rows * row_bytes, degrees.attention_tp)
     there = row_bytes if dispatch_row_bytes is None else dispatch_row_bytes
     back = row_bytes if combine_row_bytes is None else combine_row_bytes
@@ -77,9 +80,8 @@ def _overlapped(
     combine: bool,
     fused: bool,
 ) -> Parts:
-    """The exchange and the TP group's all-gather (reduce-scatter): one after the other, or fused where that is faster.
-
-    Fused, the inner collective is cut into rounds, each with its own latency and messages."""
+    """The exchange and the TP group's all-gather (reduce-scatter): one after the other, or fused in rounds, each with
+    its own latency, messages and fixed time."""
     gather = network.all_gather(arrived_bytes, degrees.expert_tp)
     together = exchange + gather
     if not fused:
@@ -90,15 +92,16 @@ def _overlapped(
     inter_s = exchange.scale_out_s / num_sends
     intra_s = network.all_gather(arrived_bytes / num_gathers, degrees.expert_tp).scale_up_s
     fused_s = (fused_combine_s if combine else fused_dispatch_s)(num_nodes, inter_s, intra_s)
-    hidden = exchange.scale_out_s + gather.scale_up_s - fused_s
-    hidden = network.overlap * np.where(np.asarray(num_nodes) > 1, np.maximum(hidden, 0.0), 0.0)
-    saved = np.asarray(num_nodes > 1) & (np.asarray(gather.total_s) > 0)
+    has_rounds = np.asarray(num_nodes > 1) & (np.asarray(gather.total_s) > 0)
+    hidden = np.maximum(exchange.scale_out_s + gather.scale_up_s - fused_s, 0.0)
+    hidden = network.overlap * np.where(np.asarray(num_nodes) > 1, hidden, 0.0)
     from_up = np.asarray(gather.scale_up_s <= exchange.scale_out_s)
+    # one call in place of two, and what each of its rounds takes
+    fixed_s = np.maximum(exchange.fixed_s, gather.fixed_s) + num_gathers * network.round_s
     return Parts(
         scale_up_s=together.scale_up_s - np.where(from_up, hidden, 0.0),
         scale_out_s=together.scale_out_s - np.where(from_up, 0.0, hidden),
-        # one kernel in place of two
-        fixed_s=together.fixed_s - np.where(saved, np.minimum(exchange.fixed_s, gather.fixed_s), 0.0),
+        fixed_s=np.where(has_rounds, fixed_s, together.fixed_s),
     )
 
 

@@ -86,7 +86,8 @@ class Network:
     candidate, where they differ).
 
     `collective_s`: fixed time of one collective beyond latency; `exchange_s`: of an all-to-all, and of one way of rows
-    to their experts; `overlap`: fraction of hideable communication that really is hidden; `flat_rings`: see above.
+    to their experts; `round_s`: of each round of a fused exchange; `overlap`: fraction of hideable communication that
+    really is hidden; `flat_rings`: see above.
     """
 
     scale_up: Link
@@ -94,6 +95,7 @@ class Network:
     domain: Number
     collective_s: Number = 0.0
     exchange_s: Number = 0.0
+    round_s: Number = 0.0
     overlap: float = 1.0
     flat_rings: bool = False
 
@@ -176,8 +178,12 @@ class Network:
 def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
     """The network seen by `group`'s devices, with the cluster's latencies, oversubscription and efficiency.
 
-    A domain of one device has no scale-up link: neighbours reach each other through the NICs."""
+    A domain of one device has no scale-up link: neighbours reach each other through the NICs. A CPU's cores copy what
+    they send, at the scale-up rate, and do nothing else meanwhile: only the rest of a message's time can be hidden."""
     efficiency = cluster.efficiency
+    overlap = efficiency.overlap
+    if group.device.kind == "cpu":
+        overlap *= max(0.0, 1 - group.scale_out_bytes_per_s / group.scale_up_bytes_per_s)
     return Network(
         scale_up=Link(
             level="scale_up",
@@ -195,7 +201,8 @@ def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
         domain=group.scale_up_domain,
         collective_s=efficiency.collective_s,
         exchange_s=efficiency.exchange_s,
-        overlap=efficiency.overlap,
+        round_s=efficiency.round_s,
+        overlap=overlap,
         flat_rings=efficiency.flat_rings,
     )
 

@@ -62,13 +62,8 @@ def _rejected(
     return Rejected(layout=layout, reason=why_no_room(setting, table, layout))
 
 
-def one_of(table: CandidateTable, index: int) -> Candidates:
-    """A table's candidate at its batch."""
-    return table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
-
-
 def _described(setting: Setting, table: CandidateTable, index: int, reason: str) -> Rejected:
-    one, instances = one_of(table, index), int(table.outcome.num_instances[index])
+    one, instances = table.one(index), int(table.outcome.num_instances[index])
     return Rejected(
         layout=one.layout_of(0),
         reason=reason,
@@ -100,7 +95,7 @@ def why_slower(
     scores = table.score(setting.objective)
     mine, best = float(scores[loser]), float(scores[winner])
     accounts = [
-        account(setting, one_of(table, index), int(table.outcome.num_instances[index])) for index in (loser, winner)
+        account(setting, table.one(index), int(table.outcome.num_instances[index])) for index in (loser, winner)
     ]
     item = max(accounts[0], key=lambda name: accounts[0][name] - accounts[1][name])
     head = f"{mine:,.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:,.4g}"
@@ -139,7 +134,7 @@ def _made_up(loser: dict[str, float], winner: dict[str, float], item: str, mine:
 
 def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) -> str:
     """Whether a disaggregated loser's exchange is longer than what should hide it (MegaScale-Infer eq. 2)."""
-    one = one_of(table, loser)
+    one = table.one(loser)
     if one.layout_of(0) != "disaggregated" or item == "waiting":
         return ""
     times = {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
@@ -148,19 +143,17 @@ def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) ->
 
 
 def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, item: str) -> str:
-    one = one_of(table, loser)
+    one = table.one(loser)
     times = {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
     if item == "waiting":
         return f" ({_why_idle(one, times) if one.layout_of(0) == 'disaggregated' else _why_uneven(setting, one)})"
     if item == "spare capacity":
         return f" ({_why_spare(setting, table, loser)})"
-    names = [_device_name(setting, one_of(table, index), item) for index in (loser, winner)]
+    names = [_device_name(setting, table.one(index), item) for index in (loser, winner)]
     if item in ("attention", "experts") and names[0] != names[1]:
         return f" (on {names[0]} against {names[1]})"
     if item == "experts":
-        batches = [
-            float(one_of(table, index).instance_batch[0] / _devices(one_of(table, index))) for index in (loser, winner)
-        ]
+        batches = [float(table.one(index).instance_batch[0] / _devices(table.one(index))) for index in (loser, winner)]
         if batches[0] < batches[1] * 0.95 and setting.phase == "decode":
             return f" ({batches[0]:.3g} requests per device share the reading of weights, against {batches[1]:.3g})"
     if item == "communication":
@@ -175,7 +168,7 @@ def _why_uneven(setting: Setting, one: Candidates) -> str:
 
 def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
     """What leaves capacity unused: instances that are added whole, or the promise to the first token."""
-    one, count, rate = one_of(table, loser), int(table.outcome.num_instances[loser]), setting.workload.requests_per_s
+    one, count, rate = table.one(loser), int(table.outcome.num_instances[loser]), setting.workload.requests_per_s
     if rate is None:
         share = float(table.tokens_per_s[loser]) / (count * float(table.outcome.capacity[loser]))
         return f"the promise allows {share:.0%} of what it can compute: requests wait for each other"
@@ -186,8 +179,8 @@ def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
 def most_requests_per_s(setting: Setting, one: Candidates, num_instances: int) -> float:
     """The largest rate at which so many instances keep the promise, at its percentile."""
     beyond = replace(setting, workload=replace(setting.workload, requests_per_s=1e15))
-    tokens = setting.lengths.output if setting.phase == "decode" else setting.lengths.prompt
-    return float(outcome_at(beyond, one, np.array([num_instances])).tokens_per_s[0]) / tokens
+    served = outcome_at(beyond, one, np.array([num_instances]))
+    return float(served.tokens_per_s[0]) / setting.tokens_of_request
 
 
 def _device_name(setting: Setting, one: Candidates, item: str) -> str:
@@ -227,7 +220,7 @@ def why_infeasible(setting: Setting, table: CandidateTable, index: int) -> str:
     """Which promise or rate the nearest candidate breaks, and by how much."""
     slo, workload = setting.workload.slo, setting.workload
     code = int(table.why_not[index])
-    parts = named_parts(step_parts_of(setting, one_of(table, index)))
+    parts = named_parts(step_parts_of(setting, table.one(index)))
     slowest = max(parts, key=lambda name: float(parts[name].total_s))
     bound = f"{slowest} takes most of a layer and waits for {parts[slowest].bound_by()}"
     if code == TPOT:
@@ -235,8 +228,7 @@ def why_infeasible(setting: Setting, table: CandidateTable, index: int) -> str:
         fastest = milliseconds(float(table.tpot_s[index]))
         return f"no candidate keeps {milliseconds(target_s)} a token: the fastest takes {fastest} ({bound})"
     if code == RATE:
-        tokens = setting.lengths.output if setting.phase == "decode" else setting.lengths.prompt
-        most = float(table.tokens_per_s[index]) / tokens
+        most = float(table.tokens_per_s[index]) / setting.tokens_of_request
         return f"the cluster takes at most {most:.3g} requests/s in this layout, not {workload.requests_per_s:g}"
     target_s = slo.ttft_s or math.nan
     fastest = milliseconds(float(table.ttft_s[index]))

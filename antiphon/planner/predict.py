@@ -48,7 +48,7 @@ def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
 
 def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instances: int | None = None) -> PhasePlan:
     """The table's candidate as a plan without losers; `num_instances` if it is to be other than the table's."""
-    one = table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
+    one = table.one(index)
     instances = int(table.outcome.num_instances[index]) if num_instances is None else num_instances
     fractions = balance(setting.shares, int(one.expert_ep[0]), int(one.slots[0]))
     return PhasePlan(
@@ -69,11 +69,14 @@ def collectives_of(setting: Setting, one: Candidates) -> Collectives:
     """The form of the exchange that a single candidate's numbers are of; `auto` where both forms take the same time."""
     if one.layout_of(0) == "disaggregated":
         return "auto"
-    of_form = [replace(setting, limits=replace(setting.limits, fused=fused)) for fused in (True, False)]
-    fused_s, synchronous_s = (float(step_parts_of(each, one).step_s[0]) for each in of_form)
+    forms: tuple[Collectives, Collectives] = ("fused", "synchronous")
+    of_form = [replace(setting, limits=replace(setting.limits, collectives=form)) for form in forms]
+    fused_s, synchronous_s = (float(step_parts_of(each, one).dispatch.at(0).total_s) for each in of_form)
     if fused_s == synchronous_s:
         return "auto"
-    return "fused" if setting.limits.fused else "synchronous"
+    if setting.limits.collectives != "auto":
+        return setting.limits.collectives
+    return "fused" if fused_s < synchronous_s else "synchronous"
 
 
 def devices_of(setting: Setting, one: Candidates, num_instances: int) -> tuple[DeviceUse, ...]:
@@ -240,5 +243,4 @@ def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tupl
 
 
 def _spread_of(setting: Setting, table: CandidateTable, index: int) -> float:
-    one = table.candidates.take(np.array([index])).with_batch(table.outcome.batch[index : index + 1])
-    return parts_spread(setting, one)
+    return parts_spread(setting, table.one(index))

@@ -148,7 +148,7 @@ def _shortlist(setting: Setting, table: CandidateTable) -> _Side:
     rows = np.arange(index.size)
     np.add.at(devices, (rows, one.attention_kind), one.attention_devices)
     np.add.at(devices, (rows, one.expert_kind), one.expert_devices)
-    tokens = setting.lengths.output if setting.phase == "decode" else setting.lengths.prompt
+    tokens = setting.tokens_of_request
     instances = table.outcome.num_instances[index]
     each = table.outcome.tokens_per_s[index] / instances
     if setting.workload.requests_per_s is not None:

@@ -33,7 +33,7 @@ from antiphon.planner.candidates import IntArray
 from antiphon.planner.pins import Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import OBJECTIVES, Objective, PhaseName
+from antiphon.specs.plan import OBJECTIVES, Collectives, Objective, PhaseName
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
@@ -105,13 +105,13 @@ def length_facts(workload: WorkloadSpec) -> LengthFacts:
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
     """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `micro_batches`, `attention_dp`,
-    `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `fused`: whether hybrid TP-EP overlaps
-    its two collectives. `sliced`: whether devices of an attention TP group share out the rows they send to experts.
-    `overlapped`: whether colocated layouts may hide an exchange behind arithmetic. `per_node`: whether rows may travel
-    once per node and be forwarded there. `whole_prompts`: passes of prefill take prompts as they come, though no rate
-    and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`: replicas of experts per worker that are
-    tried. `servable`: only layouts that `antiphon serve` runs (`planner/candidates`). `pins`: what is fixed for every
-    layout."""
+    `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `collectives`: the form of hybrid
+    TP-EP's exchange; `auto`: the faster one of each candidate. `sliced`: whether devices of an attention TP group share
+    out the rows they send to experts. `overlapped`: whether colocated layouts may hide an exchange behind arithmetic.
+    `per_node`: whether rows may travel once per node and be forwarded there. `whole_prompts`: passes of prefill take
+    prompts as they come, though no rate and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`:
+    replicas of experts per worker that are tried. `servable`: only layouts that `antiphon serve` runs
+    (`planner/candidates`). `pins`: what is fixed for every layout."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class SearchLimits:
     expert_tp: tuple[int, ...] = ()
     expert_workers: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
-    fused: bool = True
+    collectives: Collectives = "auto"
     sliced: bool = True
     overlapped: bool = True
     per_node: bool = True
@@ -181,6 +181,11 @@ class Setting:
     @cached_property
     def lengths(self) -> LengthFacts:
         return length_facts(self.workload)
+
+    @property
+    def tokens_of_request(self) -> float:
+        """Mean tokens of a request that this phase computes: of its output, or of its prompt."""
+        return self.lengths.output if self.phase == "decode" else self.lengths.prompt
 
     def new_tokens(self, prompt: float) -> float:
         """Tokens of a prompt that are not in the prefix cache."""

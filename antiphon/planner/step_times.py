@@ -12,6 +12,7 @@ Rejected: eq. 5 as the time between two tokens. It starts the pipeline anew each
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from antiphon.cost.dispatch import Spread
 from antiphon.cost.hybrid import Degrees, layer_exchange
 from antiphon.cost.m2n import Side, m2n
 from antiphon.cost.network import Link
-from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s
 from antiphon.cost.profile import profiled_messages
 from antiphon.cost.roofline import row_bytes_of
@@ -277,7 +278,8 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> P
         domains_per_row=setting.distinct[np.ceil(candidates.expert_ep / np.asarray(together)).astype(np.int64)],
     )
     fullest: Number = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
-    return layer_exchange(
+    of_form = partial(
+        layer_exchange,
         net,
         degrees,
         spread,
@@ -285,8 +287,11 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> P
         row_bytes=model.hidden_size * row_bytes_of(precision),
         dispatch_row_bytes=model.hidden_size * precision.dispatch_bytes,
         combine_row_bytes=model.hidden_size * precision.combine_bytes,
-        fused=setting.limits.fused,
         sliced=not group.whole_rows,
         per_node=setting.limits.per_node and setting.phase == "prefill",
         busiest=fullest / (tokens_each * distinct),
     )
+    if setting.limits.collectives != "auto":
+        return of_form(fused=setting.limits.collectives == "fused")
+    fused, synchronous = of_form(fused=True), of_form(fused=False)
+    return select(np.asarray(fused.total_s <= synchronous.total_s), fused, synchronous)

@@ -65,6 +65,10 @@ class CandidateTable:
     def __len__(self) -> int:
         return len(self.candidates)
 
+    def one(self, index: int) -> Candidates:
+        """A candidate at its batch."""
+        return self.candidates.take(np.array([index])).with_batch(self.outcome.batch[index : index + 1])
+
     @property
     def attention_device(self) -> NDArray[np.str_]:
         names: NDArray[np.str_] = np.asarray(self.device_names)[self.candidates.attention_kind]

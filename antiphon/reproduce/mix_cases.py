@@ -83,7 +83,7 @@ def _prepared(model: str, cluster_name: str, case: Case, phase: PhaseName) -> tu
         attention_dp=(case.attention_dp,),
         expert_tp=(case.expert_tp,),
         pp=(case.pp,),
-        fused=case.fused,
+        collectives="fused" if case.fused else "synchronous",
         sliced=case.layout == "hybrid",
         overlapped=False,
         per_node=False,

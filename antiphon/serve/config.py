@@ -51,7 +51,8 @@ class ServeConfig:
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
     exchanges in steps with and without rows of prompts. Of the attention workers (or replicas) and expert workers, the
     last `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
-    `join_secret`. Of the first of them `ranks_here` ranks are on this machine: it is spread over several.
+    `join_secret`. With several instances these are numbers of each, and all workers join or none. Of the first of them
+    `ranks_here` ranks are on this machine: it is spread over several.
     """
 
     model: Path
@@ -195,19 +196,24 @@ class ServeConfig:
         ):
             if not 0 <= joined <= all_workers:
                 raise UserError(f"--join-workers has {joined} {name}: it must be 0 to --{name}, which is {all_workers}")
-        num_joined = self.joined_attention + self.joined_experts
+        joined_of_each = self.joined_attention, self.joined_experts
+        num_joined = sum(joined_of_each)
         if self.layout == "hybrid":
             self._check_hybrid()
         if self.num_instances > 1 and self.layout == "colocated":
             raise UserError(
                 "--instances needs --layout disaggregated: colocated, an instance is a replica (--attention)"
             )
-        if num_joined and self.num_instances > 1:
-            raise UserError("--join-workers needs --instances 1: start a server for each instance")
         if self.joined_experts and self.layout != "disaggregated":
             raise UserError(
                 f"--join-workers {self.joined_attention}+{self.joined_experts}: --layout {self.layout} has no expert "
                 f"workers, only replicas: write {num_joined}+0"
+            )
+        everyone = self.num_attention, self.num_experts if self.layout == "disaggregated" else 0
+        if num_joined and self.num_instances > 1 and ((*everyone, 0) != (*joined_of_each, self.ranks_here)):
+            raise UserError(
+                f"--join-workers {self.joined_attention}+{self.joined_experts} with --instances {self.num_instances}: "
+                f"all workers join or none; write {everyone[0]}+{everyone[1]}, those of one instance"
             )
         if num_joined and not self.join_address:
             raise UserError(f"{num_joined} workers are to join: say where with --join-address HOST:PORT")

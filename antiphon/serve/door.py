@@ -142,7 +142,7 @@ class Door:
     def _asked_together(self) -> list[list[WorkerName]]:
         """Free places, those of one worker's ranks as one if they must be on one machine."""
         groups: dict[WorkerName, list[WorkerName]] = {}
-        for name in sorted(self._asked, key=lambda name: (name.role, name.index, name.rank)):
+        for name in sorted(self._asked, key=lambda name: (name.instance, name.role, name.index, name.rank)):
             groups.setdefault(name.leader if _shares_memory(self._asked[name]) else name, []).append(name)
         return list(groups.values())
 

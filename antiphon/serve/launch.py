@@ -190,7 +190,12 @@ class Launcher:
             ),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
-        leaders = [WorkerName(role, index) for role, indices in places.items() for index in indices]
+        leaders = [
+            WorkerName(role, index, instance=instance)
+            for instance in range(config.num_instances)
+            for role, indices in places.items()
+            for index in indices
+        ]
         ranks = [rank for leader in leaders for rank in self._ranks_of(leader)]
         return frozenset(ranks[config.ranks_here :])
 

@@ -39,7 +39,8 @@ _END_S = 5.0  # for workers to end once the engine has
 
 @dataclass(kw_only=True)
 class _Place:
-    """One worker's place: where its ranks sit, and how that goes. `seats`: none while it is not placed."""
+    """One worker's place: where its ranks sit, and how that goes. `index`: counted over all instances; `seats`: none
+    while it is not placed."""
 
     side: JoinRole
     index: int
@@ -53,22 +54,15 @@ class _Place:
     avoid: frozenset[str] = field(default_factory=frozenset)
 
     def __str__(self) -> str:
-        return f"{self.side} worker {self.index}"
+        return f"{self.side} {self.index}" if self.side == "replica" else f"{self.side} worker {self.index}"
 
 
 class RayPlacement:
     """Enter it, start an engine with `config`, call `check` while that loads; `expect_end` before the engine stops."""
 
     def __init__(self, config: ServeConfig, cluster: RayCluster, *, start_timeout_s: float = 60.0) -> None:
-        if config.layout != "disaggregated":
-            raise UserError(
-                f"--ray places attention and expert workers, which --layout {config.layout} does not have: use "
-                "--layout disaggregated, or start replicas on the other machines by `antiphon worker` (--join-workers)"
-            )
         if config.joined_attention or config.joined_experts:
             raise UserError("--ray places all workers itself: leave --join-workers and --join-address out")
-        if config.num_instances > 1:
-            raise UserError(f"--ray places one instance: leave --instances {config.num_instances} out")
         if ":" in config.device:
             raise UserError(f"--device {config.device}: with --ray, Ray chooses the GPUs; use cuda")
         self._asked = config
@@ -76,12 +70,19 @@ class RayPlacement:
         self._needs = WorkerNeeds(
             num_cpus=config.num_threads or 1,
             num_gpus=0 if config.device == "cpu" else 1,
-            attention_ranks=config.attention_tp,
+            attention_ranks=config.attention_ranks,
             expert_ranks=config.expert_tp,
         )
         self._start_timeout_s = start_timeout_s
         self._secret = secrets.token_hex(32).encode()
-        sides: list[tuple[JoinRole, int]] = [("attention", config.num_attention), ("experts", config.num_experts)]
+        apart = config.layout == "disaggregated"
+        self._experts_of_each = config.num_experts if apart else 0
+        self._num_attention = config.num_instances * config.num_attention
+        self._num_experts = config.num_instances * self._experts_of_each
+        sides: list[tuple[JoinRole, int]] = [
+            ("attention" if apart else "replica", self._num_attention),
+            ("experts", self._num_experts),
+        ]
         self._places = [
             _Place(side=side, index=index, num_ranks=self._needs.ranks(side))
             for side, count in sides
@@ -104,7 +105,7 @@ class RayPlacement:
                 join_address=address,
                 join_secret=self._secret,
                 joined_attention=self._asked.num_attention,
-                joined_experts=self._asked.num_experts,
+                joined_experts=self._experts_of_each,
             )
             for place in self._places:
                 self._start(place)
@@ -142,22 +143,25 @@ class RayPlacement:
         """What each rank reserves (the threads that were asked for, or as many as fit), and its first node."""
         config = self._asked
         rooms, free = self._cluster.rooms(), self._cluster.num_free_cpus()
-        num_cpus = config.num_threads or most_cpus(rooms, config.num_attention, config.num_experts, self._needs)
+        num_cpus = config.num_threads or most_cpus(rooms, self._num_attention, self._num_experts, self._needs)
         self._needs = replace(self._needs, num_cpus=max(1, num_cpus))
         num_ranks = sum(place.num_ranks for place in self._places)
-        seats = choose_nodes(rooms, config.num_attention, config.num_experts, self._needs)
+        seats = choose_nodes(rooms, self._num_attention, self._num_experts, self._needs)
         if seats is None or free < num_ranks * self._needs.num_cpus:
             each = f"{self._needs.num_cpus} CPUs" + (" and 1 GPU" if self._needs.num_gpus else "")
             whom = f"{len(self._places)} workers need {each} each"
             if num_ranks > len(self._places):
-                whom = (
-                    f"{config.num_attention} attention workers of {config.attention_tp} ranks and {config.num_experts} "
-                    f"expert workers of {config.expert_tp} ranks need {each} for each rank, a worker's on one node"
-                )
+                attention = "attention workers" if self._num_experts else "replicas"
+                whom = f"{self._num_attention} {attention} of {config.attention_ranks} ranks"
+                if self._num_experts:
+                    whom += f" and {self._num_experts} expert workers of {config.expert_tp} ranks"
+                whom += f" need {each} for each rank, a worker's on one node"
+            others = " or --experts" if self._experts_of_each else ""
+            others = f", --instances{others}" if config.num_instances > 1 else others
             have = ", ".join(f"{room.num_cpus:g} CPUs and {room.num_gpus:g} GPUs" for room in rooms) or "nothing"
             raise ResourceError(
                 f"{whom}; the Ray cluster's nodes have {have}, and {free:g} CPUs "
-                "are free in all: add nodes, end other jobs, or lower --threads, --attention or --experts"
+                f"are free in all: add nodes, end other jobs, or lower --threads, --attention{others}"
             )
         for place, seat in zip(self._places, seats, strict=True):
             place.node = seat.node

@@ -35,6 +35,7 @@ _NOT_NEGATIVE = (
     "tile_s",
     "collective_s",
     "exchange_s",
+    "round_s",
     "exchange_processors",
     "layer_overhead_s",
 )
@@ -50,8 +51,9 @@ class EfficiencySpec:
     link bandwidth of a large message. `scale_up_half_bytes`, `scale_out_half_bytes`: message size at which half of that
     is reached (Util(x) = x / (x + half)). `kernel_s`: fixed time of one kernel (launch, tail); `tile_s`: what a wave of
     output tiles of a product takes to begin and end. `collective_s`: fixed time of one collective beyond the wire
-    latency; `exchange_s`: of an all-to-all, or of one way of rows to their experts or back; `exchange_processors`:
-    processors that this kernel holds in prefill. `layer_overhead_s`: what a layer costs beside what is modelled (norms,
+    latency; `exchange_s`: of an all-to-all, or of one way of rows to their experts or back; `round_s`: of each round of
+    a fused exchange, 0 where one kernel runs all rounds; `exchange_processors`: processors that this kernel holds in
+    prefill. `layer_overhead_s`: what a layer costs beside what is modelled (norms,
     router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights and KV (activations,
     workspace, runtime). `overlap`: fraction of hideable communication that really is hidden. `flat_rings`: whether
     collectives over several nodes run in one ring over all devices, as libraries do that know no levels.
@@ -69,6 +71,7 @@ class EfficiencySpec:
     tile_s: float = 1.3e-6
     collective_s: float = 10e-6
     exchange_s: float = 35e-6
+    round_s: float = 0.0
     exchange_processors: int = 24
     layer_overhead_s: float = 10e-6
     memory_reserve: float = 0.1

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -39,18 +40,18 @@ def machine() -> MachineLimits:
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "num_tokens"), [(4, 1, 1), (4, 2, 1), (4, 2, 3), (5, 3, 2), (3, 1, 4)]
 )
-def test_expected_distinct_experts_equals_enumeration(num_experts: int, top_k: int, num_tokens: int) -> None:
+def test_touched_experts_equal_enumeration(sizes: DecoderSizes, num_experts: int, top_k: int, num_tokens: int) -> None:
     picks = list(itertools.combinations(range(num_experts), top_k))
     outcomes = [len(set().union(*outcome)) for outcome in itertools.product(picks, repeat=num_tokens)]
     expected = sum(outcomes) / len(outcomes)
-    assert limits.expected_distinct_experts(num_experts, top_k, num_tokens) == pytest.approx(expected)
+    some = replace(sizes, num_experts=num_experts, num_experts_per_token=top_k)
+    assert limits.touched_experts(some, num_tokens) == pytest.approx(expected)
 
 
-def test_expected_distinct_experts_at_the_edges() -> None:
-    assert limits.expected_distinct_experts(32, 4, 0) == 0
-    assert limits.expected_distinct_experts(32, 4, 1) == pytest.approx(4)
-    assert limits.expected_distinct_experts(32, 32, 1) == 32
-    assert limits.expected_distinct_experts(32, 4, 10_000) == pytest.approx(32)
+def test_touched_experts_at_the_edges(sizes: DecoderSizes) -> None:
+    some, every = (replace(sizes, num_experts=32, num_experts_per_token=top_k) for top_k in (4, 32))
+    assert [limits.touched_experts(some, tokens) for tokens in (0, 1, 10_000)] == pytest.approx([0, 4, 32])
+    assert limits.touched_experts(every, 1) == 32
 
 
 def test_all_parameters_add_up_to_the_checkpoint(sizes: DecoderSizes) -> None:

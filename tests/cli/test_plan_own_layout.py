@@ -2,11 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from antiphon.cli import main as cli
+from antiphon.models.config import model_spec
+from antiphon.serve.served_plan import obey
 from antiphon.specs.plan import read_plan
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
@@ -153,6 +156,55 @@ def test_only_what_the_engine_runs(antiphon: PlanCommand, model: Path, cluster: 
     antiphon.plans(*here, "--layout", "tp_pp", "--pin", "pp=7", "--json", file)
     assert read_plan(file).phases["decode"].parallel.pp == 7
     antiphon.refuses(1, "decode: no layout on odd has pp=7: .*", *here, "--layout", "disaggregated", "--pin", "pp=7")
+
+
+SLOW_WIRE = """
+name = "box"
+[[groups]]
+num_nodes = 2
+devices_per_node = 2
+scale_up_domain = 2
+scale_up_bytes_per_s = 2e9
+node_scale_out_bytes_per_s = 5e7
+[groups.device]
+name = "core"
+kind = "cpu"
+memory_bytes = 16e9
+memory_bytes_per_s = 1e10
+flops_per_s = { bfloat16 = 1e11 }
+scale_up_bytes_per_s = 2e9
+scale_up_domain = 2
+scale_out_bytes_per_s = 2.5e7
+power_w = 10.0
+[efficiency]
+collective_s = ROUND
+exchange_s = ROUND
+round_s = ROUND
+"""
+
+
+@pytest.mark.parametrize(
+    ("round_s", "forms"),
+    [(0.0, ("fused", "fused")), (5e-5, ("fused", "synchronous")), (1.0, ("synchronous", "synchronous"))],
+)
+def test_each_phase_of_a_hybrid_plan_has_the_form_that_is_faster_for_its_rows(
+    antiphon: PlanCommand, model: Path, tmp_path: Path, round_s: float, forms: tuple[str, str]
+) -> None:
+    """And the server that obeys the plan takes it. A prompt is 300 tokens, a step of decode 2 a replica."""
+    nodes, file, workload = tmp_path / "nodes.toml", tmp_path / "plan.json", tmp_path / "workload.toml"
+    nodes.write_text(SLOW_WIRE.replace("ROUND", str(round_s)))
+    workload.write_text('name = "w"\n[input_tokens]\ntrace = [300]\n[output_tokens]\ntrace = [20]\n[slo]\n')
+    pins = "attention.tp=2,attention.dp=2,experts.tp=2,experts.ep=2,pp=1"
+    here = (model, "--runnable-here", "--nodes", nodes, "--workload", workload, "--layout", "hybrid", *FREE)
+    antiphon.plans(*here, "--phase", "prefill", "--pin", pins, "--json", file)
+    prefill = read_plan(file).phases["prefill"]
+    assert prefill.collectives == forms[0]
+    antiphon.plans(*here, "--pin", f"{pins},batch=4", "--json", file)
+    plan = read_plan(file)
+    assert plan.phases["decode"].collectives == forms[1]
+    both = replace(plan, phases={"prefill": prefill, **plan.phases})
+    served = obey(both, model_spec(FIVE_EXPERTS), file)
+    assert (served.prefill_collectives, served.decode_collectives) == forms
 
 
 def test_devices_that_are_not_here(antiphon: PlanCommand, model: Path, cluster: Path) -> None:

@@ -1,10 +1,13 @@
 """Which form the exchanges of a step take: by phase, by what was measured, and the same on all ranks."""
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.two_level import forms
 from antiphon.comm.two_level.forms import Forms, Travelling, fused_is_faster
 from antiphon.comm.two_level.hybrid import HybridExchange
@@ -115,6 +118,38 @@ def test_what_is_measured_is_an_exchange(name: str) -> None:
         times = made.each(lambda levels: forms.measure(exchange_of(levels), levels, ROWS))
         assert all(each == times[0] for each in times)
         assert set(times[0]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "gathers", "reduces"),
+    [
+        ("d_DP = d_EP", True, 2 + 1, 3),
+        ("d_DP = d_EP", False, 1 + 1, 1),
+        ("d_DP > d_EP", True, 2 * 2, 2),
+        ("d_DP > d_EP", False, 2, 1),
+    ],
+)
+def test_one_inner_collective_a_round_or_one_of_all_rows(
+    name: str, fused: bool, gathers: int, reduces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three nodes: fused, dispatch gathers the rows of two and combine reduces those of all three; a gather completes
+    the rows. Two nodes with several sets of rows: the numbers of rows go first, those of the own node too."""
+    calls: Counter[str] = Counter()
+
+    def counts(name: str) -> None:
+        call = getattr(NativeRankGroup, name)
+
+        def counted(group: NativeRankGroup, *arguments: Any) -> Any:
+            calls[name] += 1
+            return call(group, *arguments)
+
+        monkeypatch.setattr(NativeRankGroup, name, counted)
+
+    with box(TOPOLOGIES[name]) as made:
+        for call in ("all_gather", "reduce_scatter"):
+            counts(call)
+        made.each(lambda levels: forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused))
+    assert calls == {"all_gather": made.topology.size * gathers, "reduce_scatter": made.topology.size * reduces}
 
 
 @pytest.mark.parametrize("topology", [TwoLevel(attention_tp=2, expert_tp=2), TwoLevel(num_nodes=2, attention_tp=2)])

@@ -165,24 +165,61 @@ def test_unsliced_ranks_send_all_their_rows() -> None:
     assert whole.scale_out_s == pytest.approx(4 * float(sliced.scale_out_s))
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    st.sampled_from(
-        [(4, 3, 4, 3), (2, 6, 4, 3), (4, 3, 2, 6), (4, 3, 1, 12), (1, 12, 12, 1), (3, 4, 2, 6), (1, 1, 1, 1)]
-    ),
-    st.integers(0, 4096),
-)
-def test_fusing_and_bandwidth_never_slow_down(degrees: tuple[int, int, int, int], rows: int) -> None:
+SHAPES = [(4, 3, 4, 3), (2, 6, 4, 3), (4, 3, 2, 6), (4, 3, 1, 12), (1, 12, 12, 1), (3, 4, 2, 6), (1, 1, 1, 1)]
+
+
+def seconds_of(
+    degrees: tuple[int, int, int, int], rows: int, fused: bool, *, round_s: float = 0.0, **group_changes: float
+) -> float:
+    """One layer's exchange of 8 KiB rows, with wires' latency."""
     tp, dp, expert_tp, ep = degrees
     shape = Degrees(attention_tp=tp, attention_dp=dp, expert_tp=expert_tp, expert_ep=ep)
-    cluster = round_cluster(scale_up_latency_s=1e-6, scale_out_latency_s=5e-6, efficiency=replace(PERFECT, overlap=0.9))
+    efficiency = replace(PERFECT, overlap=0.9, collective_s=round_s, exchange_s=round_s, round_s=round_s)
+    cluster = round_cluster(scale_up_latency_s=1e-6, scale_out_latency_s=5e-6, efficiency=efficiency)
+    wires = network(cluster, round_group(**group_changes))
+    spread = spread_over(shape, max(min(4 // expert_tp, ep), 1), min(2.5, ep))
+    return float(layer_exchange(wires, shape, spread, rows=rows, row_bytes=8192, fused=fused).total_s)
 
-    def seconds(group_changes: dict[str, float], fused: bool) -> float:
-        wires = network(cluster, round_group(**group_changes))
-        spread = spread_over(shape, max(min(4 // expert_tp, ep), 1), min(2.5, ep))
-        return float(layer_exchange(wires, shape, spread, rows=rows, row_bytes=8192, fused=fused).total_s)
 
-    assert seconds({}, True) <= seconds({}, False) * (1 + 1e-12)
-    assert seconds({"scale_up_bytes_per_s": 2e9}, True) <= seconds({}, True) * (1 + 1e-12)
-    assert seconds({"node_scale_out_bytes_per_s": 8e8}, True) <= seconds({}, True) * (1 + 1e-12)
-    assert seconds({}, True) >= 0
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 4096))
+def test_fusing_in_one_kernel_and_bandwidth_never_slow_down(degrees: tuple[int, int, int, int], rows: int) -> None:
+    fused_s = seconds_of(degrees, rows, True)
+    assert 0 <= fused_s <= seconds_of(degrees, rows, False) * (1 + 1e-12)
+    for faster in ({"scale_up_bytes_per_s": 2e9}, {"node_scale_out_bytes_per_s": 8e8}):
+        assert seconds_of(degrees, rows, True, **faster) <= fused_s * (1 + 1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([shape for shape in SHAPES if min(shape[2:]) > 1]), st.floats(0, 1e-2), st.floats(0, 1e-2))
+def test_calls_of_rounds_cost_what_they_take(degrees: tuple[int, int, int, int], first: float, second: float) -> None:
+    """The more a call takes, the worse for the fused form, of one row: above some time synchronous wins."""
+    less, more = sorted((first, second))
+
+    def lead(round_s: float) -> float:
+        return seconds_of(degrees, 1, True, round_s=round_s) - seconds_of(degrees, 1, False, round_s=round_s)
+
+    assert lead(less) <= lead(more) + 1e-12
+    assert lead(0) <= 0 < lead(1.0)
+
+
+def test_calls_of_rounds_by_hand() -> None:
+    """3 nodes of 4, TP 4 inside: dispatch gathers twice and combine reduces three times where the synchronous form has
+    one call each; the messages are one call a way in both."""
+    shape = (4, 3, 4, 3)
+    added = {
+        fused: seconds_of(shape, 100, fused, round_s=0.5) - seconds_of(shape, 100, fused) for fused in (True, False)
+    }
+    all_reduce = 0.5
+    assert added[False] == pytest.approx(all_reduce + 2 * (0.5 + 0.5))
+    assert added[True] == pytest.approx(all_reduce + (0.5 + 2 * 0.5) + (0.5 + 3 * 0.5))
+
+
+def test_cores_that_copy_hide_only_what_the_wire_takes() -> None:
+    """A core's link of 0.1 GB/s beside copies at 1 GB/s: a tenth of a message's time is the core's own work."""
+    group = round_group()
+    cpu = replace(group, device=replace(group.device, kind="cpu"))
+    cluster = round_cluster(efficiency=replace(PERFECT, overlap=0.8))
+    assert network(cluster, group).overlap == 0.8
+    assert network(cluster, cpu).overlap == pytest.approx(0.8 * 0.9)
+    assert network(cluster, replace(cpu, node_scale_out_bytes_per_s=1e10)).overlap == 0

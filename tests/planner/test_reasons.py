@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from antiphon.planner.explain import most_requests_per_s, one_of, why_slower
+from antiphon.planner.explain import most_requests_per_s, why_slower
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.rate_match import best_by_size
 from antiphon.planner.search import SearchLimits, evaluate_phase, make_plan
@@ -41,7 +41,7 @@ def test_spare_capacity_is_explained_by_whole_instances() -> None:
             count = int(table.outcome.num_instances[index])
             assert int(match.group(1)) == count
             assert int(match.group(1)) * int(match.group(2)) == table.num_devices[index]
-            most = most_requests_per_s(where, one_of(table, index), count)
+            most = most_requests_per_s(where, table.one(index), count)
             assert float(match.group(3)) == pytest.approx(most, rel=0.01)
             expected = table.outcome.capacity[index] * count / where.lengths.output  # at the median there is no tail
             assert most == pytest.approx(float(expected))

@@ -1,16 +1,21 @@
 """Rates, promises that cannot be kept, memory that is missing, mistakes: a right answer or the nearest one."""
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.planner.account import account
-from antiphon.planner.explain import one_of
+from antiphon.planner.candidates import candidates_of
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
 from antiphon.planner.setting import SearchLimits
+from antiphon.planner.step_times import step_times
+from antiphon.specs.cluster import EfficiencySpec
+from antiphon.specs.plan import COLLECTIVES, LAYOUTS, Collectives
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import (
     check_counts,
@@ -162,21 +167,50 @@ def test_the_account_of_a_token_adds_up_to_the_score() -> None:
         scores = table.score("per-cost")
         for index in range(0, len(table), 17):
             if table.feasible[index]:
-                items = account(where, one_of(table, index), int(table.outcome.num_instances[index]))
+                items = account(where, table.one(index), int(table.outcome.num_instances[index]))
                 assert min(items.values()) >= 0
                 assert sum(items.values()) == pytest.approx(1 / scores[index], rel=1e-6)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_plan_says_which_form_of_the_exchange_it_counts_on(fused: bool) -> None:
+@pytest.mark.parametrize("asked", ["fused", "synchronous", "auto"])
+@pytest.mark.parametrize("round_s", [0.0, 1.0])
+def test_a_plan_says_which_form_of_the_exchange_it_counts_on(asked: Collectives, round_s: float) -> None:
     """Two nodes of four devices: only what goes between nodes and is split inside one too has two levels to overlap."""
-    here = setting(limits=SearchLimits(fused=fused))
+    calls = replace(cluster(), efficiency=EfficiencySpec(collective_s=round_s, exchange_s=round_s, round_s=round_s))
+    here = setting(cluster=calls, limits=SearchLimits(collectives=asked), workload=workload(slo=SloSpec()))
     table = evaluate_phase(here, ("hybrid", "dp_ep"))
     forms = {}
     for index in range(len(table.candidates.layout)):
         phase = phase_plan(here, table, index)
         sizes = phase.parallel
         forms[sizes.attention_tp, sizes.expert_tp, sizes.attention_dp * sizes.attention_tp] = phase.collectives
-    named = "fused" if fused else "synchronous"
+    faster = "synchronous" if round_s else "fused"
+    named = faster if asked == "auto" else asked
     assert [forms[2, tp, 8] for tp in (1, 2, 4, 8)] == ["auto", named, named, "auto"]
     assert {form for (_, _, num_devices), form in forms.items() if num_devices <= 4} == {"auto"}
+
+
+def test_the_faster_form_is_no_slower_than_either() -> None:
+    for phase in ("prefill", "decode"):
+        for round_s in (0.0, 1e-5, 1e-3):
+            calls = replace(cluster(), efficiency=EfficiencySpec(round_s=round_s))
+            exchanged = []
+            for form in COLLECTIVES:
+                here = setting(phase=phase, cluster=calls, limits=SearchLimits(collectives=form))
+                tables = candidates_of(
+                    layout=LAYOUTS.index("hybrid"),
+                    attention_kind=0,
+                    expert_kind=0,
+                    attention_tp=2,
+                    attention_dp=4,
+                    expert_tp=4,
+                    expert_ep=2,
+                    slots=4,
+                    pp=1,
+                    micro_batches=1,
+                    piece_devices=4,
+                    batch=np.array([1, 64, 4096]),
+                )
+                exchanged.append(step_times(here, tables).t_c_s)
+            by_form = dict(zip(COLLECTIVES, exchanged, strict=True))
+            assert by_form["auto"].tolist() == np.minimum(by_form["fused"], by_form["synchronous"]).tolist()

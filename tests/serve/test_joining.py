@@ -139,6 +139,10 @@ def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None
             {"join_address": "127.0.0.1:1", "joined_experts": 1, "layout": "hybrid", "expert_tp": 1},
             r"--join-workers 0\+1: --layout hybrid has no expert workers, only replicas: write 1\+0",
         ),
+        (
+            {"join_address": "127.0.0.1:1", "joined_experts": 1, "num_attention": 2, "num_instances": 3},
+            r"--join-workers 0\+1 with --instances 3: all workers join or none; write 2\+1, those of one instance",
+        ),
     ],
 )
 def test_what_cannot_be_joined_is_refused(changes: dict[str, object], message: str) -> None:
@@ -189,11 +193,15 @@ def serving(settings: ServeConfig) -> Iterator[Engine]:
         engine.stop()
 
 
-@pytest.mark.parametrize(("layout", "joined_attention", "joined_experts"), [("1+1/m2", 0, 1), ("2+2/m2", 1, 2)])
+@pytest.mark.parametrize(
+    ("layout", "joined_attention", "joined_experts", "num_instances"),
+    [("1+1/m2", 0, 1, 1), ("2+2/m2", 1, 2, 1), ("1+1/m2", 1, 1, 2)],
+)
 def test_joined_workers_serve_the_same_text(
     layout: str,
     joined_attention: int,
     joined_experts: int,
+    num_instances: int,
     tiny_model: TinyModel,
     prompts: Prompts,
     reference: Tokens,
@@ -206,10 +214,11 @@ def test_joined_workers_serve_the_same_text(
         join_secret=SECRET,
         joined_attention=joined_attention,
         joined_experts=joined_experts,
+        num_instances=num_instances,
     )
+    roles = num_instances * (["attention"] * joined_attention + ["experts"] * joined_experts)
     with ExitStack() as stack:
-        guests = [stack.enter_context(worker_command(address, "attention")) for _ in range(joined_attention)]
-        guests += [stack.enter_context(worker_command(address, "experts")) for _ in range(joined_experts)]
+        guests = [stack.enter_context(worker_command(address, role)) for role in roles]
         with serving(settings) as engine:
             assert complete(engine, prompts) == reference
         for guest in guests:

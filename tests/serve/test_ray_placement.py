@@ -21,12 +21,13 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.serve import ray_placement, ray_seat
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinedPeer, JoinListener
+from antiphon.serve.launch import start_engine
 from antiphon.serve.policy.node_choice import NodeRoom, WorkerNeeds
 from antiphon.serve.ray_cluster import RayCluster, RunningSeat
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.ray_seat import RaySeat, WorkerEnd
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
-from tests.serve.engine_harness import is_alive, wait_until
+from tests.serve.engine_harness import Prompts, TinyModel, Tokens, complete, config, is_alive, wait_until
 from tests.serve.fork_server import PROGRAMS
 
 
@@ -177,6 +178,46 @@ def test_ranks_of_a_worker_sit_on_one_node_and_are_placed_again_together() -> No
         assert cluster.placed[0].seat in cluster.killed, "a rank alone is of no use"
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layout": "colocated", "num_attention": 3}, {"a": ["replica"] * 2, "b": ["replica"]}),
+        ({"layout": "colocated", "num_attention": 2, "num_stages": 2}, {"a": ["replica"] * 2, "b": ["replica"] * 2}),
+        (
+            {"layout": "hybrid", "num_attention": 2, "attention_tp": 3, "expert_tp": 3},
+            {"a": ["replica"] * 3, "b": ["replica"] * 3},
+        ),
+        (
+            {"layout": "hybrid", "num_attention": 2, "num_instances": 2},
+            {"a": ["replica"] * 2, "b": ["replica"] * 2},
+        ),
+        ({"num_instances": 2}, {"a": ["attention"] * 2, "b": ["experts"] * 2}),
+    ],
+)
+def test_replicas_and_instances_spread_over_the_nodes(changes: dict[str, Any], expected: dict[str, list[str]]) -> None:
+    cluster = PretendedCluster({"a": 3, "b": 3})
+    with place(cluster, **changes) as placement:
+        config = placement.config
+        roles: dict[str, list[str]] = {node: [] for node in cluster.cpus}
+        for placed in cluster.placed:
+            roles[placed.node].append(placed.job.order.role)
+        assert roles == expected
+        assert len(placement.nodes()) == len(placement._places)
+        assert config.joined_attention == config.num_attention
+        assert config.num_workers == 0, "none is the engine's own"
+
+
+def test_a_lost_replica_is_placed_again_whole() -> None:
+    cluster = PretendedCluster({"a": 2, "b": 2, "c": 2})
+    with place(cluster, layout="colocated", num_attention=2, attention_tp=2) as placement:
+        lost = cluster.placed[0].node
+        del cluster.cpus[lost]
+        cluster.placed[1].seat.ended.set_exception(ResourceError("The actor died because its node has died."))
+        wait_until(lambda: len(cluster.placed) == 6, "both ranks placed again")
+        (other,) = cluster.cpus.keys() - {placement.nodes()["replica[1]"]}
+        assert [placed.node for placed in cluster.placed[4:]] == [other] * 2
+
+
 def test_a_worker_waits_until_a_node_has_room() -> None:
     cluster = PretendedCluster({"a": 1, "b": 1})
     with place(cluster):
@@ -226,6 +267,16 @@ def test_a_node_that_is_busy_is_named_and_another_one_tried() -> None:
             {"attention_tp": 3},
             "1 attention workers of 3 ranks and 1 expert workers of 1 ranks need 1 CPUs for each rank, a worker's on",
         ),
+        (
+            {"a": 4, "b": 2},
+            {"layout": "colocated", "num_attention": 2, "attention_tp": 3},
+            "2 replicas of 3 ranks need 1 CPUs for each rank, a worker's on one node; .* lower --threads, --attention$",
+        ),
+        (
+            {"a": 3},
+            {"num_instances": 2},
+            "4 workers need 1 CPUs each; .* lower --threads, --attention, --instances or --experts$",
+        ),
     ],
 )
 def test_too_small_a_cluster_is_one_line(cpus: dict[str, float], changes: dict[str, Any], message: str) -> None:
@@ -244,9 +295,6 @@ def test_cpus_that_others_have_reserved_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": "colocated"}, "which --layout colocated does not have: use --layout disaggregated"),
-        ({"layout": "hybrid", "attention_tp": 2, "expert_tp": 2}, "which --layout hybrid does not have"),
-        ({"num_instances": 2}, "--ray places one instance: leave --instances 2 out"),
         ({"device": "cuda:1"}, "Ray chooses the GPUs"),
         (
             {"joined_experts": 1, "join_address": "10.0.0.1:7700", "join_secret": SECRET},
@@ -369,3 +417,43 @@ def test_the_placement_s_own_configuration_is_valid() -> None:
     ):
         pass
     assert replace(asked(), exchange="tcp").transport == "tcp"
+
+
+@dataclass
+class SeatsHere(PretendedCluster):
+    """Nodes that are all this machine, whose actors are threads with real workers."""
+
+    def addresses(self) -> dict[str, str]:
+        return dict.fromkeys(self.cpus, "127.0.0.1")
+
+    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningSeat:
+        seat = super().start_worker(node, needs, job)
+
+        def run() -> None:
+            seat.ended.set_result(RaySeat().run(job))
+
+        threading.Thread(target=run, daemon=True).start()
+        return seat
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_instances"), [("2t2", 1), ("2t2*2", 1), ("1+1", 2)], ids=["replicas", "hybrid", "instances"]
+)
+def test_what_is_placed_serves(
+    layout: str,
+    num_instances: int,
+    tiny_model: TinyModel,
+    prompts: Prompts,
+    reference: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_placement, "_END_S", 30.0)  # the workers end because the engine has
+    asked = config(tiny_model, layout, num_instances=num_instances)
+    with RayPlacement(asked, SeatsHere({"a": 2, "b": 2})) as placed:
+        engine = start_engine(placed.config, lambda done, total: placed.check())
+        try:
+            assert complete(engine, prompts[:8]) == reference[:8]
+            assert len(engine.worker_pids()) == 4
+        finally:
+            placed.expect_end()
+            engine.stop()

@@ -193,6 +193,7 @@ def _efficiency(times: LocalTimes, model: ModelSpec, device: DeviceSpec) -> Effi
         kernel_s=0.0,
         collective_s=one_row,
         exchange_s=one_row,
+        round_s=one_row,  # a collective of its own
         layer_overhead_s=fewest.step_s.seconds[0] / model.num_layers,
         source=f"antiphon profile of {times.model}: experts at {experts.sizes[0]:.0f} and {experts.sizes[-1]:.0f} rows",
     )

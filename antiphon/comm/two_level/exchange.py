@@ -7,8 +7,8 @@ each rank returns its shard to where the rows came from, adds up what the nodes 
 
 Round i talks to the node i further. Fused: all sends are on their way before the first gather, and round i is gathered
 while the messages of later rounds travel; the combine posts round i's shard before it reduces round i + 1's.
-Synchronous (the ablation): a level begins when the other has ended. Results have the same bits: nodes are added in the
-order of their numbers.
+Synchronous: a level begins when the other has ended, and the rows of all nodes go through one inner collective in
+place of one a round. Results have the same bits: nodes are added in the order of their numbers.
 
 Algorithm 1 as printed sends before it reduces; what it sends would then be summed in the wrong group. Here the
 reduction comes first, as in the paper's Figure 8 and text. Rows of the own node need no message.
@@ -102,13 +102,12 @@ class Dispatch:
         levels, num_nodes = self._levels, self._topology.num_nodes
         arrived: list[list[_Rows]] = [[] for _ in range(num_nodes)]
         turns = range(1, num_nodes)
-        if not self._fused:
-            for turn in turns:
-                levels.across.take(self._exchange, self._before(turn))
-        arrived[levels.node] = self._gather(self._own) if self._gathers_own else [self._own]
-        for turn in turns:
-            node = self._before(turn)
-            arrived[node] = self._gather(self._unpack(levels.across.take(self._exchange, node)))
+        if not self._gathers_own:
+            arrived[levels.node] = [self._own]
+        for nodes in self._rounds([*([levels.node] if self._gathers_own else []), *map(self._before, turns)]):
+            shards = [self._own if node == levels.node else self._take(node) for node in nodes]
+            for node, parts in zip(nodes, self._gather(shards), strict=True):
+                arrived[node] = parts
         self._counts = [[part.rows.shape[0] for part in parts] for parts in arrived]
         flat = [part for parts in arrived for part in parts]
         result = Arrived(
@@ -127,16 +126,14 @@ class Dispatch:
         levels, num_nodes = self._levels, self._topology.num_nodes
         exchange = levels.across.open_exchange()
         partials = torch.split(partial_RH, [sum(counts) for counts in self._counts])
-        returned: dict[int, Tensor] = {}
-        for turn in range(1, num_nodes):
-            node = self._after(turn)
-            returned[node] = self._reduce(partials[node], self._counts[node])
-            if self._fused:
-                self._return(exchange, node, returned[node])
-        own = self._reduce(partials[levels.node], self._counts[levels.node])
-        if not self._fused:
-            for turn in range(1, num_nodes):
-                self._return(exchange, self._after(turn), returned[self._after(turn)])
+        own = partial_RH
+        for nodes in self._rounds([self._after(turn) for turn in range(1, num_nodes + 1)]):  # the own node is last
+            shards = self._reduce([partials[node] for node in nodes], [self._counts[node] for node in nodes])
+            for node, shard_RW in zip(nodes, shards, strict=True):
+                if node == levels.node:
+                    own = shard_RW
+                else:
+                    self._return(exchange, node, shard_RW)
         total = torch.zeros(self._num_rows, self._hidden // self._topology.num_shards)
         for node in range(num_nodes):
             if node == levels.node:
@@ -146,6 +143,12 @@ class Dispatch:
             total.index_add_(0, self._rows_of[node], came.float())
             levels.across.release(exchange, node)
         return self._complete(total.to(self._dtype))
+
+    def _rounds(self, nodes: list[int]) -> list[list[int]]:
+        """The nodes whose rows go through one inner collective together: fused each alone, else all."""
+        if self._fused:
+            return [[node] for node in nodes]
+        return [nodes] if nodes else []
 
     # --- between nodes ---
 
@@ -169,8 +172,9 @@ class Dispatch:
         self._levels.across.post(exchange, node, [shard_RW])
         self._levels.ledger.sent("across.combine", shard_RW.nbytes)
 
-    def _unpack(self, message: Tensor) -> _Rows:
-        """A shard, as views of the message."""
+    def _take(self, node: int) -> _Rows:
+        """The shard that `node` sent, as views of its message."""
+        message = self._levels.across.take(self._exchange, node)
         width = self._hidden // self._topology.num_shards
         row_bytes = width * self._dtype.itemsize
         num_rows = message.shape[0] // (row_bytes + _CHOICE_BYTES * self._top_k)
@@ -184,38 +188,62 @@ class Dispatch:
 
     # --- inside a node ---
 
-    def _gather(self, shard: _Rows) -> list[_Rows]:
-        """Whole rows from the shards of the expert group: those of each attention group it serves."""
-        group, shards = self._levels.experts, self._topology.num_shards
+    def _gather(self, shards: Sequence[_Rows]) -> list[list[_Rows]]:
+        """Whole rows from the shards of the expert group, which came from some nodes: those of each attention group of
+        each node that it serves."""
+        group = self._levels.experts
         if group.size == 1:
-            return [shard]
-        num_rows = shard.rows.shape[0]
+            return [[shard] for shard in shards]
+        rows = _joined([shard.rows for shard in shards])
+        own_counts = [shard.rows.shape[0] for shard in shards]
         if not self._gathers_own:
-            blocks = self._all_gather(group, shard.rows, [num_rows] * group.size, "dispatch")
-            return [_Rows(_side_by_side(blocks), shard.ids_RK, shard.weights_RK)]
-        counts = group.all_gather(torch.tensor([num_rows]), [1] * group.size).tolist()
-        blocks = self._all_gather(group, shard.rows, counts, "dispatch")
-        ids = self._all_gather(group, shard.ids_RK, counts, "routing")
-        weights = self._all_gather(group, shard.weights_RK, counts, "routing")
-        firsts = range(0, group.size, shards)
-        return [_Rows(_side_by_side(blocks[i : i + shards]), ids[i], weights[i]) for i in firsts]
+            blocks = self._all_gather(group, rows, [rows.shape[0]] * group.size, "dispatch")
+            by_node = torch.split(_side_by_side(blocks), own_counts)
+            return [[_Rows(rows, shard.ids_RK, shard.weights_RK)] for rows, shard in zip(by_node, shards, strict=True)]
+        counts = group.all_gather(torch.tensor([own_counts]), [1] * group.size)
+        sent = [_joined([shard.ids_RK for shard in shards]), _joined([shard.weights_RK for shard in shards]), rows]
+        blocks, ids, weights = self._gather_uneven(group, sent, counts.sum(dim=1).tolist())
+        found: list[list[_Rows]] = [[] for _ in shards]
+        for first in range(0, group.size, self._topology.num_shards):
+            whole = _side_by_side(blocks[first : first + self._topology.num_shards])
+            pieces = (torch.split(tensor, counts[first].tolist()) for tensor in (whole, ids[first], weights[first]))
+            for parts, (rows, ids_RK, weights_RK) in zip(found, zip(*pieces, strict=True), strict=True):
+                parts.append(_Rows(rows, ids_RK, weights_RK))
+        return found
+
+    def _gather_uneven(
+        self, group: RankGroup, sent: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Rows, choices and weights of all ranks, in one message a pair. `sent`: this rank's choices, weights, rows."""
+        parts = [tensor.contiguous().view(torch.uint8) for tensor in sent]
+        self._levels.ledger.sent("inside.dispatch", (group.size - 1) * sent[2].nbytes)
+        self._levels.ledger.sent("inside.routing", (group.size - 1) * (sent[0].nbytes + sent[1].nbytes))
+        together = torch.split(group.all_gather(torch.cat(parts, dim=1), sizes), list(sizes))
+        pieces = [torch.split(block, [part.shape[1] for part in parts], dim=1) for block in together]
+        ids, weights, rows = (
+            [block[index].contiguous().view(tensor.dtype) for block in pieces] for index, tensor in enumerate(sent)
+        )
+        return rows, ids, weights
 
     def _all_gather(self, group: RankGroup, rows: Tensor, counts: Sequence[int], purpose: str) -> list[Tensor]:
         self._levels.ledger.sent(f"inside.{purpose}", (group.size - 1) * rows.nbytes)
         return list(torch.split(group.all_gather(rows, counts), list(counts)))
 
-    def _reduce(self, partial_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's shard of the sums over the expert group, of the rows of its own attention group."""
+    def _reduce(self, partials: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+        """Of each of some nodes' rows this rank's shard of the sums over the expert group, those of its own attention
+        group. `counts[node][i]`: rows of attention group i."""
         group, shards = self._levels.experts, self._topology.num_shards
         if group.size == 1:
-            return partial_RH
+            return partials
         width = self._hidden // shards
-        parts = torch.split(partial_RH, list(counts))
-        stacked = torch.cat([part.reshape(-1, shards, width).transpose(0, 1).reshape(-1, width) for part in parts])
-        rows_by_rank = [count for count in counts for _ in range(shards)]
+        by_node = [torch.split(partial_RH, list(of)) for partial_RH, of in zip(partials, counts, strict=True)]
+        by_group = [_joined(parts) for parts in zip(*by_node, strict=True)]
+        stacked = torch.cat([part.reshape(-1, shards, width).transpose(0, 1).reshape(-1, width) for part in by_group])
+        rows_by_rank = [part.shape[0] for part in by_group for _ in range(shards)]
         shard = group.reduce_scatter(stacked, rows_by_rank)
         self._levels.ledger.sent("inside.combine", stacked.nbytes - shard.nbytes)
-        return shard
+        mine = group.rank // shards if len(by_group) > 1 else 0
+        return torch.split(shard, [of[mine] for of in counts])
 
     def _complete(self, shard_TW: Tensor) -> Tensor:
         """Whole rows from the shards of the attention group. Where it spans several expert groups, each has the sum
@@ -233,6 +261,10 @@ class Dispatch:
                 total = total + block.float()
             columns.append(total.to(self._dtype))
         return _side_by_side(columns)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:

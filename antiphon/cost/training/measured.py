@@ -17,7 +17,7 @@ from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.profile import Profile
 from antiphon.cost.shapes import share_of
 from antiphon.cost.training.flops import model_flops_utilization, tokens_per_s
-from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters
+from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
 from antiphon.cost.training.rematerialize import Choice
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step_estimate import StepEstimate
@@ -176,10 +176,7 @@ def _sends(training: Training, setup: TrainingSetup, tables: TrainingTables, num
 def held_parameters(model: ModelSpec, setup: TrainingSetup, layers: StageLayers) -> RankParameters:
     """Of one rank. Embedding and head are whole on every rank of the first and the last stage."""
     held = rank_parameters(model, setup, layers, with_tables=False)
-    counts = count_parameters(model)
-    tables = np.where(
-        np.asarray(setup.pipeline) == 1, counts.embedding + counts.head, max(counts.embedding, counts.head)
-    )
+    tables = table_parameters(count_parameters(model), setup.pipeline)
     return RankParameters(sharded=held.sharded, replicated=held.replicated + tables)
 
 

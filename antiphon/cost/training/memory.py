@@ -21,7 +21,7 @@ from antiphon.base.ranges import split_evenly
 from antiphon.cost.parts import Number
 from antiphon.cost.shapes import attention_matrices, gated_matrices, share_of
 from antiphon.cost.training.setup import TrainingSetup
-from antiphon.specs.counts import count_parameters
+from antiphon.specs.counts import ParameterCounts, count_parameters
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import BYTES_OF
 
@@ -103,6 +103,14 @@ def _fullest(model: ModelSpec, pipeline: int, virtual_stages: int) -> tuple[int,
     return max(sums)
 
 
+def table_parameters(counts: ParameterCounts, pipeline: Number) -> Number:
+    """Embedding and head where there is one stage, else the larger of them."""
+    held: Number = np.where(
+        np.asarray(pipeline) == 1, counts.embedding + counts.head, max(counts.embedding, counts.head)
+    )
+    return held
+
+
 def rank_parameters(
     model: ModelSpec, setup: TrainingSetup, layers: StageLayers, *, with_tables: bool = True
 ) -> RankParameters:
@@ -125,10 +133,7 @@ def rank_parameters(
         + layers.num_dense * (counts.dense if sequence else 0)
     )
     if with_tables:
-        both = np.where(
-            np.asarray(setup.pipeline) == 1, counts.embedding + counts.head, max(counts.embedding, counts.head)
-        )
-        sharded = sharded + both / np.asarray(degree, dtype=np.float64)
+        sharded = sharded + table_parameters(counts, setup.pipeline) / np.asarray(degree, dtype=np.float64)
     return RankParameters(sharded=sharded, replicated=replicated)
 
 

@@ -1,6 +1,7 @@
 """Which node of a cluster each worker goes to: attention and experts on different nodes where there is room for it.
 
-A worker's ranks share memory, so they are on one node; all ranks need the same. At first the nodes are split in two,
+A worker's ranks share memory, so they are on one node; all ranks need the same. Replicas have no other side: they
+spread evenly over all nodes. At first the nodes are split in two,
 for attention and for experts, so that both sides fit and the fuller of the two is as empty as can be; within a side
 workers spread evenly. Where no split fits, they mix. Without a number of threads the largest is taken that keeps the
 sides apart, or else the largest that fits. A worker that is lost goes to a node of its own side if one has room, else
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from antiphon.base.errors import UserError
 
-Side = str  # "attention" or "experts"
+Side = str  # "attention" or "experts"; "replica", which counts as attention
 SIDES: tuple[Side, Side] = ("attention", "experts")
 
 
@@ -27,7 +28,7 @@ class WorkerNeeds:
     expert_ranks: int = 1
 
     def ranks(self, side: Side) -> int:
-        return self.attention_ranks if side == "attention" else self.expert_ranks
+        return self.expert_ranks if side == "experts" else self.attention_ranks
 
     def __post_init__(self) -> None:
         if self.num_cpus < 1 or self.num_gpus < 0:
@@ -99,7 +100,7 @@ def _apart(nodes: Sequence[NodeRoom], num_attention: int, num_experts: int, need
     for num_places, (lost, chosen) in _subsets_by_capacity(capacity):
         others = sum(places for _, places in capacity) - lost
         if num_places >= num_attention and others >= num_experts:
-            fullness = max(num_attention / num_places, num_experts / others)
+            fullness = max(num_attention / num_places, num_experts / others if num_experts else 0.0)
             if best is None or fullness < best[0]:
                 best = (fullness, chosen)
     if best is None:
