@@ -51,7 +51,11 @@ PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
 }
 COMMANDS_WITH_WORKERS = ("serve", "generate", "bench")
 _NAME = "fork server"  # of the process, as ps shows it
-_CHANGEABLE = ("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_")
+# What a loaded program can still change. Benchmarks set GLOO_SOCKET_IFNAME, parts of torch TORCHINDUCTOR_CACHE_DIR.
+_CHANGEABLE = (
+    *("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_"),
+    *("GLOO_", "TORCHINDUCTOR_"),
+)
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _REPLY_TIMEOUT_S = 120.0  # the server's own imports come before its first reply
 _MAX_REQUEST_BYTES = 2**18
