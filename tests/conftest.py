@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 LEFT_OUT = pytest.StashKey[int]()
 
 
+gc.disable()  # until all is imported: what imports make stays
+
+
 def pytest_collection_finish() -> None:
-    """What imports have made stays: collections of garbage need not look at it again, nor the end take it apart."""
+    """Collections of garbage need not look again at what imports have made, nor the end take it apart."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
