@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 LEFT_OUT = pytest.StashKey[int]()
 
 
-gc.disable()  # until all is imported: what imports make stays
-
-
-def pytest_collection_finish() -> None:
-    """Collections of garbage need not look again at what imports have made, nor the end take it apart."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What imports make stays: nobody looks through it for garbage, now or later, nor takes it apart at the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
