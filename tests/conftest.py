@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 LEFT_OUT = pytest.StashKey[int]()
 
 
-def pytest_collection_finish() -> None:
-    """What imports have made stays: collections of garbage need not look at it again, nor the end take it apart."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What imports make stays: nobody looks through it for garbage, now or later, nor takes it apart at the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

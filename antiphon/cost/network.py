@@ -137,11 +137,9 @@ class Network:
             even = np.asarray(degree) % np.asarray(together) == 0
             if self.flat_rings:
                 even = np.asarray(degree) <= together
-            sent = select(
-                even,
-                num_passes * self._two_level_pass(size_bytes, degree, together),
-                num_passes * self._flat_ring_pass(size_bytes, degree),
-            )
+            even_parts = num_passes * self._two_level_pass(size_bytes, degree, together) if even.any() else Parts()
+            odd_parts = Parts() if even.all() else num_passes * self._flat_ring_pass(size_bytes, degree)
+            sent = even_parts if even.all() else select(even, even_parts, odd_parts)
         happens = (np.asarray(degree) > 1) & (np.asarray(size_bytes) > 0)
         fixed_s = self.exchange_s if name == "all_to_all" else self.collective_s
         return select(happens, sent + Parts(fixed_s=fixed_s), Parts())

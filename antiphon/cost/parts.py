@@ -7,7 +7,7 @@
 Rejected: one number and a label. A label cannot be added up over the kernels of a layer.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,15 +61,22 @@ class Parts:
         return names
 
     def _values(self) -> tuple[Number, ...]:
-        return tuple(getattr(self, part.name) for part in fields(self))
+        return self.compute_s, self.memory_s, self.scale_up_s, self.scale_out_s, self.fixed_s
 
 
 def select(condition: bool | NDArray[np.bool_], then: Parts, otherwise: Parts) -> Parts:
     """By candidate: `then` where the condition holds, else `otherwise`."""
-    pairs = zip(then._values(), otherwise._values(), strict=True)
     if isinstance(condition, bool):
         return then if condition else otherwise
-    return Parts(*(np.where(condition, mine, theirs) for mine, theirs in pairs))
+    pairs = zip(then._values(), otherwise._values(), strict=True)
+    return Parts(
+        *(mine if _are_one_value(mine, theirs) else np.where(condition, mine, theirs) for mine, theirs in pairs)
+    )
+
+
+def _are_one_value(mine: Number, theirs: Number) -> bool:
+    """Most parts are 0 on both sides; arrays of them would take most of a search's time."""
+    return isinstance(mine, float) and isinstance(theirs, float) and mine == theirs
 
 
 def longest(first: Parts, second: Parts) -> Parts:

@@ -1,8 +1,14 @@
 """A server in a process of its own, clients that send it the largest and strangest bodies, and one that only wants two
-tokens and says how long each of its requests took."""
+tokens and says how long each of its requests took.
 
+Time in which a thread of the server or of this process was ready to run and had no core is left out: other programs
+take that time, not an attack. A server that computes for one client while another waits has a core: that time counts.
+"""
+
+import contextlib
 import http.client
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -46,6 +52,15 @@ class Target:
     @property
     def rss_bytes(self) -> int:
         return int(self.process.memory_info().rss)
+
+    def without_core_s(self) -> dict[int, float]:
+        """How long each thread of the server and of this process has waited for a core, so far."""
+        waited_s = {}
+        for pid in (self.process.pid, os.getpid()):
+            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):  # the thread has ended
+                    waited_s[int(thread.parent.name)] = int(thread.read_text().split()[1]) / 1e9
+        return waited_s
 
     def post(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Status and answer. A refusal may come, and the connection close, before the whole body is sent."""
@@ -119,11 +134,12 @@ def attack(server: Target, path: str, body: bytes, num_clients: int = 1, least_s
     for client in clients:
         client.start()
     while any(client.is_alive() for client in clients) or time.monotonic() < begin + least_s:
-        started = time.perf_counter()
+        before, started = server.without_core_s(), time.perf_counter()
         innocent.request("POST", "/v1/completions", wish, {"content-type": "application/json"})
         response = innocent.getresponse()
         response.read()
-        waits_s.append(time.perf_counter() - started)
+        took_s, after = time.perf_counter() - started, server.without_core_s()
+        waits_s.append(took_s - sum(waited_s - before.get(thread, 0.0) for thread, waited_s in after.items()))
         assert response.status == 200
     innocent.close()
     return Outcome(answers, waits_s)

@@ -9,7 +9,7 @@ Tests and the engine start programs with `subprocess.Popen`; `ForkServer.Popen` 
 3. The program runs its `main`, as after `python -m`, or its text, as after `python -c`. Signals, exit codes and waits
    are real.
 4. It gets its caller's environment, and runs the `sitecustomize.py` that a test may have put there, as Python does.
-   A test that changes what a loaded process cannot change any more gets a real start.
+   A test that changes what a loaded process cannot change any more gets a real start, and a warning.
 5. A command that starts workers has a fork server of its own, forked before anything else: only what descends from a
    process can become its child. It is a child too, see `is_fork_server`.
 
@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +52,11 @@ PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
 }
 COMMANDS_WITH_WORKERS = ("serve", "generate", "bench")
 _NAME = "fork server"  # of the process, as ps shows it
-_CHANGEABLE = ("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_")
+# What a loaded program can still change. Benchmarks set GLOO_SOCKET_IFNAME, parts of torch TORCHINDUCTOR_CACHE_DIR.
+_CHANGEABLE = (
+    *("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_"),
+    *("GLOO_", "TORCHINDUCTOR_"),
+)
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _REPLY_TIMEOUT_S = 120.0  # the server's own imports come before its first reply
 _MAX_REQUEST_BYTES = 2**18
@@ -96,7 +101,12 @@ class ForkServer:
         command = list(command)
         environment = os.environ if options.get("env") is None else options["env"]
         known = command[1:2] == ["-c"] or (command[1:2] == ["-m"] and command[2] in PROGRAMS_TO_FORK)
-        if not known or command[0] != self._executable or _constant(environment) != _constant(self._environment):
+        if not known or command[0] != self._executable:
+            return subprocess.Popen(command, **options)
+        if _constant(environment) != _constant(self._environment):
+            if changed := _constant(os.environ).items() ^ _constant(self._environment).items():
+                names = ", ".join(sorted({name for name, _ in changed}))
+                warnings.warn(f"not forked, which takes seconds: the environment has changed: {names}", stacklevel=2)
             return subprocess.Popen(command, **options)
         return _Forked(self, command, **options)
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,10 +48,18 @@ def test_ids_and_texts_are_those_of_the_tokenizer(service: TextService, text: st
 
 
 def test_a_text_that_cannot_fit_is_refused_after_its_beginning(service: TextService) -> None:
-    started = time.monotonic()
+    def processor_s(num_phrases: int, max_tokens: int | None) -> float:
+        process = psutil.Process(service.pids[1])
+        before = process.cpu_times()
+        with contextlib.suppress(RequestTooLong):
+            encode(service, "hello, world " * num_phrases, max_tokens=max_tokens)
+            assert max_tokens is None, "it fits"
+        after = process.cpu_times()
+        return after.user + after.system - before.user - before.system
+
     with pytest.raises(RequestTooLong, match="has more than 1000 tokens, which is the limit"):
-        encode(service, "hello world, " * 500_000, max_tokens=1000)
-    assert time.monotonic() - started < 10, "tokenizing all of it takes longer"
+        encode(service, "hello, world " * 500_000, max_tokens=1000)
+    assert processor_s(500_000, 1000) < 5 * processor_s(10_000, None), "all of it takes 50 times as long"
 
 
 def test_a_short_text_does_not_wait_for_a_long_one() -> None:
@@ -76,14 +83,14 @@ def test_a_short_text_does_not_wait_for_a_long_one() -> None:
 
 
 def test_the_limit_on_time_names_itself_and_ends_one_request_only() -> None:
-    with Running(small_tokenizer(), tokenizer_timeout_s=0.3) as service:
-        with pytest.raises(UserError, match=r"the tokenizer took longer than 0\.3 s, the limit: send fewer or shorter"):
-            encode(service, SLOW)
+    with Running(small_tokenizer(), tokenizer_timeout_s=2.0) as service:  # a busy machine needs it for the short one
+        with pytest.raises(UserError, match=r"the tokenizer took longer than 2 s, the limit: send fewer or shorter"):
+            encode(service, *[SLOW] * 4)
         assert encode(service, "x" * 40_000)
 
 
 def test_the_limit_on_memory_names_itself_and_ends_one_request_only() -> None:
-    with Running(small_tokenizer(), memory_bytes=64 * 2**20) as service:
+    with Running(small_tokenizer(), memory_bytes=64 * 2**20, tokenizer_timeout_s=240.0) as service:
         with pytest.raises(UserError, match=r"memory"):
             encode(service, "hello world, " * 600_000)
         assert encode(service, "hello " * 6000)
@@ -106,7 +113,7 @@ def test_more_than_may_wait_are_refused_and_nobody_waits_for_ever() -> None:
 
 
 def is_ready(service: TextService) -> bool:
-    with contextlib.suppress(QueueFull):  # it waited for the process to start
+    with contextlib.suppress(QueueFull, UserError):  # it waited for the process to start, or for a core
         return bool(encode(service, "x" * 40_000))
     return False
 

@@ -111,7 +111,7 @@ def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> 
     file = write_run(tmp_path / "killed")
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file), "--set", "steps=12"]
     command += ["--set", "output.checkpoint_every=1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with PROGRAMS.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         folder = tmp_path / "killed/out/checkpoints"
         deadline = time.monotonic() + 120
         while not (folder.exists() and any(folder.iterdir())):
