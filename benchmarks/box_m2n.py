@@ -21,10 +21,11 @@ from xml.sax.saxutils import escape
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost
+from antiphon.base.processor import cpu_name
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box, box_unavailable
-from antiphon.cli.bench_m2n import provenance
+from antiphon.cli.output import provenance
 from antiphon.comm.m2n.rendezvous import Rendezvous
 
 PORT = 7710
@@ -227,7 +228,8 @@ def main() -> None:
         print(f"{row['mbit']:6.0f}  {format_bytes(row['message_bytes']):>9}  {row['case']:<14}  {words}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"bench": "box_m2n", **provenance(), "rows": rows}, indent=1) + "\n")
+        found = {"bench": "box_m2n", **provenance(cpu=cpu_name()), "rows": rows}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     if arguments.svg:
         arguments.svg.write_text(draw(rows))
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from antiphon.base.processor import cpu_name
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.m2n.cases import figure_cases
 from antiphon.bench.m2n.contestants import choose_contestants
 from antiphon.bench.m2n.harness import Settings, bench_m2n
-from antiphon.cli.bench_m2n import provenance
+from antiphon.cli.output import provenance
 
 Row = Mapping[str, Any]
 
@@ -199,7 +200,7 @@ def measure(name: str, transports: Sequence[str], baselines: Sequence[str], repe
         if contestant.name not in ("tcp in place", "libfabric in place")
     ]
     outcome = bench_m2n(contestants, figure_cases(name), Settings(num_repetitions=repetitions))
-    return {"bench": "m2n", **provenance(), "rows": outcome.rows}
+    return {"bench": "m2n", **provenance(cpu=cpu_name()), "rows": outcome.rows}
 
 
 def main() -> None:

@@ -194,3 +194,30 @@ def test_torch_load_reads_weights_only() -> None:
 )
 def test_the_rule_itself(module: str, statement: str, up: bool) -> None:
     assert [points_up(found) for found in imports_of(module, ast.parse(statement), is_package=False)] == [up]
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """What a module defines or imports at its top, also under a condition."""
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts"])
+def test_what_scripts_import_of_ours_exists(folder: str) -> None:
+    """No test runs most of them, and the type checker does not see them."""
+    native = {"antiphon._native", "antiphon._m2n"}
+    missing = []
+    for path in sorted((ROOT.parent / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for found in imports_of(path.name, tree, is_package=False):
+            owner, _, name = found.target.rpartition(".")
+            if not found.target.startswith("antiphon.") or found.target in {*modules(), *native}:
+                continue
+            if owner not in native and (owner not in modules() or name not in names_in(modules()[owner][1])):
+                missing.append(str(found))
+    assert missing == []

@@ -3,7 +3,7 @@
 When a worker's process dies the kernel closes its socket, and the next `poll` reports it within milliseconds. A
 stopped process (SIGSTOP) is told from a busy one by its state in the process table. Rejected: heartbeats between
 processes of one machine, which notice later and can be wrong. Nothing here waits for one worker: what it does not read
-now is sent later. One that reads nothing for `_SEND_TIMEOUT_S` hangs, and is killed.
+now is sent later. One that reads nothing for `send_timeout_s` hangs, and is killed.
 """
 
 import contextlib
@@ -108,6 +108,7 @@ class Fleet:
     """All workers of a server, and one place to wait for any of them."""
 
     def __init__(self, outside: Outside | None = None) -> None:
+        self.send_timeout_s = _SEND_TIMEOUT_S
         self._outside = outside
         self.clock = AwakeClock()
         self.workers: dict[WorkerName, WorkerProcess] = {}
@@ -154,8 +155,8 @@ class Fleet:
         for arrival in self._outside.arrivals() if self._outside is not None else []:
             self._add(arrival.worker, arrival.configure)
         for worker in self.workers.values():
-            if worker.channel is not None and worker.channel.stalled_s > _SEND_TIMEOUT_S and not self.clock.paused:
-                worker.kill(f"it has read nothing for {_SEND_TIMEOUT_S:.1f} s")
+            if worker.channel is not None and worker.channel.stalled_s > self.send_timeout_s and not self.clock.paused:
+                worker.kill(f"it has read nothing for {self.send_timeout_s:.1f} s")
         # What others say meanwhile is mostly that they miss who died; the death itself tells more.
         dead = {event.worker.name for event in events if event.message is None}
         return sorted(events, key=lambda event: event.worker.name not in dead) if dead else events
