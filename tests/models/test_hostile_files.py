@@ -121,7 +121,7 @@ def as_nobody(action: Callable[[], str]) -> str:
 
 def test_a_path_no_system_takes(tmp_path: Path) -> None:
     assert "File name too long" in message_of(lambda: load_model_spec(tmp_path / ("x" * 300)))
-    assert "null byte" in message_of(lambda: open_regular(tmp_path / "a\0b"))
+    assert "null" in message_of(lambda: open_regular(tmp_path / "a\0b"))
 
 
 TEXTS: list[tuple[bytes, str]] = [

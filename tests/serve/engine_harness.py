@@ -3,6 +3,7 @@
 Everything is float32, so that the same greedy tokens come out of any layout; sampled tokens depend on seeds alone.
 """
 
+import itertools
 import os
 import signal
 import time
@@ -29,6 +30,8 @@ EOS = 2
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PATIENCE_S = 120.0
+
+_runs = itertools.count()
 
 Prompts = list[list[int]]
 Tokens = list[list[int]]
@@ -155,7 +158,8 @@ class Run:
     def __init__(self, engine: Engine, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> None:
         self.sink = ThreadSink()
         self.engine = engine
-        self.ids = [f"{id(self)}-{index}" for index in range(len(prompts))]
+        run = next(_runs)  # the names of requests that have ended do not come again
+        self.ids = [f"{run}-{index}" for index in range(len(prompts))]
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         for request_id, prompt, own in zip(self.ids, prompts, each, strict=True):
             engine.submit_to(self.sink, request_id, prompt, own)

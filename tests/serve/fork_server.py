@@ -52,10 +52,11 @@ PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
 }
 COMMANDS_WITH_WORKERS = ("serve", "generate", "bench")
 _NAME = "fork server"  # of the process, as ps shows it
-# What a loaded program can still change. Benchmarks set GLOO_SOCKET_IFNAME, parts of torch TORCHINDUCTOR_CACHE_DIR.
+# What a loaded program can still change. Benchmarks set GLOO_SOCKET_IFNAME, `ray_cluster` RAY_USAGE_STATS_ENABLED, torch
+# TORCHINDUCTOR_CACHE_DIR.
 _CHANGEABLE = (
     *("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_"),
-    *("GLOO_", "TORCHINDUCTOR_"),
+    *("GLOO_", "RAY_", "TORCHINDUCTOR_"),
 )
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _REPLY_TIMEOUT_S = 120.0  # the server's own imports come before its first reply
