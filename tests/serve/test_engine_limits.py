@@ -73,7 +73,12 @@ def test_a_full_queue_refuses_and_recovers(tiny_model: TinyModel, prompts: Promp
     with running(config(tiny_model, "1", max_running=2, max_waiting=3)) as engine:
         kill(engine, "replica", 0, signal.SIGSTOP)
         runs = [Run(engine, prompts[:1], GREEDY)]
-        wait_until(lambda: engine.stats().num_running == 1, "a step that does not end")
+
+        def runs_alone() -> bool:
+            stats = engine.stats()
+            return (stats.num_running, stats.num_waiting) == (1, 0)
+
+        wait_until(runs_alone, "a step that does not end")
         runs.append(Run(engine, prompts[1:4], GREEDY))
         with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3") as caught:
             Run(engine, prompts[:1], GREEDY)
