@@ -52,8 +52,7 @@ PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
 }
 COMMANDS_WITH_WORKERS = ("serve", "generate", "bench")
 _NAME = "fork server"  # of the process, as ps shows it
-# What a loaded program can still change. Benchmarks set GLOO_SOCKET_IFNAME, `ray_cluster` RAY_USAGE_STATS_ENABLED, torch
-# TORCHINDUCTOR_CACHE_DIR.
+# What a loaded program can still change: GLOO_SOCKET_IFNAME, RAY_USAGE_STATS_ENABLED, TORCHINDUCTOR_CACHE_DIR.
 _CHANGEABLE = (
     *("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_"),
     *("GLOO_", "RAY_", "TORCHINDUCTOR_"),
