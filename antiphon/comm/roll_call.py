@@ -21,10 +21,12 @@ from torch.distributed.distributed_c10d import Store
 from antiphon.base.errors import ResourceError
 
 
-@dataclass
+@dataclass(eq=False)
 class _Wait:
+    """`due_s`: when it is to be told."""
+
     what: str
-    began_s: float
+    due_s: float
     is_told: bool = False
 
 
@@ -36,45 +38,51 @@ class RollCall:
         self._rank = rank
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._waits: list[_Wait] = []
         self._teller: threading.Thread | None = None
+        self._is_idle = False  # the teller sleeps until it is woken
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """This rank waits for `what` inside, in a call that ends with a `RuntimeError` after the timeout. That becomes
         a `ResourceError` that names the ranks that hang; one that comes earlier, such as a peer's death, is raised as
         it is."""
-        wait = _Wait(what, time.monotonic())
-        with self._lock:
+        began_s = time.monotonic()
+        wait = _Wait(what, began_s + self._timeout_s / 2)
+        with self._changed:
             self._waits.append(wait)
             if self._teller is None:
                 self._teller = threading.Thread(target=self._tell, name="roll call", daemon=True)
                 self._teller.start()
+            elif self._is_idle:
+                self._changed.notify()
         try:
             yield
         except RuntimeError as error:
             if wait.is_told:  # and what was written stays: others are about to read it
-                raise ResourceError(self._words(what, time.monotonic() - wait.began_s)) from error
+                raise ResourceError(self._words(what, time.monotonic() - began_s)) from error
             self._over(wait)
             raise
         self._over(wait)
 
     def _over(self, wait: _Wait) -> None:
-        with self._lock:
+        with self._changed:
             self._waits.remove(wait)
             if wait.is_told and not any(each.is_told for each in self._waits):
                 self._store.delete_key(self._key(self._rank))
 
     def _tell(self) -> None:
-        while True:
-            time.sleep(self._timeout_s / 16)
-            with self._lock:
-                late = [each for each in self._waits if time.monotonic() - each.began_s > self._timeout_s / 2]
-                for each in late:
-                    if not each.is_told:
-                        self._store.set(self._key(self._rank), each.what)
-                        each.is_told = True
+        """Of the thread. It wakes when the oldest wait that it saw is due, so most waits begin and end unnoticed."""
+        with self._changed:
+            while True:
+                for wait in self._waits:
+                    if not wait.is_told and wait.due_s <= time.monotonic():
+                        self._store.set(self._key(self._rank), wait.what)
+                        wait.is_told = True
+                due_s = min((wait.due_s for wait in self._waits if not wait.is_told), default=None)
+                self._is_idle = due_s is None
+                self._changed.wait(None if due_s is None else due_s - time.monotonic())
 
     def _words(self, what: str, waited_s: float) -> str:
         silent = [each for each in range(self._ranks) if not self._store.check([self._key(each)])]

@@ -11,7 +11,6 @@ Rejected: top_k as the count. It is the limit for many workers; for a few it is 
 
 Two ways to send rows, the better one counts:
 
-
 1. Direct: a row goes to each rank that holds one of its experts, over the wire that joins the two. Both wires work at
    once; the longer one counts.
 2. Once per node: a row goes once to every other domain in which it is wanted, to the device of equal place, which

@@ -53,11 +53,10 @@ class EfficiencySpec:
     output tiles of a product takes to begin and end. `collective_s`: fixed time of one collective beyond the wire
     latency; `exchange_s`: of an all-to-all, or of one way of rows to their experts or back; `round_s`: of each round of
     a fused exchange, 0 where one kernel runs all rounds; `exchange_processors`: processors that this kernel holds in
-    prefill. `layer_overhead_s`: what a layer costs beside what is modelled (norms,
-    router, sampling's share). `memory_reserve`: fraction of device memory that is not for weights and KV (activations,
-    workspace, runtime). `overlap`: fraction of hideable communication that really is hidden. `flat_rings`: whether
-    collectives over several nodes run in one ring over all devices, as libraries do that know no levels.
-    `source`: how these were found.
+    prefill. `layer_overhead_s`: what a layer costs beside what is modelled (norms, router, sampling's share).
+    `memory_reserve`: fraction of device memory that is not for weights and KV (activations, workspace, runtime).
+    `overlap`: fraction of hideable communication that really is hidden. `flat_rings`: whether collectives over several
+    nodes run in one ring over all devices, as libraries do that know no levels. `source`: how these were found.
     """
 
     gemm: float = 0.88

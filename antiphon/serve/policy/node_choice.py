@@ -1,12 +1,11 @@
 """Which node of a cluster each worker goes to: attention and experts on different nodes where there is room for it.
 
 A worker's ranks share memory, so they are on one node; all ranks need the same. Replicas have no other side: they
-spread evenly over all nodes. At first the nodes are split in two,
-for attention and for experts, so that both sides fit and the fuller of the two is as empty as can be; within a side
-workers spread evenly. Where no split fits, they mix. Without a number of threads the largest is taken that keeps the
-sides apart, or else the largest that fits. A worker that is lost goes to a node of its own side if one has room, else
-to any. Rejected: a cluster scheduler's own spreading, which knows no roles and so puts attention and experts together
-when there are more workers than nodes.
+spread evenly over all nodes. At first the nodes are split in two, for attention and for experts, so that both sides fit
+and the fuller of the two is as empty as can be; within a side workers spread evenly. Where no split fits, they mix.
+Without a number of threads the largest is taken that keeps the sides apart, or else the largest that fits. A worker
+that is lost goes to a node of its own side if one has room, else to any. Rejected: a cluster scheduler's own spreading,
+which knows no roles and so puts attention and experts together when there are more workers than nodes.
 """
 
 from collections.abc import Iterator, Sequence
