@@ -83,7 +83,8 @@ def test_a_short_text_does_not_wait_for_a_long_one() -> None:
 
 
 def test_the_limit_on_time_names_itself_and_ends_one_request_only() -> None:
-    with Running(small_tokenizer(), tokenizer_timeout_s=2.0) as service:  # a busy machine needs it for the short one
+    limits = {"tokenizer_timeout_s": 2.0, "memory_bytes": 4 * 2**30}  # a busy machine needs 2 s for the short one
+    with Running(small_tokenizer(), **limits) as service:
         with pytest.raises(UserError, match=r"the tokenizer took longer than 2 s, the limit: send fewer or shorter"):
             encode(service, *[SLOW] * 4)
         assert encode(service, "x" * 40_000)
