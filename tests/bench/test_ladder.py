@@ -34,10 +34,11 @@ def case(**values: object) -> LadderCase:
 
 def test_what_leaves_a_node() -> None:
     links = Links(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
-    # Of an all-to-all two of three parts leave, of two ranks; of a ring one rank's bytes.
+    # Of an all-to-all two of three parts leave, of two ranks; of an all-gather, a ring, one rank's bytes.
     assert links.seconds("all_to_all", [[0, 1, 2, 3]], 3.0) == pytest.approx(4.0)
-    assert links.seconds("ring", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
-    assert links.seconds("ring", [[0, 1], [2, 3]], 3.0) == 0.0
+    assert links.seconds("reduce_scatter", [[0, 1, 2, 3]], 3.0) == pytest.approx(4.0)
+    assert links.seconds("all_gather", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
+    assert links.seconds("all_gather", [[0, 1], [2, 3]], 3.0) == 0.0
     assert links.seconds("all_to_all", [[0, 2], [1, 3]], 3.0) == pytest.approx(6.0)
     alone = Links(nodes=4, ranks_per_node=1, bytes_per_s=1.0)
     assert alone.seconds("all_to_all", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
@@ -52,6 +53,10 @@ def test_exchanges_are_those_of_the_formulas() -> None:
     whole = rows * spec.hidden_size * 4
     assert found["tensor_gather"].forward_bytes == pytest.approx(whole * 3 / 4)
     assert found["dispatch"].forward_bytes == pytest.approx(whole * 3 / 4)
+    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
+    for name, there, back in (("dispatch", 1.0, 4 / 3), ("combine", 4 / 3, 1.0)):  # an all-gather is undone by sums
+        assert found[name].seconds(links, sizes, backward=False) == pytest.approx(there * whole * 3 / 4)
+        assert found[name].seconds(links, sizes, backward=True) == pytest.approx(back * whole * 3 / 4)
     found = exchanges(spec, sequence, Sizes(world_size=4, sequence=4, expert=4))
     assert found["rows_a2a"].forward_bytes == pytest.approx(whole * 3 / 16)
     assert found["heads_a2a"].forward_bytes == pytest.approx(whole * 3 / 16 * 2)  # two queries share keys and values

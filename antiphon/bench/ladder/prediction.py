@@ -181,9 +181,9 @@ class _Costs:
                 continue
             whole, count = _whole(action), parts[whole_name(action.operator)]
             if action.verb in WAIT_OF and whole.operator in sent:
-                each = sent[whole.operator]
-                num_bytes = each.backward_bytes if action.verb == START_GRADIENT else each.forward_bytes
-                travelling[action] = self.links.seconds(each.pattern, self.sizes.groups(each.axes), num_bytes) / count
+                way_back = action.verb == START_GRADIENT
+                exchange_s = sent[whole.operator].seconds(self.links, self.sizes, backward=way_back)
+                travelling[action] = exchange_s / count
             if action.verb not in WAIT_OF.values():
                 of_whole = self.operator_s.get(_label(whole, backward=backward), 0.0) / count
                 found = self.operator_s.get(_label(action, backward=backward), of_whole)
@@ -213,8 +213,7 @@ class _Costs:
             computing[action] = work_s
         each = sent[operator.exchange.name]
         if action.verb in WAIT_OF:
-            num_bytes = each.backward_bytes if action.verb == START_GRADIENT else each.forward_bytes
-            travelling[action] = self.links.seconds(each.pattern, self.sizes.groups(each.axes), num_bytes)
+            travelling[action] = each.seconds(self.links, self.sizes, backward=action.verb == START_GRADIENT)
             start = action
         else:
             start = Action(_START_OF.get(action.verb, ""), action.operator)

@@ -3,7 +3,8 @@
 Bytes are those that a rank sends (`comm/ledger`); which of them pass a link between nodes follows from who is where:
 
     all-to-all     equal parts to every other rank of the group
-    ring           a rank's bytes to the next rank: all-gather, reduce-scatter, all-reduce
+    all-gather     a ring: a rank's bytes go to the next rank; an all-reduce is two of them
+    reduce-scatter as an all-to-all, which it is over gloo (`comm/collectives`)
 
 A link is busy for the bytes of all ranks of its node; the busiest one counts. Inside a node nothing takes time.
 
@@ -22,19 +23,35 @@ from antiphon.cost.training.setup import TrainingSetup
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 
-Pattern = Literal["all_to_all", "ring"]
+Pattern = Literal["all_to_all", "all_gather", "reduce_scatter"]
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 WIDE_BYTES = 4  # of what stays in float32 whatever the arithmetic
+_WAYS: dict[str, tuple[Pattern, Pattern]] = {  # to the experts and back
+    "all_to_all": ("all_to_all", "all_to_all"),
+    "gather_scatter": ("all_gather", "reduce_scatter"),
+}
+_REVERSE: dict[Pattern, Pattern] = {
+    "all_to_all": "all_to_all",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+}
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What each rank of every group over `axes` sends in one exchange, forward and backward."""
+    """What each rank of every group over `axes` sends in one exchange, forward and backward; `pattern`: forward."""
 
     pattern: Pattern
     axes: tuple[str, ...]
     forward_bytes: float
     backward_bytes: float
+
+    def seconds(self, links: "Links", sizes: Sizes, *, backward: bool) -> float:
+        """Until all groups have done it. Backward, a reduce-scatter undoes an all-gather, and the other way round."""
+        groups = sizes.groups(self.axes)
+        if backward:
+            return links.seconds(_REVERSE[self.pattern], groups, self.backward_bytes)
+        return links.seconds(self.pattern, groups, self.forward_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +74,9 @@ class Links:
         """(node, part of what a rank sends) for all that leaves a node."""
         for place, rank in enumerate(ranks):
             others = (
-                [ranks[(place + 1) % len(ranks)]] if pattern == "ring" else [each for each in ranks if each != rank]
+                [ranks[(place + 1) % len(ranks)]]
+                if pattern == "all_gather"
+                else [each for each in ranks if each != rank]
             )
             for other in others:
                 if self._node(other) != self._node(rank):
@@ -84,7 +103,8 @@ def _attention(spec: ModelSpec, config: TrainConfig, sizes: Sizes, rows: float) 
     attention, found, number = spec.attention, dict[str, Sent](), NUMBER_BYTES[config.dtype]
     if sizes.tensor > 1:
         sent = (sizes.tensor - 1) * rows * spec.hidden_size * number
-        found |= {name: Sent("ring", ("tensor",), sent, sent) for name in ("tensor_gather", "tensor_scatter")}
+        found["tensor_gather"] = Sent("all_gather", ("tensor",), sent, sent)
+        found["tensor_scatter"] = Sent("reduce_scatter", ("tensor",), sent, sent)
     if sizes.sequence > 1:
         away = rows * number * (sizes.sequence - 1) / sizes.sequence
         queries = away * attention.num_heads * attention.head_dim
@@ -98,20 +118,20 @@ def _way(
     spec: ModelSpec, config: TrainConfig, dispatch: str, axis: str, ranks: int, rows: float, end: str
 ) -> dict[str, Sent]:
     hidden, router, number = spec.hidden_size, spec.router, NUMBER_BYTES[config.dtype]
-    pattern: Pattern = "all_to_all" if dispatch == "all_to_all" else "ring"
-    if pattern == "ring":
+    there, back = _WAYS[dispatch]
+    if there == "all_gather":
         copies = float(ranks - 1)
     elif config.parallel.deduplicate:
         copies = float(expected_distinct(router.num_experts, router.top_k, ranks)) * (ranks - 1) / ranks
     else:
         copies = router.top_k * (ranks - 1) / ranks
     narrow = config.communication.activations == "float8" or (
-        config.communication.activations == "float8_permutation" and pattern == "all_to_all"
+        config.communication.activations == "float8_permutation" and there == "all_to_all"
     )
     forward, backward = (hidden + 4.0, hidden * (1 + 4 / 128)) if narrow else (hidden * number, hidden * number)
     packed = copies * rows * 2 * router.top_k * max(number, WIDE_BYTES)
-    found = {f"routing{end}": Sent(pattern, (axis,), packed, packed)}
-    for name in ("dispatch", "combine"):
+    found = {f"routing{end}": Sent(there, (axis,), packed, packed)}
+    for name, pattern in (("dispatch", there), ("combine", back)):
         found[name + end] = Sent(pattern, (axis,), copies * rows * forward, copies * rows * backward)
     return found
 
@@ -133,7 +153,7 @@ def sums_s(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup, sizes: Si
         if inside > 1 and size > inside:
             groups = [ranks[place::inside] for ranks in groups for place in range(inside)]
             count, size = count / inside, size // inside
-        pattern: Pattern = "all_to_all" if config.communication.gradients == "bfloat16" else "ring"
+        first: Pattern = "all_to_all" if config.communication.gradients == "bfloat16" else "all_gather"
         half = count * number * (size - 1) / size
-        total_s += links.seconds(pattern, groups, half) + links.seconds("ring", groups, half)
+        total_s += links.seconds(first, groups, half) + links.seconds("all_gather", groups, half)
     return total_s
