@@ -228,6 +228,9 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     cluster = overrides.apply_to_cluster(search.cluster_spec())
     path = shipped_model_config(model)
     planned = load_planned_model(path, search.model_set or ())
+    workload = overrides.apply_to_workload(load_workload(search.workload))
+    if search.routing is not None:
+        workload = with_recorded_popularity(workload, search.routing)
     return PlanInputs(
         model=planned.spec,
         model_name=model_name_of(path),
@@ -235,7 +238,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         notes=planned.notes,
         path=path,
         cluster=cluster,
-        workload=with_recorded_popularity(overrides.apply_to_workload(load_workload(search.workload)), search.routing),
+        workload=workload,
         phases=search.phases(),
         layouts=search.layouts(),
         objective=search.checked_objective(),
