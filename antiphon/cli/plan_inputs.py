@@ -18,7 +18,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE, check_is_here
 from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
-from antiphon.planner.pins import Pins, parse_pins
+from antiphon.planner.candidates import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, load_cluster

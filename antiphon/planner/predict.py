@@ -30,10 +30,8 @@ from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
 from antiphon.placement.balance import balance, placement_of
 from antiphon.planner import decode, prefill
-from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
-from antiphon.planner.candidates import Candidates, IntArray, candidates_of, real
-from antiphon.planner.degrees import piece_of
-from antiphon.planner.instance_packing import widest_domain
+from antiphon.planner.candidates import Candidates, IntArray, candidates_of, piece_of, real
+from antiphon.planner.room import BLOCK_SIZE, weight_bytes, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts, group_of, step_parts
 from antiphon.planner.table import CandidateTable, Outcome

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
-from antiphon.planner.batch_limits import weight_bytes
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of, memory_of, step_parts_of
+from antiphon.planner.room import weight_bytes
 from antiphon.planner.search import PlanResult, Progress
 from antiphon.planner.sensitivity import FACTORS
 from antiphon.planner.setting import Setting

@@ -17,9 +17,9 @@ import numpy as np
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.kv_blocks import blocks_of, reserved_blocks
 from antiphon.cost.memory import device_memory, kv_blocks, kv_bytes_per_token, tokens_of_state
-from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
+from antiphon.planner.room import BLOCK_SIZE, weight_bytes
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.arrivals import Demand
