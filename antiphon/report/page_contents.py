@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray, joined
-from antiphon.planner.predict import outcome_at
+from antiphon.planner.outcome import outcome_at
 from antiphon.planner.room import batch_limits
 from antiphon.planner.search import PlanResult
 from antiphon.planner.sensitivity import Over, base_value, sensitivity

@@ -62,7 +62,7 @@ class Pool:
 
     def transfer_s(self, num_tokens: int) -> float:
         """A prompt's keys and values from this pool's worker to another's, over the slowest kind of NIC there is (as
-        `planner.prefill` counts it)."""
+        `planner.outcome` counts it)."""
         setting = self.setting
         size = num_tokens * float(kv_bytes_per_token(setting.model, 1, setting.precision))
         slowest = min(float(net.scale_out.bytes_per_s) for net in setting.networks)
