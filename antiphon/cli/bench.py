@@ -23,7 +23,7 @@ from antiphon.cli.bench_dispatch import dispatch
 from antiphon.cli.bench_hybrid import hybrid
 from antiphon.cli.bench_m2n import m2n
 from antiphon.cli.bench_train import train
-from antiphon.cli.command_group import CONTEXT_SETTINGS, new_app
+from antiphon.cli.commands import CONTEXT_SETTINGS, new_app
 from antiphon.cli.output import JsonOption, show_bench, table
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec

@@ -13,7 +13,7 @@ from antiphon.bench.train import bench_train
 from antiphon.bench.train_turns import TOLERANCES, TrainingCase
 from antiphon.cli import options
 from antiphon.cli.bench_ladder import LadderOptions, case_of, run_ladder
-from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.commands import takes_groups
 from antiphon.cli.output import JsonOption, show_bench, table
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS

@@ -9,8 +9,8 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli import options
+from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import report_timeline, start_with_progress
-from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 from antiphon.cli.serve_plan import check_plan_fits, planned_config
 from antiphon.models.config import load_model_spec

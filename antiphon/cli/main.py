@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from antiphon import __version__
-from antiphon.cli.command_group import CommandPlace, lazy_group, new_app
+from antiphon.cli.commands import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import DEBUG, run_command
 
 COMMANDS = {

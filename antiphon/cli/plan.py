@@ -3,7 +3,7 @@
 A plan is also put in the terms of what runs it (this engine, vLLM, SGLang, Kubernetes), for `--emit` and for the page.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -12,10 +12,10 @@ from rich.console import RenderableType
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
-from antiphon.cli.plan_inputs import OverrideOptions, PlanInputs, SearchOptions, read_inputs
-from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs, refuse_other_phase
+from antiphon.cli.plan_inputs import TRAIN, OverrideOptions, PlanInputs, SearchOptions, read_inputs
+from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
@@ -33,6 +33,11 @@ from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import Plan, plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
 
+SERVING_ONLY = (
+    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin"),
+    *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
+)
+TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
 EMITTERS = ("vllm", "sglang", "k8s")
 TITLES = {"vllm": "vLLM, the nearest settings", "sglang": "SGLang, the nearest settings", "k8s": "Kubernetes"}
 
@@ -133,6 +138,16 @@ def plan(
         _training(model, search, training, answer, json)
     else:
         _serving(model, search, overrides, answer, json)
+
+
+def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
+    """`UserError` for an option that does not apply to the phase and was written, be it with its default's value."""
+    trains = search.trains()
+    others = SERVING_ONLY if trains else TRAINING_ONLY
+    given = given_options(context, others)
+    if wrong := [f"--{name.replace('_', '-')}" for name in others if name in given]:
+        where = "plans to serve" if trains else f"--phase {TRAIN}"
+        raise UserError(f"{wrong[0]} is for {where}, not for --phase {search.phase}: leave it out or change --phase")
 
 
 def _training(

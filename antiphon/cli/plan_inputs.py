@@ -18,7 +18,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE, check_is_here
 from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
-from antiphon.planner.pins import Pins, parse_pins
+from antiphon.planner.candidates import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, load_cluster
@@ -228,6 +228,9 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     cluster = overrides.apply_to_cluster(search.cluster_spec())
     path = shipped_model_config(model)
     planned = load_planned_model(path, search.model_set or ())
+    workload = overrides.apply_to_workload(load_workload(search.workload))
+    if search.routing is not None:
+        workload = with_recorded_popularity(workload, search.routing)
     return PlanInputs(
         model=planned.spec,
         model_name=model_name_of(path),
@@ -235,7 +238,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         notes=planned.notes,
         path=path,
         cluster=cluster,
-        workload=with_recorded_popularity(overrides.apply_to_workload(load_workload(search.workload)), search.routing),
+        workload=workload,
         phases=search.phases(),
         layouts=search.layouts(),
         objective=search.checked_objective(),

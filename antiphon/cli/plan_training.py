@@ -1,18 +1,15 @@
 """`antiphon plan --phase train`: its options, their checks, and the search they are handed to.
 
-An option of serving written beside it, or one of its own written beside another phase, is refused by name: what an
-option's default is does not matter, only whether it was written.
 Rejected: a command of its own. Model, cluster, precision and outputs are the same, and so is the question.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
 import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.cli.option_groups import given_options
 from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.measured import machine_of_ranks
@@ -26,10 +23,6 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.training_plan import TrainingPlan
 
-SERVING_ONLY = (
-    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin"),
-    *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
-)
 PRECISION_FORMATS: dict[str, tuple[str, ...]] = {
     "weights": ("float32", "bfloat16", "fp8"),
     "gradients": ("float32", "bfloat16"),
@@ -63,9 +56,6 @@ class TrainingOptions:
     no_compress: Annotated[bool, typer.Option("--no-compress", help="train: gradients are sent as kept.")] = False
 
 
-TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingInputs:
     """Everything the search is given. `config`: the model's `config.json`; `notes`: on how it was read; `device` None:
@@ -86,16 +76,6 @@ class TrainingInputs:
     deduplicate: bool
     compress: bool
     profile: Profile | None
-
-
-def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
-    """`UserError` for an option that was written and does not apply to the phase."""
-    trains = search.trains()
-    others = SERVING_ONLY if trains else TRAINING_ONLY
-    given = given_options(context, others)
-    if wrong := [f"--{name.replace('_', '-')}" for name in others if name in given]:
-        where = "plans to serve" if trains else f"--phase {TRAIN}"
-        raise UserError(f"{wrong[0]} is for {where}, not for --phase {search.phase}: leave it out or change --phase")
 
 
 def read_training_inputs(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingInputs:

@@ -11,8 +11,8 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli import options
+from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import banner, report_timeline, server_facts, start_with_progress
-from antiphon.cli.option_groups import takes_groups
 from antiphon.cli.options import check_not_empty
 from antiphon.cli.output import check_json, check_output_file, emit_json, show
 from antiphon.cli.serve_plan import check_plan_fits, join_lines, machine_name, plan_lines, planned_config

@@ -10,8 +10,8 @@ import typer
 
 from antiphon.base.units import format_seconds
 from antiphon.bench.profile.this_machine import THIS_CORE
+from antiphon.cli.commands import given_options
 from antiphon.cli.engine_run import plural
-from antiphon.cli.option_groups import given_options
 from antiphon.cli.options import CapacityOptions, WorkerOptions
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig

@@ -9,7 +9,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_seconds
-from antiphon.cli.option_groups import given_options, takes_groups
+from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
 from antiphon.cli.simulate_output import shown

@@ -82,7 +82,8 @@ class DemandOptions:
             slo = replace(slo, tpot_s=parse_target("--slo-tpot", self.slo_tpot))
         if self.skew is not None:
             found = replace(found, expert_skew=self.skew, expert_loads=())
-        found = with_recorded_popularity(found, self.routing)
+        if self.routing is not None:
+            found = with_recorded_popularity(found, self.routing)
         return replace(found, slo=slo)
 
     def draw(self, workload: WorkloadSpec) -> Demand:

@@ -26,9 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
-from antiphon.placement.place import check_fit
 
 FloatArray = NDArray[np.float64]
+
+
+def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
+    """`UserError` unless so many workers with so many slots can hold all experts."""
+    if num_workers < 1:
+        raise UserError(f"{num_workers} workers: there must be at least 1")
+    needed = -(-num_experts // num_workers)
+    if slots < needed:
+        raise UserError(
+            f"{num_experts} experts do not fit in {num_workers} x {slots} slots: give each worker at least {needed}"
+        )
 
 
 def expert_costs(loads: Sequence[float] | FloatArray, floor: float = 0.0) -> FloatArray:

@@ -24,7 +24,7 @@ Letters: L layers, E experts, W workers.
 
 import numpy as np
 
-from antiphon.base.errors import UserError
+from antiphon.placement.balance import check_fit
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, split_loads
 from antiphon.specs.placement import Owners
 
@@ -82,17 +82,6 @@ def _new(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray | Non
         if worst > CLOSE * costs[layer].sum() / speeds.sum():
             held[layer] = _improve(costs[layer], held[layer], slots, speeds)
     return held
-
-
-def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
-    """`UserError` unless so many workers with so many slots can hold all experts."""
-    if num_workers < 1:
-        raise UserError(f"{num_workers} workers: there must be at least 1")
-    needed = -(-num_experts // num_workers)
-    if slots < needed:
-        raise UserError(
-            f"{num_experts} experts do not fit in {num_workers} x {slots} slots: give each worker at least {needed}"
-        )
 
 
 def matrix_of(owners: Owners, num_workers: int) -> BoolArray:

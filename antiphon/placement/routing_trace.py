@@ -155,10 +155,8 @@ def read_routing_trace(path: Path) -> RoutingTrace:
     return trace
 
 
-def with_recorded_popularity(workload: WorkloadSpec, file: Path | None) -> WorkloadSpec:
-    """The workload with experts as popular as in a recording of `antiphon serve --record-routing`, if one is given."""
-    if file is None:
-        return workload
+def with_recorded_popularity(workload: WorkloadSpec, file: Path) -> WorkloadSpec:
+    """The workload with experts as popular as in a recording of `antiphon serve --record-routing`."""
     trace = read_routing_trace(file)
     if trace.num_rows == 0:
         raise UserError(f"--routing {file} has no rows: record while requests are served")

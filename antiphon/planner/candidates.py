@@ -6,7 +6,7 @@ one attention worker (or DP rank) and micro-batch: sequences in decode, tokens i
 
 Rejected: an object per candidate. 10^5 of them take longer to make than to evaluate.
 
-Those that `antiphon serve` can run, by the rules of the engine (`can_be_served`):
+Those of them that `antiphon serve` can run, by the rules of the engine (`can_be_served`):
 
     all                  every stage has a layer, every rank a head, some vocabulary and some columns to work on
     disaggregated        as many attention workers as a batch's header can name
@@ -15,6 +15,15 @@ Those that `antiphon serve` can run, by the rules of the engine (`can_be_served`
 
 Rejected: `serve/served_plan`, which judges one finished plan and names what is wrong with it. A search has a million
 candidates, and runs without torch.
+
+Degrees worth a try: of tensor parallelism, of experts over workers, of devices in a pipeline stage. Rejected: powers of
+two only. Nodes of 7 devices and 3 nodes exist.
+
+Pins are degrees that somebody has fixed, for a question about a layout of one's own; what is not fixed is searched.
+`experts.ep` is the number of expert workers, or of EP ranks where attention and experts share devices. `batch` is that
+of one instance, as in plan.json: requests in flight in decode, tokens of a pass in prefill. It is then taken as it is,
+not lowered until promises hold. Rejected: pinning columns after the search. What was never a candidate cannot be found
+among them.
 """
 
 from dataclasses import dataclass, fields
@@ -23,6 +32,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.errors import UserError
 from antiphon.cost.parts import FloatArray
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LAYOUTS, MAX_ATTENTION_WORKERS, MAX_MICRO_BATCHES, Layout, Parallel, groups_nest
@@ -33,6 +43,18 @@ DISAGGREGATED = LAYOUTS.index("disaggregated")
 HYBRID = LAYOUTS.index("hybrid")
 TP_PP = LAYOUTS.index("tp_pp")
 DP_EP = LAYOUTS.index("dp_ep")
+MANY_DOMAINS = 64
+PIN_NAMES = {
+    "attention.tp": "attention_tp",
+    "attention.dp": "attention_dp",
+    "experts.tp": "expert_tp",
+    "experts.ep": "expert_ep",
+    "pp": "pp",
+    "micro_batches": "micro_batches",
+    "batch": "batch",
+}
+SHORT_NAMES = {"tp": "attention.tp", "dp": "attention.dp", "ep": "experts.ep"}
+MOST_PINNED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +157,87 @@ def can_be_served(model: ModelSpec, candidates: Candidates, on_cpu: BoolArray) -
     together &= candidates.pp <= min(model.num_layers, MAX_MICRO_BATCHES)
     shape = np.where(candidates.layout == DISAGGREGATED, apart, together)
     return np.asarray(has_parts & shape)
+
+
+def degrees_up_to(limit: int) -> IntArray:
+    """TP degrees to try: all up to 8 that divide or are powers of two, all where the limit is odd or not such a
+    power."""
+    powers = {2**exponent for exponent in range(limit.bit_length()) if 2**exponent <= limit}
+    divisors = {degree for degree in range(1, limit + 1) if limit % degree == 0}
+    everything = set(range(1, limit + 1)) if limit <= 16 and limit not in powers else set()
+    return np.array(sorted(powers | divisors | everything), dtype=np.int64)
+
+
+def fewest_for_each_share(total: int) -> IntArray:
+    """The smallest n for each value of ceil(total / n): more workers than that hold just as much."""
+    return np.array(sorted({-(-total // held) for held in range(1, total + 1)}), dtype=np.int64)
+
+
+def stage_sizes(num_devices: int, width: int, num_experts: int) -> list[int]:
+    """Devices of a pipeline stage: any number inside a domain of `width`, then whole domains: all of them as far as
+    `MANY_DOMAINS`, from there on powers of two and half of the next, up to one domain per expert."""
+    most = num_devices // width
+    domains = set(range(2, min(most, MANY_DOMAINS) + 1))
+    steps = [start << power for power in range(64) for start in (2, 3) if start << power <= min(most, num_experts)]
+    return [*range(1, min(width, num_devices) + 1), *(width * count for count in sorted(domains | set(steps)))]
+
+
+def piece_of(stage_devices: int, domain: int) -> int:
+    """Devices of a stage in one domain: all of them if they fit, else the most that divide the stage evenly."""
+    return max(piece for piece in range(1, min(stage_devices, domain) + 1) if stage_devices % piece == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """None: searched."""
+
+    attention_tp: int | None = None
+    attention_dp: int | None = None
+    expert_tp: int | None = None
+    expert_ep: int | None = None
+    pp: int | None = None
+    micro_batches: int | None = None
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        """As it is written: ``attention.tp=2, pp=4``; empty where nothing is fixed."""
+        given = ((name, getattr(self, field)) for name, field in PIN_NAMES.items())
+        return ", ".join(f"{name}={value}" for name, value in given if value is not None)
+
+    def only(self, name: str) -> tuple[int, ...]:
+        """The one value allowed for a degree; empty: any."""
+        value: int | None = getattr(self, name)
+        return () if value is None else (value,)
+
+    def allow(self, candidates: Candidates) -> BoolArray:
+        """Which candidates have these degrees, batch left out."""
+        allowed = np.ones(len(candidates), dtype=bool)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name != "batch":
+                allowed &= getattr(candidates, field.name) == value
+        return allowed
+
+    def batches(self, candidates: Candidates, limits: IntArray) -> IntArray:
+        """Largest batch of a worker and micro-batch: `limits`, or the fixed one; 0 where that does not fit or cannot be
+        shared out evenly."""
+        if self.batch is None:
+            return limits
+        each, rest = np.divmod(self.batch, candidates.micro_batches * candidates.attention_dp)
+        return np.asarray(np.where((rest == 0) & (each <= limits), each, 0))
+
+
+def parse_pins(texts: list[str]) -> Pins:
+    """``["attention.tp=8", "ep=32"]``; `UserError` names what is not known or given twice."""
+    found: dict[str, int] = {}
+    for text in texts:
+        name, _, written = text.partition("=")
+        name = SHORT_NAMES.get(name.strip(), name.strip())
+        if name not in PIN_NAMES:
+            raise UserError(f"--pin {text!r}: {name!r} is none of {', '.join(PIN_NAMES)}")
+        if not (written.strip().isdecimal() and 1 <= int(written) <= MOST_PINNED):
+            raise UserError(f"--pin {text!r}: write a whole number from 1 to {MOST_PINNED:,}, for example {name}=4")
+        if PIN_NAMES[name] in found:
+            raise UserError(f"--pin {text!r}: {name} is given twice: leave one of them out")
+        found[PIN_NAMES[name]] = int(written)
+    return Pins(**found)

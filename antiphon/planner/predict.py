@@ -29,21 +29,13 @@ from antiphon.cost.memory import kv_bytes_per_token, tokens_of_state
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
 from antiphon.placement.balance import balance, placement_of
-from antiphon.planner import decode, prefill
-from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
-from antiphon.planner.candidates import Candidates, IntArray, candidates_of, real
-from antiphon.planner.degrees import piece_of
-from antiphon.planner.instance_packing import widest_domain
+from antiphon.planner.candidates import Candidates, candidates_of, piece_of, real
+from antiphon.planner.outcome import outcome_at
+from antiphon.planner.room import BLOCK_SIZE, weight_bytes, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts, group_of, step_parts
-from antiphon.planner.table import CandidateTable, Outcome
+from antiphon.planner.table import CandidateTable
 from antiphon.specs.plan import LAYOUTS, Collectives, DeviceUse, Layout, PhasePlan, Predicted
-
-
-def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
-    """What candidates do at their own batch, for the setting's phase."""
-    evaluate = decode.outcome_at if setting.phase == "decode" else prefill.outcome_at
-    return evaluate(setting, candidates, instances)
 
 
 def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instances: int | None = None) -> PhasePlan:
@@ -91,6 +83,14 @@ def devices_of(setting: Setting, one: Candidates, num_instances: int) -> tuple[D
         DeviceUse(role="attention", device=name, num_devices=attention),
         DeviceUse(role="experts", device=names[int(one.expert_kind[0])], num_devices=experts),
     )
+
+
+def resource_weights(setting: Setting) -> list[float]:
+    """What one device of each kind counts for in the objective."""
+    devices = [group.device for group in setting.groups]
+    if setting.objective == "per-cost":
+        return [float(device.price or 0.0) for device in devices]
+    return [device.power_w if setting.objective == "per-power" else 1.0 for device in devices]
 
 
 def candidate_of(setting: Setting, plan: PhasePlan) -> Candidates:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.parts import FloatArray
-from antiphon.planner.account import resource_weights
 from antiphon.planner.candidates import Candidates, IntArray
-from antiphon.planner.instance_packing import Domains, domains_of
 from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.predict import resource_weights
+from antiphon.planner.room import Domains, domains_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import CandidateTable
 from antiphon.specs.cluster import ClusterSpec

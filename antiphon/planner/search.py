@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from antiphon.base.errors import UserError
 from antiphon.cost.profile import Profile
-from antiphon.planner.decode import decode_outcome
 from antiphon.planner.explain import rejected_layouts
 from antiphon.planner.no_plan import NoPlan, no_plan
+from antiphon.planner.outcome import best_outcome
 from antiphon.planner.predict import phase_plan, simplest_of_ties
-from antiphon.planner.prefill import prefill_outcome
 from antiphon.planner.rate_match import Match, rate_match
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.space import Space, make_space
@@ -143,11 +142,10 @@ def evaluate_phase(
 
 def table_of(setting: Setting, space: Space) -> CandidateTable:
     """A space's candidates with their numbers under the setting's promises and rate."""
-    evaluate = decode_outcome if setting.phase == "decode" else prefill_outcome
     devices = [group.device for group in setting.groups]
     return CandidateTable(
         candidates=space.candidates,
-        outcome=evaluate(setting, space.candidates, space.limits, space.instances),
+        outcome=best_outcome(setting, space.candidates, space.limits, space.instances),
         device_names=tuple(device.name for device in devices),
         prices=tuple(float("nan") if device.price is None else device.price for device in devices),
         powers_w=tuple(device.power_w for device in devices),

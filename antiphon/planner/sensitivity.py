@@ -13,9 +13,8 @@ from typing import Literal
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.planner.batch_limits import batch_limits
 from antiphon.planner.candidates import IntArray
-from antiphon.planner.instance_packing import instances_that_fit
+from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.search import table_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.space import Space

@@ -29,8 +29,7 @@ from antiphon.cost.profile import Profile
 from antiphon.cost.roofline import Roofs, roofs
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.balance import balance, busiest_share
-from antiphon.planner.candidates import IntArray
-from antiphon.planner.pins import Pins
+from antiphon.planner.candidates import IntArray, Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import OBJECTIVES, Collectives, Objective, PhaseName

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.planner.account import resource_weights
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.no_plan import NoPlan, no_plan
+from antiphon.planner.predict import resource_weights
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, evaluate_phase, make_plan, settings_of
 from antiphon.planner.setting import Setting

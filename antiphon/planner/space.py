@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.parts import FloatArray
-from antiphon.planner.batch_limits import batch_limits, missing_bytes
 from antiphon.planner.candidates import (
     DISAGGREGATED,
     DP_EP,
@@ -25,10 +24,20 @@ from antiphon.planner.candidates import (
     IntArray,
     can_be_served,
     candidates_of,
+    degrees_up_to,
+    fewest_for_each_share,
     joined,
+    piece_of,
+    stage_sizes,
 )
-from antiphon.planner.degrees import degrees_up_to, fewest_for_each_share, piece_of, stage_sizes
-from antiphon.planner.instance_packing import domains_of, instances_that_fit, num_workers_that_fit, widest_domain
+from antiphon.planner.room import (
+    batch_limits,
+    domains_of,
+    instances_that_fit,
+    missing_bytes,
+    num_workers_that_fit,
+    widest_domain,
+)
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup

@@ -27,8 +27,8 @@ from antiphon.cost.profile import profiled_messages
 from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
-from antiphon.planner.instance_packing import widest_domain
 from antiphon.planner.measured_steps import OnNetwork, measured_steps
+from antiphon.planner.room import widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
     AttentionTimes,

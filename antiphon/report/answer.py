@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from antiphon.report.contents import PhaseContents, Report
 from antiphon.report.summary import NEARLY_EQUAL
 from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, devices_text, milliseconds, number, plural, score
-from antiphon.specs.plan import Objective, PhaseName, Predicted
+from antiphon.specs.plan import Objective, Predicted
 
 Pairs = list[tuple[str, str]]
 
@@ -47,14 +47,6 @@ def _why(contents: PhaseContents, objective: Objective) -> str:
         gains = ": " if rates[best] <= NEARLY_EQUAL * mine else ", which gains little: "
         return f"{gains}{mine / rates[best]:.2f} times the {unit} of the best {LAYOUT_TITLES[best]}"
     return f"; attention and experts apart would give {ratio} times its {unit}"
-
-
-def scope(report: Report) -> str:
-    """What the numbers count."""
-    names: list[PhaseName] = [contents.name for contents in report.phases]
-    if len(names) > 1:
-        return "End to end: prefill and decode, each with its own devices, sized for the same requests/s"
-    return "Decode only: prefill is not counted" if names == ["decode"] else "Prefill only: decode is not counted"
 
 
 def three_numbers(report: Report) -> Pairs:

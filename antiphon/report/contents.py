@@ -77,8 +77,8 @@ class MoreNodes:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseContents:
-    """One phase. `tokens_per_request`: those that it computes, on average; `bars`: a simulated stretch of the pipeline;
-    `parts`: seconds of one layer and micro-batch by part."""
+    """One phase. `tokens_per_request`: those that it computes, on average; `parts`: seconds of a layer and micro-batch
+    by part; `fronts` and `bars`, a stretch of the pipeline, are empty where no page is made."""
 
     name: PhaseName
     phase: PhasePlan

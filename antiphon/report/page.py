@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from antiphon import __version__
-from antiphon.report.answer import answer, scope, sources, three_numbers, totals
+from antiphon.report.answer import answer, sources, three_numbers, totals
 from antiphon.report.chart import Drawing
 from antiphon.report.contents import PhaseContents, Report
 from antiphon.report.deployment import deployment_drawing
@@ -28,6 +28,7 @@ from antiphon.report.summary import (
     loser_row,
     placement_summary,
     reasons,
+    scope,
     search_summary,
     subtitle,
     verdict,

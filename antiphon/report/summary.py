@@ -176,6 +176,14 @@ def subtitle(report: Report) -> str:
     return f"{report.plan.model} on {report.plan.cluster}, workload {report.plan.workload}: {lengths}{rate}{promise}"
 
 
+def scope(report: Report) -> str:
+    """What the numbers count."""
+    names: list[PhaseName] = [contents.name for contents in report.phases]
+    if len(names) > 1:
+        return "End to end: prefill and decode, each with its own devices, sized for the same requests/s"
+    return "Decode only: prefill is not counted" if names == ["decode"] else "Prefill only: decode is not counted"
+
+
 def given(report: Report) -> str:
     """The model's size, the machines, the number formats: what the plan was made from, in one line."""
     counts, precision = count_parameters(report.model), report.precision

@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.cost.parts import BOUND_NAMES
-from antiphon.report.answer import scope
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
 from antiphon.report.figures import PART_FIELDS
 from antiphon.report.summary import (
@@ -30,6 +29,7 @@ from antiphon.report.summary import (
     loser_row,
     placement_summary,
     reasons,
+    scope,
     search_summary,
     subtitle,
     verdict,

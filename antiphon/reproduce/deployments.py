@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.planner.predict import outcome_at
+from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
 from antiphon.reproduce import shipped

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from antiphon.planner.decode import outcome_at
+from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.table import CandidateTable, Outcome

@@ -17,9 +17,9 @@ import numpy as np
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.kv_blocks import blocks_of, reserved_blocks
 from antiphon.cost.memory import device_memory, kv_blocks, kv_bytes_per_token, tokens_of_state
-from antiphon.planner.batch_limits import BLOCK_SIZE, weight_bytes
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
+from antiphon.planner.room import BLOCK_SIZE, weight_bytes
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.arrivals import Demand
@@ -62,7 +62,7 @@ class Pool:
 
     def transfer_s(self, num_tokens: int) -> float:
         """A prompt's keys and values from this pool's worker to another's, over the slowest kind of NIC there is (as
-        `planner.prefill` counts it)."""
+        `planner.outcome` counts it)."""
         setting = self.setting
         size = num_tokens * float(kv_bytes_per_token(setting.model, 1, setting.precision))
         slowest = min(float(net.scale_out.bytes_per_s) for net in setting.networks)

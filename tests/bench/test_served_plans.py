@@ -7,7 +7,7 @@ import pytest
 from antiphon.bench.peers.api import PeerError, Workload
 from antiphon.bench.peers.openai_peer import OpenAIPeer, Stream
 from antiphon.bench.served_plans import _roles_elsewhere, layouts_of
-from antiphon.planner.pins import parse_pins
+from antiphon.planner.candidates import parse_pins
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.specs.plan import LAYOUTS, Predicted
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cli.plan_training import SERVING_ONLY, TRAINING_ONLY, parse_training_precision
+from antiphon.cli.plan import SERVING_ONLY, TRAINING_ONLY
+from antiphon.cli.plan_training import parse_training_precision
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.specs.training_plan import read_training_plan, training_plan_from_json
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand

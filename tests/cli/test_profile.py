@@ -11,7 +11,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.profile.effort import QUICK
 from antiphon.bench.profile.profile import Wanted
-from antiphon.cli.command_group import single_command
+from antiphon.cli.commands import single_command
 from antiphon.cli.profile import parse_counts, profile
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile

@@ -14,7 +14,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.cli import main as cli
-from antiphon.cli.command_group import CommandPlace, lazy_group, new_app
+from antiphon.cli.commands import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import check_output_file, emit_json, whole_file
 from tests.serve.fork_server import PROGRAMS
 
@@ -184,7 +184,7 @@ def test_an_interrupt_while_modules_load_is_not_swallowed(tmp_path: Path) -> Non
         "    print('went on')\n"
     )
     source = (
-        "from antiphon.cli.command_group import CommandPlace, lazy_group, new_app\n"
+        "from antiphon.cli.commands import CommandPlace, lazy_group, new_app\n"
         "app = new_app('x', cls=lazy_group({'go': CommandPlace('swallows', 'command', 'x')}))\n"
         "app.callback()(lambda: None)\n"
         "app(['go'], standalone_mode=False)\n"

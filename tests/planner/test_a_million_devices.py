@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.planner.degrees import MANY_DOMAINS, stage_sizes
+from antiphon.planner.candidates import MANY_DOMAINS, stage_sizes
 from antiphon.planner.rate_match import _packed
 from antiphon.planner.search import make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster

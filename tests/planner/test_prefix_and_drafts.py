@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.planner.predict import outcome_at
+from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import Outcome

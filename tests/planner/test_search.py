@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.planner.batch_limits import batch_limits
 from antiphon.planner.candidates import DISAGGREGATED, candidates_of
-from antiphon.planner.instance_packing import instances_that_fit
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import predict
+from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.search import SearchLimits, evaluate_phase
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times

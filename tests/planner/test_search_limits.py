@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.planner.account import account
 from antiphon.planner.candidates import candidates_of
+from antiphon.planner.explain import account
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 
 from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
+from antiphon.planner.predict import candidate_of, step_parts_of
 from antiphon.planner.search import PlanResult, make_plan
+from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import front
-from antiphon.report.chosen import look_closely, pipeline_bars
 from antiphon.report.contents import Report
-from antiphon.report.gather import gather, swept
+from antiphon.report.gather import gather
+from antiphon.report.page_contents import pipeline_bars, swept
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
-from antiphon.specs.plan import LAYOUTS, Layout
+from antiphon.specs.plan import LAYOUTS, Layout, PhasePlan
 from antiphon.specs.workload import load_workload
 
 
@@ -58,6 +60,16 @@ def gathered(result: PlanResult, progress: list[tuple[float, float | None]]) -> 
 @pytest.fixture(scope="module")
 def by_layout() -> dict[Layout, PlanResult]:
     return {layout: search((layout,)) for layout in LAYOUTS}
+
+
+def step_of(found: PlanResult, phase: PhasePlan) -> StepParts:
+    setting = found.settings["decode"]
+    return step_parts_of(setting, candidate_of(setting, phase))
+
+
+def bars_of(found: PlanResult, phase: PhasePlan) -> tuple[tuple[Bar, ...], str]:
+    setting = found.settings["decode"]
+    return pipeline_bars(setting.model.num_moe_layers, candidate_of(setting, phase), step_of(found, phase))
 
 
 def test_phases_come_in_the_order_of_a_request(gathered: Report, result: PlanResult) -> None:
@@ -100,7 +112,7 @@ def test_the_simulated_pipeline_keeps_the_formulas_pace(by_layout: dict[Layout, 
     """From one layer's first bar to the next one's: the closed form that the plan's latency rests on."""
     found = by_layout["disaggregated"]
     phase = found.plan.phases["decode"]
-    bars, title = pipeline_bars(look_closely(found.settings["decode"], phase))
+    bars, title = bars_of(found, phase)
     starts = {bar.layer: bar.start_s for bar in reversed(bars) if bar.track == "attention" and bar.micro_batch == 0}
     predicted = phase.predicted
     assert predicted.t_a_s is not None
@@ -117,13 +129,12 @@ def test_stages_pass_their_micro_batches_on(by_layout: dict[Layout, PlanResult],
     found = by_layout["tp_pp"]
     phase = found.plan.phases["decode"]
     staged = replace(phase, parallel=replace(phase.parallel, pp=stages), micro_batches=stages, batch=64 * stages)
-    chosen = look_closely(found.settings["decode"], staged)
-    bars, title = pipeline_bars(chosen)
+    bars, title = bars_of(found, staged)
     shown = len({bar.track for bar in bars})
     assert shown == min(stages, 8)
     assert ("first 8 of 9" in title) == (stages == 9)
     last_s = max(bar.end_s for bar in bars if bar.micro_batch == 0)
-    assert last_s == pytest.approx(float(chosen.step.step_s[0]) * shown / stages, rel=0.05)
+    assert last_s == pytest.approx(float(step_of(found, staged).step_s[0]) * shown / stages, rel=0.05)
     by_track: dict[str, list[Bar]] = {}
     for bar in bars:
         by_track.setdefault(bar.track, []).append(bar)
@@ -136,10 +147,10 @@ def test_one_stage_shows_the_parts_of_its_layers(by_layout: dict[Layout, PlanRes
     found = by_layout["hybrid"]
     phase = found.plan.phases["decode"]
     single = replace(phase, parallel=replace(phase.parallel, pp=1), micro_batches=1)
-    chosen = look_closely(found.settings["decode"], single)
-    bars, title = pipeline_bars(chosen)
+    bars, title = bars_of(found, single)
     assert title == "2 layers of one instance"
-    parts = (chosen.step.attention.moe_layer, chosen.step.dispatch, chosen.step.experts)
+    step = step_of(found, single)
+    parts = (step.attention.moe_layer, step.dispatch, step.experts)
     assert span_s(bars)[1] == pytest.approx(2 * sum(float(part.at(0).total_s) for part in parts))
     assert [bar.kind for bar in bars] == ["attention", "to experts", "experts", "to attention"] * 2
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
-from antiphon.cli.command_group import single_command
+from antiphon.cli.commands import single_command
 from antiphon.cli.generate import generate
 from antiphon.cli.serve import serve as serve_command
 from antiphon.cli.serve_plan import plan_lines

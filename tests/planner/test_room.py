@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.planner.candidates import DISAGGREGATED, HYBRID, Candidates, candidates_of
-from antiphon.planner.instance_packing import domains_of, instances_that_fit, widest_domain
 from antiphon.planner.rate_match import pools_fit
+from antiphon.planner.room import domains_of, instances_that_fit, widest_domain
 from tests.planner.serving_specimens import cluster, device, group
 
 

@@ -8,8 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
-from antiphon.cli.command_group import single_command
-from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.commands import single_command, takes_groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,30 @@
-"""A typer group that knows its commands by name and imports one only when it is called.
+"""How commands and their options are declared, over typer.
 
-`antiphon --help` then needs neither torch nor a web server, and `antiphon doctor` can report a torch that does not
-import. Help is click's plain text, one line an option: rich's boxes wrap every second line on 80 columns.
+A group knows its commands by name and imports one only when it is called. `antiphon --help` then needs neither torch
+nor a web server, and `antiphon doctor` can report a torch that does not import. Help is click's plain text, one line an
+option: rich's boxes wrap every second line on 80 columns.
+
+Options that belong together are one parameter: a frozen dataclass whose fields are declared as typer wants them.
+
+    @takes_groups
+    def serve(model: ModelFolder, workers: WorkerOptions, json: JsonOption = None) -> None: ...
+
+On the command line the fields of `WorkerOptions` are options like any other, in the group's place; the command gets the
+whole. Rejected: every command repeats the list of options and hands each of them on.
 """
 
 import importlib
+import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -113,3 +123,46 @@ def lazy_group(places: Mapping[str, CommandPlace]) -> type[TyperGroup]:
                 formatter.write_dl([(name, place.summary) for name, place in places.items()])
 
     return LazyGroup
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with every parameter whose type is a dataclass spread into that dataclass's fields."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, type[Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if is_dataclass(parameter.annotation) and isinstance(parameter.annotation, type):
+            groups[name] = parameter.annotation
+            parameters += _parameters_of(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def spread(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spread
+
+
+def given_options(context: typer.Context, names: Collection[str]) -> frozenset[str]:
+    """Those of the parameters `names` that were written on the command line, be it with their default's value."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+
+def _default(field: "Field[Any]") -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default
