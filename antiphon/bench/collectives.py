@@ -8,17 +8,13 @@
 Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-gather) or before (the others).
 """
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,7 +23,7 @@ from antiphon import _m2n
 from antiphon.base.errors import ResourceError
 from antiphon.base.progress import Report
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
-from antiphon.bench.rank_processes import RankProcesses
+from antiphon.bench.rank_processes import RankProcesses, join_gloo, seconds_of_calls
 from antiphon.comm.collectives import reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.m2n.rank_group import NativeRankGroup
@@ -153,9 +149,9 @@ def _measure(ranks: RankProcesses, case: CollectiveCase, settings: CollectiveSet
     ranks.ask("prepare", case)
     turns = {}
     for name in (OURS, GLOO):
-        probed_s = slowest_median_s(ranks.ask("run", name, 5))
+        probed_s = ranks.slowest_median_s("run", name, 5)
         num_calls = max(5, min(_MOST_CALLS, int(_BLOCK_S / probed_s)))
-        turns[name] = partial(_block_s, ranks, name, num_calls)
+        turns[name] = partial(ranks.slowest_median_s, "run", name, num_calls)
     blocks = repeat_until_quiet(
         turns,
         num_required=settings.num_repetitions,
@@ -163,15 +159,6 @@ def _measure(ranks: RankProcesses, case: CollectiveCase, settings: CollectiveSet
         quiet_timeout_s=settings.quiet_timeout_s,
     )
     return _row(case, settings, blocks)
-
-
-def _block_s(ranks: RankProcesses, name: str, num_calls: int) -> float:
-    return slowest_median_s(ranks.ask("run", name, num_calls))
-
-
-def slowest_median_s(times_by_rank: Sequence[Sequence[float]]) -> float:
-    """Of the slowest rank of each call."""
-    return float(np.median(np.asarray(times_by_rank).max(axis=0)))
 
 
 def _row(case: CollectiveCase, settings: CollectiveSettings, blocks: dict[str, Repetitions[float]]) -> dict[str, Any]:
@@ -214,14 +201,7 @@ class _Member:
 
     def connect(self, tickets: Sequence[bytes]) -> None:
         self._group.reset(0, tickets)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{self._store}",
-            rank=self._rank,
-            world_size=self._num_ranks,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
+        join_gloo(self._store, self._rank, self._num_ranks, self._timeout_s)
 
     def prepare(self, case: CollectiveCase) -> None:
         """Buffers of both, and their results beside one process's."""
@@ -230,12 +210,4 @@ class _Member:
             check_result(name, case, call(), expected_result(case, self._rank))
 
     def run(self, name: str, num_calls: int) -> list[float]:
-        """Seconds of each call, after two that do not count."""
-        call, times = self._calls[name], []
-        for number in range(num_calls + 2):
-            self._group.barrier()
-            begin = time.perf_counter()
-            call()
-            if number >= 2:
-                times.append(time.perf_counter() - begin)
-        return times
+        return seconds_of_calls(self._calls[name], num_calls, self._group.barrier)

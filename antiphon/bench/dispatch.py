@@ -13,11 +13,9 @@ Letters: T rows of a rank, K experts a row, E experts, R rows received, H width.
 
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -26,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import UserError
+from antiphon.base.progress import Report
 from antiphon.base.ranges import split_evenly
-from antiphon.bench.rank_processes import context_of_ranks
+from antiphon.bench.rank_processes import RankProcesses, join_gloo
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
@@ -41,7 +40,6 @@ TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2}  # relative
 BASELINE = "all-to-all"
 VARIANTS = (BASELINE, "all-to-all, once a rank", "all-gather")
 CASE_TIMEOUT_S = 300.0
-Report = Callable[[float, float | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,71 +62,34 @@ class DispatchCase:
 
 
 def bench_dispatch(cases: Sequence[DispatchCase], report: Report) -> list[dict[str, Any]]:
-    """Rows of all ways for each case. `ResourceError` if a rank fails or a case takes longer than five minutes."""
+    """Rows of all ways for each case. `ResourceError`, `PeerLost` or `PeerTimeout` names the rank that fails."""
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(cases):
         report(number, len(cases))
-        with TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder:
-            rows += _run_ranks(case, Path(folder))
+        with (
+            TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder,
+            RankProcesses(case.ranks, partial(_Member, case, str(Path(folder) / "store"))) as ranks,
+        ):
+            rows += ranks.ask("measure")[0]
     report(len(cases), len(cases))
     return rows
 
 
-def _run_ranks(case: DispatchCase, folder: Path) -> list[dict[str, Any]]:
-    context = context_of_ranks(__name__)
-    processes, connections = [], {}
-    for rank in range(case.ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(case, rank, str(folder / "store"), theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        connections[ours] = rank
-    try:
-        return _results(connections)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+class _Member:
+    """One rank."""
 
+    introduction = None
 
-def _results(connections: dict[Connection, int]) -> list[dict[str, Any]]:
-    """What rank 0 measured, once all ranks have ended well."""
-    deadline, rows = time.monotonic() + CASE_TIMEOUT_S, []
-    while connections:
-        ready = wait(list(connections), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            missing = ", ".join(str(rank) for rank in sorted(connections.values()))
-            raise ResourceError(f"ranks {missing} did not end within {CASE_TIMEOUT_S:.0f} s: give smaller sizes")
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            rank = connections.pop(connection)
-            try:
-                found, failure = connection.recv()
-            except EOFError:
-                raise ResourceError(f"rank {rank} died: perhaps there is not enough memory for these sizes") from None
-            if failure:
-                raise ResourceError(f"rank {rank} failed:\n{failure}")
-            rows += found
-    return rows
+    def __init__(self, case: DispatchCase, store: str, rank: int) -> None:
+        self._case, self._store, self._rank = case, store, rank
 
+    def connect(self, introductions: list[Any]) -> None:
+        join_gloo(self._store, self._rank, self._case.ranks, CASE_TIMEOUT_S)
 
-def _rank(case: DispatchCase, rank: int, store: str, connection: Connection) -> None:
-    """A process of its own: measures, and sends (rows, "") or ([], what went wrong)."""
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, case.ranks),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=case.ranks,
-            timeout=timedelta(seconds=CASE_TIMEOUT_S),
-        )
-        rows = _measure(case, rank)
-        connection.send((rows if rank == 0 else [], ""))
+    def measure(self) -> list[dict[str, Any]]:
+        rows = _measure(self._case, self._rank)
         dist.destroy_process_group()
-    except Exception:  # of any kind: the parent must learn of it
-        connection.send(([], traceback.format_exc()))
+        return rows
 
 
 @dataclass(frozen=True)

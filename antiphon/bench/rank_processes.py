@@ -8,25 +8,23 @@ this process, which may have threads.
 """
 
 import multiprocessing
-import multiprocessing.context
+import os
+import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from antiphon.base.errors import PeerLost, PeerTimeout, ResourceError
 
 _START_S = 300.0  # some processes on few cores import torch
 _RUN_S = 600.0
-
-
-def context_of_ranks(module: str) -> multiprocessing.context.ForkServerContext:
-    """Processes of it begin with `module` imported, if they are the first."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    return context
+_NUM_WARM = 2
 
 
 class RankMember(Protocol):
@@ -44,7 +42,8 @@ class RankProcesses:
     """For use in a `with`, which ends the processes. `make_member(rank)` is called in each; it can be pickled."""
 
     def __init__(self, num_ranks: int, make_member: Callable[[int], RankMember]) -> None:
-        context = context_of_ranks(__name__)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
@@ -75,6 +74,10 @@ class RankProcesses:
                 raise PeerLost(f"rank[{rank}]", str(error)) from error
         return self._collect(_RUN_S)
 
+    def slowest_median_s(self, order: str, *arguments: Any) -> float:
+        """The median of calls, each as long as its slowest rank; the order is answered with seconds of each call."""
+        return float(np.median(np.asarray(self.ask(order, *arguments)).max(axis=0)))
+
     def close(self) -> None:
         """End all processes."""
         for connection in self._connections:
@@ -99,10 +102,30 @@ class RankProcesses:
                 try:
                     failure, answers[rank] = connection.recv()
                 except EOFError as error:
-                    raise PeerLost(f"rank[{rank}]", "its process ended") from error
+                    raise PeerLost(
+                        f"rank[{rank}]", "its process ended: perhaps there is not enough memory for these sizes"
+                    ) from error
                 if failure:
                     raise ResourceError(f"rank[{rank}]: {failure}")
         return [answers[rank] for rank in range(len(self._connections))]
+
+
+def join_gloo(store: str, rank: int, num_ranks: int, timeout_s: float) -> None:
+    """Make this process one of a gloo group over loopback, whose ranks meet in the file `store`."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def seconds_of_calls(call: Callable[[], object], num_calls: int, barrier: Callable[[], object]) -> list[float]:
+    """Of each call after a barrier, without the first two."""
+    times = []
+    for _ in range(num_calls + _NUM_WARM):
+        barrier()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return times[_NUM_WARM:]
 
 
 def _rank_main(rank: int, make_member: Callable[[int], RankMember], connection: Connection) -> None:

@@ -14,7 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from antiphon.base.errors import ResourceError
-from antiphon.base.progress import progress
+from antiphon.base.progress import Report, progress
 from antiphon.bench.limits import measure_gemm_flops_per_s
 from antiphon.bench.step_case import TEXT
 from antiphon.bench.train_turns import NUM_COMPARED, Comparison, Say, TrainingCase, write_text
@@ -31,9 +31,7 @@ from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.models.config import load_model_spec
 
 
-def bench_train(
-    cases: Sequence[TrainingCase], say: Say, report: Callable[[float, float | None], None]
-) -> list[dict[str, Any]]:
+def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list[dict[str, Any]]:
     """Rows of both contestants for each case."""
     rows: list[dict[str, Any]] = []
     for case in cases:

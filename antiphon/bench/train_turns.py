@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.base.progress import Report
 from antiphon.bench.quiet import CpuWatch, Repetition, Repetitions, foreign_share_during, wait_for_quiet
 from antiphon.bench.step_case import StepCase, samples_of
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
@@ -63,7 +64,7 @@ class Timed:
 class Comparison:
     """Both contestants' turns; `run` ends with both `Timed`."""
 
-    def __init__(self, case: TrainingCase, say: Say, report: Callable[[float, float | None], None]) -> None:
+    def __init__(self, case: TrainingCase, say: Say, report: Report) -> None:
         self._case = case
         self._say = say
         self._report = report

@@ -15,7 +15,6 @@ contestants take turns. A time is the slowest rank's, bytes are those that a ran
 """
 
 import os
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +28,8 @@ from antiphon.base.errors import ResourceError
 from antiphon.base.progress import Report
 from antiphon.bench.box import Box, box_unavailable
 from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
-from antiphon.bench.collectives import slowest_median_s
 from antiphon.bench.quiet import repeat_until_quiet
-from antiphon.bench.rank_processes import RankProcesses
+from antiphon.bench.rank_processes import RankProcesses, seconds_of_calls
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange
@@ -41,7 +39,6 @@ from antiphon.specs.placement import contiguous_placement
 
 FUSED, SYNCHRONOUS, EXPERT, TENSOR = "fused", "synchronous", "expert parallel", "tensor parallel"
 CONTESTANTS = (FUSED, SYNCHRONOUS, EXPERT, TENSOR)
-_NUM_WARM = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             before = _carried(box)
             sent[name] = ranks.ask("check", name)
             carried[name] = max((now - then for now, then in zip(_carried(box), before, strict=True)), default=None)
-        turns = {name: partial(_turn_s, ranks, name) for name in CONTESTANTS}
+        turns = {name: partial(ranks.slowest_median_s, "run", name) for name in CONTESTANTS}
         report(1, 2)
         blocks = repeat_until_quiet(
             turns,
@@ -133,10 +130,6 @@ def _carried(box: Box | None) -> list[int]:
     return [] if box is None else [box.counters(node).up_bulk_bytes for node in range(box.num_nodes)]
 
 
-def _turn_s(ranks: RankProcesses, name: str) -> float:
-    return slowest_median_s(ranks.ask("run", name))
-
-
 class _Member:
     """One rank of all contestants; fused and synchronous share their groups."""
 
@@ -174,16 +167,13 @@ class _Member:
         return {"across": inside, "inside": 0} if name == TENSOR else {"across": across, "inside": inside}
 
     def run(self, name: str) -> list[float]:
-        """Seconds of each round trip, after some that do not count."""
-        inputs, times = self._inputs(name), []
-        for number in range(self._case.calls + _NUM_WARM):
+        """Seconds of each round trip."""
+
+        def barrier() -> None:
             for group in self._levels[TENSOR].groups():
                 group.barrier()
-            begin = time.perf_counter()
-            self._round_trip(name, *inputs)
-            if number >= _NUM_WARM:
-                times.append(time.perf_counter() - begin)
-        return times
+
+        return seconds_of_calls(partial(self._round_trip, name, *self._inputs(name)), self._case.calls, barrier)
 
     def _round_trip(self, name: str, *inputs: Tensor) -> Tensor:
         exchange = self._exchanges[name]

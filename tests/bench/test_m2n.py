@@ -16,7 +16,7 @@ import pytest
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, ResourceError, UserError
-from antiphon.bench.m2n import launch
+from antiphon.bench import obeying
 from antiphon.bench.m2n.api import READ, RELEASE, SEND, WAIT, Phase, Seat, Traffic
 from antiphon.bench.m2n.cases import by_processes, check_memory, figure_cases, largest, make_cases, ramp
 from antiphon.bench.m2n.contestants import Contestant, choose_contestants
@@ -223,7 +223,7 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
 @pytest.fixture
 def forked_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """For torch's baselines, where every process would import torch. Others start sooner as programs."""
-    monkeypatch.setattr(launch, "subprocess", PROGRAMS)
+    monkeypatch.setattr(obeying, "subprocess", PROGRAMS)
 
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.profile import crew
+from antiphon.bench import obeying
+from antiphon.bench.obeying import Done
 from antiphon.bench.profile.crew import Crew
 from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.exchange import exchange_medians
-from antiphon.bench.profile.orders import Done, Open, Opened, Rounds, Served, Settle, Times, Work
+from antiphon.bench.profile.orders import Open, Opened, Rounds, Served, Settle, Times, Work
 from antiphon.bench.profile.profile import Wanted, default_threads, measure
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
@@ -32,7 +33,7 @@ ROWS, CONTEXT = 3, 20
 @pytest.fixture(scope="module", autouse=True)
 def forked_rigs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "subprocess", PROGRAMS)
+        patch.setattr(obeying, "subprocess", PROGRAMS)
         yield
 
 

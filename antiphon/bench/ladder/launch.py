@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.progress import Report
 from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
 from antiphon.bench.ladder.ladders import LadderCase, variants_of
@@ -25,7 +25,6 @@ from antiphon.bench.step_case import TEXT
 from antiphon.bench.train_turns import write_text
 from antiphon.models.config import load_model_spec
 
-Report = Callable[[float, float | None], None]
 END_S = 30.0  # a rank that failed ends the others by then
 
 

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
+from antiphon.bench.m2n.api import Phase, Seat, Traffic, phases_of_pairs
+from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
+from antiphon.bench.m2n.pattern import Bytes
 
-ACK_BYTES = 4
 _DATA, _ACK = 0, 1
 
 
-class GlooProcessGroup:
+class GlooProcessGroup(BufferedMember):
     """A member's way into a process group over loopback, and out of it."""
 
     def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+        super().__init__(seat)
         self._store: Store | None = None
 
     def open(self) -> bytes:
@@ -61,16 +61,9 @@ class GlooProcessGroup:
         return store, int(store.port)
 
 
-def produce(buffers: Sequence[Tensor], flows: Sequence[Flow], step: int) -> None:
-    """Fill each buffer with its flow's pattern."""
-    for buffer, flow in zip(buffers, flows, strict=True):
-        buffer.copy_(torch.from_numpy(pattern(flow.num_bytes, step, flow.source, flow.destination)))
-
-
-def check(buffers: Sequence[Tensor], flows: Sequence[Flow], step: int) -> None:
-    """`WrongData` if a buffer does not hold its flow's pattern."""
-    for buffer, flow in zip(buffers, flows, strict=True):
-        check_pattern(buffer.numpy(), flow.num_bytes, step, flow.source, flow.destination)
+def as_bytes(buffers: Sequence[Tensor]) -> list[Bytes]:
+    """The same memory."""
+    return [buffer.numpy() for buffer in buffers]
 
 
 class GlooMember(GlooProcessGroup):
@@ -78,8 +71,6 @@ class GlooMember(GlooProcessGroup):
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
-        self._incoming: list[Flow] = []
-        self._outgoing: list[Flow] = []
         self._received: list[Tensor] = []
         self._sent: list[Tensor] = []
         self._acks: list[Tensor] = []
@@ -89,54 +80,41 @@ class GlooMember(GlooProcessGroup):
         self._ack_receives: list[dist.Work | None] = []
 
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
-        rank = self.seat.rank
-        self._incoming, self._outgoing = traffic.incoming(rank), traffic.outgoing(rank)
-        self._received = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self._incoming]
-        self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self._outgoing]
-        self._acks = [torch.zeros(ACK_BYTES, dtype=torch.uint8) for _ in self._outgoing]
+        self.set_flows(traffic)
+        self._received = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.incoming]
+        self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.outgoing]
+        self.received, self.sent = as_bytes(self._received), as_bytes(self._sent)
+        self._acks = [torch.zeros(ACK_BYTES, dtype=torch.uint8) for _ in self.outgoing]
         return phases_of_pairs(
-            self._send if self._outgoing else None,
-            (self._wait, self._release) if self._incoming else None,
+            self._send if self.outgoing else None,
+            (self._wait, self._release) if self.incoming else None,
             self._wait_for_acks,
         )
 
-    def produce(self, step: int) -> None:
-        produce(self._sent, self._outgoing, step)
-
-    def check(self, step: int) -> None:
-        check(self._received, self._incoming, step)
-
-    def payloads(self) -> Sequence[Bytes]:
-        return [data.numpy() for data in self._sent]
-
-    def arrived(self, step: int) -> Sequence[Bytes]:
-        return [data.numpy() for data in self._received]
-
     def _send(self, step: int) -> None:
-        if self._incoming:
+        if self.incoming:
             self._post_receives()
         self._ack_receives = [
-            dist.irecv(ack, src=flow.destination, tag=_ACK)
-            for ack, flow in zip(self._acks, self._outgoing, strict=True)
+            dist.irecv(ack, src=flow.destination, tag=_ACK) for ack, flow in zip(self._acks, self.outgoing, strict=True)
         ]
         self._sends = [
             dist.isend(data, dst=flow.destination, tag=_DATA)
-            for data, flow in zip(self._sent, self._outgoing, strict=True)
+            for data, flow in zip(self._sent, self.outgoing, strict=True)
         ]
 
     def _post_receives(self) -> None:
         self._receives = [
             dist.irecv(data, src=flow.source, tag=_DATA)
-            for data, flow in zip(self._received, self._incoming, strict=True)
+            for data, flow in zip(self._received, self.incoming, strict=True)
         ]
 
     def _wait(self, step: int) -> None:
-        if not self._outgoing:
+        if not self.outgoing:
             self._post_receives()
         _wait_all(self._receives)
 
     def _release(self, step: int) -> None:
-        _wait_all([dist.isend(self._ack, dst=flow.source, tag=_ACK) for flow in self._incoming])
+        _wait_all([dist.isend(self._ack, dst=flow.source, tag=_ACK) for flow in self.incoming])
 
     def _wait_for_acks(self, step: int) -> None:
         _wait_all(self._ack_receives)

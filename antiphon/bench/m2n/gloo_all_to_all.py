@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from antiphon.bench.m2n.api import RELEASE, WAIT, Flow, Phase, Seat, Traffic
-from antiphon.bench.m2n.gloo import ACK_BYTES, GlooProcessGroup, check, produce
-from antiphon.bench.m2n.pattern import Bytes
+from antiphon.bench.m2n.api import RELEASE, WAIT, Phase, Seat, Traffic
+from antiphon.bench.m2n.buffered import ACK_BYTES
+from antiphon.bench.m2n.gloo import GlooProcessGroup, as_bytes
 
 
 class GlooAllToAllMember(GlooProcessGroup):
@@ -19,41 +19,22 @@ class GlooAllToAllMember(GlooProcessGroup):
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
-        self._incoming: list[Flow] = []
-        self._outgoing: list[Flow] = []
         self._data = _Exchange([], [])
         self._acks = _Exchange([], [])
 
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
-        rank, num_ranks = self.seat.rank, self.seat.num_seats
-        self._incoming, self._outgoing = traffic.incoming(rank), traffic.outgoing(rank)
-        sent, received = [0] * num_ranks, [0] * num_ranks
-        for flow in self._outgoing:
+        self.set_flows(traffic)
+        sent, received = [0] * self.seat.num_seats, [0] * self.seat.num_seats
+        for flow in self.outgoing:
             sent[flow.destination] = flow.num_bytes
-        for flow in self._incoming:
+        for flow in self.incoming:
             received[flow.source] = flow.num_bytes
         self._data = _Exchange(sent, received)
+        self.sent = as_bytes([self._data.sent_to(flow.destination) for flow in self.outgoing])
+        self.received = as_bytes([self._data.received_from(flow.source) for flow in self.incoming])
         # Acknowledgements go the other way.
         self._acks = _Exchange([ACK_BYTES * (n > 0) for n in received], [ACK_BYTES * (n > 0) for n in sent])
         return [Phase(WAIT, self._exchange_data), Phase(RELEASE, self._exchange_acks)]
-
-    def produce(self, step: int) -> None:
-        produce(self._sent(), self._outgoing, step)
-
-    def check(self, step: int) -> None:
-        check(self._received(), self._incoming, step)
-
-    def payloads(self) -> Sequence[Bytes]:
-        return [data.numpy() for data in self._sent()]
-
-    def arrived(self, step: int) -> Sequence[Bytes]:
-        return [data.numpy() for data in self._received()]
-
-    def _sent(self) -> list[Tensor]:
-        return [self._data.sent_to(flow.destination) for flow in self._outgoing]
-
-    def _received(self) -> list[Tensor]:
-        return [self._data.received_from(flow.source) for flow in self._incoming]
 
     def _exchange_data(self, step: int) -> None:
         self._data.run()

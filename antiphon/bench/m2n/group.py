@@ -23,17 +23,15 @@ from antiphon.bench.m2n.launch import LaunchedProcess, end_all, start_each, star
 from antiphon.bench.m2n.messages import (
     Check,
     Connect,
-    Done,
-    Failed,
     FromMember,
     Open,
     Opened,
     Prepare,
     Ran,
     Run,
-    Stop,
     ToMember,
 )
+from antiphon.bench.obeying import Done, Failed, Stop, describe_exit, last_words
 
 START_TIMEOUT_S = 300.0  # dozens of processes on few cores import torch
 RUN_TIMEOUT_S = 600.0
@@ -195,14 +193,7 @@ class ProcessGroup:
         """The error for a process that is gone; if it ended by itself, with the last line of the common log."""
         time.sleep(_NOTICE_S)
         dead = next((process for process in self._processes if process.handle.poll() is not None), self._processes[0])
-        reason = dead.describe_exit()
-        if dead.has_words:
-            reason += self._last_words()
+        reason = describe_exit(dead.handle)
+        if self._log is not None:
+            reason += last_words(dead.handle, self._log)
         return PeerLost(f"{self.contestant.name} {dead.name}", reason)
-
-    def _last_words(self) -> str:
-        if self._log is None:
-            return ""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        return next((f"; its last words: {line.strip()}" for line in reversed(lines) if line.strip()), "")

@@ -10,13 +10,14 @@ For each number of senders and receivers
 A block begins with rounds that do not count: the processes do not wake up at the same moment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
-from antiphon.base.progress import Report, progress
+from antiphon.base.progress import progress
 from antiphon.bench.m2n.api import Traffic
 from antiphon.bench.m2n.cases import by_processes, check_memory, largest
 from antiphon.bench.m2n.contestants import Contestant
@@ -82,14 +83,17 @@ def _measure(groups: Sequence[ProcessGroup], traffic: Traffic, settings: Setting
     """Blocks of every contestant, by its name."""
     with progress(str(traffic)) as report:
         max_rounds = 2 * settings.num_repetitions  # disturbed turns are repeated
-        counter = _Counter(report, len(groups) * (max_rounds + 1))
-        turns = {}
+        done, turns = count(1), {}
+
+        def advance() -> None:
+            report(next(done), len(groups) * (max_rounds + 1))
+
         for group in groups:
             group.prepare(traffic)
             group.check(_NUM_CHECKED)
             num_rounds = settings.num_rounds or _rounds_a_block(group)
-            turns[group.contestant.name] = partial(_block, group, num_rounds, counter)
-            counter.count()
+            turns[group.contestant.name] = partial(_block, group, num_rounds, advance)
+            advance()
         blocks = repeat_until_quiet(
             turns,
             num_required=settings.num_repetitions,
@@ -108,24 +112,11 @@ def _rounds_a_block(group: ProcessGroup) -> int:
     return int(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS))
 
 
-def _block(group: ProcessGroup, num_rounds: int, counter: "_Counter") -> Block:
+def _block(group: ProcessGroup, num_rounds: int, advance: Callable[[], None]) -> Block:
     tracks = group.run(num_rounds, num_warm=min(max(num_rounds // 20, 2), 50))
-    counter.count()
+    advance()
     return Block.of(operations_s(tracks), elapsed_s(tracks))
 
 
 def _record(group: ProcessGroup, traffic: Traffic) -> Recording:
     return Recording(contestant=group.contestant, traffic=traffic, tracks=group.run(_NUM_RECORDED, num_warm=3))
-
-
-class _Counter:
-    """Tells how many turns are over, of how many at most."""
-
-    def __init__(self, report: Report, max_turns: int) -> None:
-        self._report = report
-        self._max_turns = max_turns
-        self._num_done = 0
-
-    def count(self) -> None:
-        self._num_done += 1
-        self._report(self._num_done, self._max_turns)

@@ -5,23 +5,23 @@ If the benchmark itself is killed, the kernel ends them all.
 
 import contextlib
 import importlib.util
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.bench.m2n.api import Seat
 from antiphon.bench.m2n.messages import FromMember
+from antiphon.bench.obeying import Handle, start_logged, start_obeying
 from antiphon.serve.worker.channel import Channel
 
 _MODULE = "antiphon.bench.m2n.process"
@@ -30,36 +30,14 @@ _LOOK_S = 0.1
 _RANK_BYTES = 8  # as `mpi.RANK`, which only a rank may import
 
 
-class _Handle(Protocol):
-    """What is needed of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
+@dataclass
 class LaunchedProcess:
     """One process and the channel to it. `name`: of what ends with it, in errors."""
 
-    def __init__(self, seat: Seat, name: str, channel: Channel, handle: _Handle) -> None:
-        self.seat = seat
-        self.name = name
-        self.channel = channel
-        self.handle = handle
-
-    def describe_exit(self) -> str:
-        """How the process ended, in words; a process that only closed its channel is ended first."""
-        if self.handle.poll() is None:
-            self.handle.kill()
-        code = self.handle.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-
-    @property
-    def has_words(self) -> bool:
-        """It ended by itself, so the log may say why."""
-        return (self.handle.poll() or 0) >= 0
+    seat: Seat
+    name: str
+    channel: Channel
+    handle: Handle
 
 
 def start_each(seats: Sequence[Seat], log: IO[bytes]) -> list[LaunchedProcess]:
@@ -67,33 +45,12 @@ def start_each(seats: Sequence[Seat], log: IO[bytes]) -> list[LaunchedProcess]:
     launched: list[LaunchedProcess] = []
     try:
         for seat in seats:
-            launched.append(_start_one(seat, log))
+            channel, popen = start_obeying(_MODULE, str(seat), FromMember, log, _ONE_THREAD)
+            launched.append(LaunchedProcess(seat, str(seat), channel, popen))
     except BaseException:
         end_all(launched, 0.0)
         raise
     return launched
-
-
-def _start_one(seat: Seat, log: IO[bytes]) -> LaunchedProcess:
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours, str(seat), FromMember)
-    try:
-        popen = _start([sys.executable, "-m", _MODULE, str(theirs.fileno())], log, [theirs.fileno()])
-    finally:
-        theirs.close()
-    return LaunchedProcess(seat, str(seat), channel, popen)
-
-
-def _start(command: Sequence[str], log: IO[bytes], descriptors: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env={**os.environ, **_ONE_THREAD},
-        start_new_session=True,  # Ctrl-C is ours to handle
-    )
 
 
 def end_all(launched: Sequence[LaunchedProcess], patience_s: float) -> None:
@@ -167,7 +124,7 @@ def start_ranks(seats: Sequence[Seat], log: IO[bytes], timeout_s: float) -> list
             listener.bind(path)
             listener.listen(len(seats))
             command = [mpiexec, *_oversubscribing(mpiexec), "-n", str(len(seats))]
-            popen = _start([*command, sys.executable, "-m", _MODULE, "--mpi", path], log)
+            popen = start_logged([*command, sys.executable, "-m", _MODULE, "--mpi", path], log, _ONE_THREAD)
             try:
                 callers = _await_ranks(listener, popen, len(seats), timeout_s)
             except BaseException:

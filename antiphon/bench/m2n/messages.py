@@ -3,6 +3,7 @@
 import msgspec
 
 from antiphon.bench.m2n.api import Seat, Traffic
+from antiphon.bench.obeying import Done, Failed, Stop
 
 
 class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -39,16 +40,8 @@ class Run(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_rounds: int
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
-    """End. Not answered."""
-
-
 class Opened(msgspec.Struct, tag=True, frozen=True):
     introduction: bytes
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
-    pass
 
 
 class Ran(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -56,10 +49,6 @@ class Ran(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     phases: list[str]
     marks: bytes
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    reason: str
 
 
 ToMember = Open | Connect | Prepare | Check | Run | Stop

@@ -16,10 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
+from antiphon.bench.m2n.api import Phase, Seat, Traffic, phases_of_pairs
+from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
 
-ACK_BYTES = 4
 RANK = struct.Struct("!II")  # what a rank says first: its number, its process
 _DATA, _ACK = 1, 2
 _LOOKS_BETWEEN_CLOCKS = 256
@@ -33,16 +32,12 @@ def join_benchmark(path: str) -> socket.socket:
     return stream
 
 
-class MpiMember:
+class MpiMember(BufferedMember):
     """A sender, a receiver, or both at once."""
 
     def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+        super().__init__(seat)
         self._offers_core = seat.num_seats > len(os.sched_getaffinity(0))
-        self._incoming: list[Flow] = []
-        self._outgoing: list[Flow] = []
-        self._received: list[Bytes] = []
-        self._sent: list[Bytes] = []
         self._receives: list[MPI.Prequest] = []
         self._sends: list[MPI.Prequest] = []
         self._acks: list[MPI.Prequest] = []
@@ -50,8 +45,8 @@ class MpiMember:
 
     def open(self) -> bytes:
         size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
-        if (size, rank) != (self._seat.num_seats, self._seat.rank):
-            raise UserError(f"rank {rank} of {size} has the seat of rank {self._seat.rank} of {self._seat.num_seats}")
+        if (size, rank) != (self.seat.num_seats, self.seat.rank):
+            raise UserError(f"rank {rank} of {size} has the seat of rank {self.seat.rank} of {self.seat.num_seats}")
         return b""
 
     def connect(self, introductions: Sequence[bytes]) -> None:
@@ -60,52 +55,37 @@ class MpiMember:
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
         for request in (*self._receives, *self._sends, *self._acks, *self._ack_receives):
             request.Free()
-        rank, world = self._seat.rank, MPI.COMM_WORLD
-        self._incoming, self._outgoing = traffic.incoming(rank), traffic.outgoing(rank)
-        self._received = [np.zeros(flow.num_bytes, np.uint8) for flow in self._incoming]
-        self._sent = [np.zeros(flow.num_bytes, np.uint8) for flow in self._outgoing]
+        world = MPI.COMM_WORLD
+        self.set_flows(traffic)
+        self.received = [np.zeros(flow.num_bytes, np.uint8) for flow in self.incoming]
+        self.sent = [np.zeros(flow.num_bytes, np.uint8) for flow in self.outgoing]
         self._receives = [
-            world.Recv_init(data, flow.source, _DATA) for data, flow in zip(self._received, self._incoming, strict=True)
+            world.Recv_init(data, flow.source, _DATA) for data, flow in zip(self.received, self.incoming, strict=True)
         ]
         self._sends = [
-            world.Send_init(data, flow.destination, _DATA)
-            for data, flow in zip(self._sent, self._outgoing, strict=True)
+            world.Send_init(data, flow.destination, _DATA) for data, flow in zip(self.sent, self.outgoing, strict=True)
         ]
-        self._acks = [world.Send_init(np.zeros(ACK_BYTES, np.uint8), flow.source, _ACK) for flow in self._incoming]
+        self._acks = [world.Send_init(np.zeros(ACK_BYTES, np.uint8), flow.source, _ACK) for flow in self.incoming]
         self._ack_receives = [
-            world.Recv_init(np.zeros(ACK_BYTES, np.uint8), flow.destination, _ACK) for flow in self._outgoing
+            world.Recv_init(np.zeros(ACK_BYTES, np.uint8), flow.destination, _ACK) for flow in self.outgoing
         ]
         return phases_of_pairs(
-            self._send if self._outgoing else None,
-            (self._wait, self._release) if self._incoming else None,
+            self._send if self.outgoing else None,
+            (self._wait, self._release) if self.incoming else None,
             self._wait_for_acks,
         )
-
-    def produce(self, step: int) -> None:
-        for data, flow in zip(self._sent, self._outgoing, strict=True):
-            data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
-
-    def check(self, step: int) -> None:
-        for data, flow in zip(self._received, self._incoming, strict=True):
-            check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
-
-    def payloads(self) -> Sequence[Bytes]:
-        return self._sent
-
-    def arrived(self, step: int) -> Sequence[Bytes]:
-        return self._received
 
     def close(self) -> None:
         """mpi4py ends MPI when the process ends, in every rank."""
 
     def _send(self, step: int) -> None:
-        if self._incoming:
+        if self.incoming:
             MPI.Prequest.Startall(self._receives)
         MPI.Prequest.Startall(self._ack_receives)
         MPI.Prequest.Startall(self._sends)
 
     def _wait(self, step: int) -> None:
-        if not self._outgoing:
+        if not self.outgoing:
             MPI.Prequest.Startall(self._receives)
         self._finish(self._receives, "messages")
 
@@ -127,9 +107,9 @@ class MpiMember:
             if looks % _LOOKS_BETWEEN_CLOCKS:
                 continue
             now = time.monotonic()
-            deadline = deadline or now + self._seat.timeout_s
+            deadline = deadline or now + self.seat.timeout_s
             if now > deadline:
-                raise PeerTimeout(f"MPI's {what}", ["its peers"], self._seat.timeout_s)
+                raise PeerTimeout(f"MPI's {what}", ["its peers"], self.seat.timeout_s)
 
 
 def make_member(seat: Seat, options: Mapping[str, str]) -> MpiMember:

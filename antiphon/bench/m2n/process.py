@@ -12,27 +12,23 @@ import importlib
 import socket
 import sys
 import time
-import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.bench.m2n.api import READ, WAIT, Member, Phase
 from antiphon.bench.m2n.messages import (
     Check,
     Connect,
-    Done,
-    Failed,
     FromMember,
     Open,
     Opened,
     Prepare,
     Ran,
     Run,
-    Stop,
     ToMember,
 )
+from antiphon.bench.obeying import FOREVER_S, Done, obey_orders
 from antiphon.bench.peers.engine_child import end_with_parent
 from antiphon.serve.worker.channel import Channel
 
@@ -45,7 +41,6 @@ MODULES = {
     "mpi": "antiphon.bench.m2n.mpi",
     "ucx": "antiphon.bench.m2n.ucx",
 }
-_FOREVER_S = 365.0 * 86400
 
 
 class MemberProcess:
@@ -146,23 +141,9 @@ def main() -> int:
     channel = Channel(stream, "the benchmark", ToMember)
     process = MemberProcess()
     try:
-        while not isinstance(order := channel.receive(_FOREVER_S), Stop):
-            channel.send(_answer(process, order))
-    except PeerLost:
-        return 1
+        return obey_orders(channel, partial(channel.receive, FOREVER_S), process.obey)
     finally:
         process.close()
-    return 0
-
-
-def _answer(process: MemberProcess, order: ToMember) -> FromMember:
-    """What went wrong is answered too; the traceback goes to the log that the benchmark keeps."""
-    try:
-        return process.obey(order)
-    except Exception as error:
-        traceback.print_exc()
-        for_people = isinstance(error, (UserError, PeerLost, PeerTimeout))
-        return Failed(str(error) if for_people else f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,17 @@ from ucxx._lib.arr import Array
 
 from antiphon.base.errors import PeerTimeout
 from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
+from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
+from antiphon.bench.m2n.pattern import Bytes
 
-ACK_BYTES = 4
 _DATA, _ACK = 1, 2
 
 
-class UcxMember:
+class UcxMember(BufferedMember):
     """A sender, a receiver, or both at once."""
 
     def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+        super().__init__(seat)
         self._worker = ucx.UCXWorker(ucx.UCXContext({}, (ucx.Feature.TAG, ucx.Feature.WAKEUP)))
         self._worker.init_blocking_progress_mode()
         self._wakeup = select.poll()
@@ -43,7 +43,7 @@ class UcxMember:
 
     def connect(self, introductions: Sequence[bytes]) -> None:
         """Endpoints to all who are sent to or acknowledged; UCX connects with their first messages."""
-        rank, traffic = self._seat.rank, self._seat.traffic
+        rank, traffic = self.seat.rank, self.seat.traffic
         peers = {flow.destination for flow in traffic.outgoing(rank)} | {flow.source for flow in traffic.incoming(rank)}
         for peer in sorted(peers):
             address = ucx.UCXAddress.create_from_buffer(introductions[peer])
@@ -51,30 +51,16 @@ class UcxMember:
             self._endpoints[peer] = ucx.UCXEndpoint.create_from_worker_address(self._worker, address, False)
 
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
-        rank = self._seat.rank
-        self._incoming = [_Message(flow, self._endpoints[flow.source]) for flow in traffic.incoming(rank)]
-        self._outgoing = [_Message(flow, self._endpoints[flow.destination]) for flow in traffic.outgoing(rank)]
+        self.set_flows(traffic)
+        self._incoming = [_Message(flow, self._endpoints[flow.source]) for flow in self.incoming]
+        self._outgoing = [_Message(flow, self._endpoints[flow.destination]) for flow in self.outgoing]
+        self.received = [message.data for message in self._incoming]
+        self.sent = [message.data for message in self._outgoing]
         return phases_of_pairs(
             self._send if self._outgoing else None,
             (self._wait, self._release) if self._incoming else None,
             self._wait_for_acks,
         )
-
-    def produce(self, step: int) -> None:
-        for message in self._outgoing:
-            flow = message.flow
-            message.data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
-
-    def check(self, step: int) -> None:
-        for message in self._incoming:
-            flow = message.flow
-            check_pattern(message.data, flow.num_bytes, step, flow.source, flow.destination)
-
-    def payloads(self) -> Sequence[Bytes]:
-        return [message.data for message in self._outgoing]
-
-    def arrived(self, step: int) -> Sequence[Bytes]:
-        return [message.data for message in self._incoming]
 
     def close(self) -> None:
         """UCX lets go of everything when the process ends; closing in good order would wait for peers."""
@@ -108,9 +94,9 @@ class UcxMember:
             self._worker.progress()
             while not request.completed:
                 now = time.monotonic()
-                deadline = deadline or now + self._seat.timeout_s
+                deadline = deadline or now + self.seat.timeout_s
                 if now > deadline:
-                    raise PeerTimeout(f"UCX's {what}", ["its peers"], self._seat.timeout_s)
+                    raise PeerTimeout(f"UCX's {what}", ["its peers"], self.seat.timeout_s)
                 if self._worker.arm():  # else something came meanwhile
                     self._wakeup.poll((deadline - now) * 1e3)
                 self._worker.progress()
@@ -121,7 +107,6 @@ class _Message:
     """One flow's payload, its acknowledgement, and the tags that tell them from all others at the same worker."""
 
     def __init__(self, flow: Flow, endpoint: ucx.UCXEndpoint) -> None:
-        self.flow = flow
         self.endpoint = endpoint
         self.data: Bytes = np.zeros(flow.num_bytes, np.uint8)
         self.array = Array(self.data)

@@ -1,18 +1,15 @@
 """The profiler's processes as the profiler sees them: start, order, answer, end. All are gone when `close` returns."""
 
 import contextlib
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 from typing import IO, Self, TypeVar
 
 import msgspec
 
 from antiphon.base.errors import PeerLost, PeerTimeout, ResourceError, UserError
-from antiphon.bench.profile.orders import Busy, Done, Failed, FromRig, Settle, Stop, Time, Times, ToRig, Work
-from antiphon.serve.worker.channel import Channel
+from antiphon.bench.obeying import Done, Failed, Stop, describe_exit, last_words, start_obeying
+from antiphon.bench.profile.orders import Busy, FromRig, Settle, Time, Times, ToRig, Work
 
 ANSWER_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 5.0
@@ -23,21 +20,9 @@ class RigHandle:
     """One process."""
 
     def __init__(self, name: str, log: IO[bytes]) -> None:
-        ours, theirs = socket.socketpair()
         self.name = name
         self._log = log
-        self._channel = Channel(ours, name, FromRig)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "antiphon.bench.profile.process", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is ours to handle
-            )
-        finally:
-            theirs.close()
+        self._channel, self._process = start_obeying("antiphon.bench.profile.process", name, FromRig, log)
 
     def begin(self, order: ToRig) -> None:
         """Send an order whose answer will be taken later by `answer`."""
@@ -83,13 +68,8 @@ class RigHandle:
     def _death(self) -> ResourceError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self._process.kill()
-        code = self._process.wait()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").split("\n") if line.strip()]
-        words = f"; its last words: {lines[-1]}" if lines and code >= 0 else ""
-        return ResourceError(f"the profiler's process {self.name} was {how}{words}: is there enough memory?")
+        how = describe_exit(self._process) + last_words(self._process, self._log)
+        return ResourceError(f"the profiler's process {self.name} was {how}: is there enough memory?")
 
 
 class Crew:

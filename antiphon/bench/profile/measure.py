@@ -21,11 +21,11 @@ import psutil
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.bench.limits import MachineLimits, measure_machine_limits
+from antiphon.bench.obeying import Done
 from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
 from antiphon.bench.profile.orders import (
-    Done,
     JoinExchange,
     Open,
     Opened,

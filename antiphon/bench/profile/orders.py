@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from antiphon.bench.obeying import Done, Failed, Stop
+
 Kind = Literal["colocated", "attention", "experts"]
 
 
@@ -101,14 +103,6 @@ class TimeTraining(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     repetitions: int
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
-    """End."""
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
-    pass
-
-
 class Opened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     kernels: str
     weight_bytes: int
@@ -168,10 +162,6 @@ class TrainingSeconds(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     update: dict[str, float]
     sums: dict[int, dict[str, list[float]]]
     message: list[float]
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    reason: str
 
 
 ToRig = Open | Settle | Time | Busy | OpenExchange | JoinExchange | TimeExchange | StopExchange | TimeTraining | Stop

@@ -7,26 +7,22 @@ import os
 import socket
 import sys
 import time
-import traceback
 
 import psutil
 import torch
 
 from antiphon import _native
-from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.bench.obeying import FOREVER_S, Done, obey_orders
 from antiphon.bench.peers.engine_child import end_with_parent
 from antiphon.bench.profile.exchange import AttentionEnd, ExpertEnd
 from antiphon.bench.profile.orders import (
     Busy,
-    Done,
-    Failed,
     FromRig,
     JoinExchange,
     Open,
     Opened,
     OpenExchange,
     Settle,
-    Stop,
     StopExchange,
     Ticket,
     Time,
@@ -38,7 +34,6 @@ from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.training import time_training
 from antiphon.serve.worker.channel import Channel
 
-_FOREVER_S = 365.0 * 86400
 _MAX_REPETITIONS = 400
 
 
@@ -57,7 +52,7 @@ class RigProcess:
         if self._pending is not None:
             order, self._pending = self._pending, None
             return order
-        received: ToRig = self._channel.receive(_FOREVER_S)
+        received: ToRig = self._channel.receive(FOREVER_S)
         return received
 
     def obey(self, order: ToRig) -> FromRig | None:
@@ -154,23 +149,7 @@ def main() -> int:
     end_with_parent()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), "the profiler", ToRig)
     process = RigProcess(channel)
-    try:
-        while not isinstance(order := process.next_order(), Stop):
-            if (answer := _answer(process, order)) is not None:
-                channel.send(answer)
-    except PeerLost:
-        return 1
-    return 0
-
-
-def _answer(process: RigProcess, order: ToRig) -> FromRig | None:
-    """What went wrong is answered too; the traceback goes to the profiler's log."""
-    try:
-        return process.obey(order)
-    except Exception as error:
-        traceback.print_exc()
-        for_people = isinstance(error, (UserError, PeerLost, PeerTimeout))
-        return Failed(str(error) if for_people else f"{type(error).__name__}: {error}")
+    return obey_orders(channel, process.next_order, process.obey)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ two multipliers one clock, differs from machine to machine and, on virtual ones,
 """
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -115,10 +116,14 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
     checkpoint = open_checkpoint(wanted.model, spec)
     weight_bytes = sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
     effort = wanted.effort.bounded(wanted.max_rows, spec.max_position)
-    counter = _Counter(report)
-    bench = Bench(wanted.model, spec, dtype, wanted.kernels, effort, counter.advance)
+    done = count(1)
+
+    def advance() -> None:
+        number = next(done)
+        report(number, max(number, _num_points(bench, len(threads))))
+
+    bench = Bench(wanted.model, spec, dtype, wanted.kernels, effort, advance)
     threads = wanted.threads or default_threads(len(bench.cores))
-    counter.total = _num_points(bench, len(threads))
     watch = CpuWatch()
     notes = []
     with Crew() as crew:
@@ -154,19 +159,6 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
         spread=median(bench.spreads) if bench.spreads else 0.0,
         notes=tuple(notes),
     )
-
-
-class _Counter:
-    """Counts measured points for the progress bar."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._done = 0
-        self.total: int | None = None
-
-    def advance(self) -> None:
-        self._done += 1
-        self._report(self._done, max(self._done, self.total or 0) or None)
 
 
 def _num_points(bench: Bench, num_threads: int) -> int:

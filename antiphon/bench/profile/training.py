@@ -5,11 +5,9 @@ backward, and for the plain way the whole step. Times by operator come from the 
 medians over the steps. Weights and tokens are random, as at the begin of a run.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from statistics import median
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from antiphon.bench.profile.orders import LayerSeconds, TimeTraining, TrainingSeconds
+from antiphon.bench.rank_processes import join_gloo, seconds_of_calls
 from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceScatter, barrier, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.point_to_point import start_receive, start_send
@@ -38,13 +37,10 @@ _WARM = 1
 def time_training(order: TimeTraining) -> TrainingSeconds:
     """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together:
     PyTorch would name a new one like one that ended, and find its addresses in the store."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead anywhere
     torch.set_num_threads(order.num_threads)
     ranks = order.world_size
     if ranks > 1:
-        store = dist.FileStore(order.store, ranks)  # type: ignore[attr-defined]
-        timeout = timedelta(seconds=_TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=order.rank, world_size=ranks, timeout=timeout)
+        join_gloo(order.store, order.rank, ranks, _TIMEOUT_S)
     try:
         return _time_all(order, few_layers(load_model_spec(order.model)))
     finally:
@@ -232,10 +228,4 @@ def _time_messages(order: TimeTraining, group: Group) -> list[float]:
 
 
 def _median_s(order: TimeTraining, group: Group, action: Callable[[], object]) -> float:
-    times_s = []
-    for _ in range(_WARM + max(5, order.repetitions)):
-        barrier(group)
-        begin = time.perf_counter()
-        action()
-        times_s.append(time.perf_counter() - begin)
-    return median(times_s[_WARM:])
+    return median(seconds_of_calls(action, max(5, order.repetitions), partial(barrier, group)))

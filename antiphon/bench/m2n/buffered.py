@@ -1,0 +1,37 @@
+"""What members have in common whose messages lie in buffers of their own: gloo, MPI and UCX."""
+
+from collections.abc import Sequence
+
+from antiphon.bench.m2n.api import Flow, Seat, Traffic
+from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
+
+ACK_BYTES = 4
+
+
+class BufferedMember:
+    """Of a `Member` (see `api`), what has to do with bytes. `prepare` sets `sent` and `received`: a buffer for each of
+    `outgoing` and of `incoming`."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.incoming: list[Flow] = []
+        self.outgoing: list[Flow] = []
+        self.sent: Sequence[Bytes] = ()
+        self.received: Sequence[Bytes] = ()
+
+    def set_flows(self, traffic: Traffic) -> None:
+        self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
+
+    def produce(self, step: int) -> None:
+        for data, flow in zip(self.sent, self.outgoing, strict=True):
+            data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
+
+    def check(self, step: int) -> None:
+        for data, flow in zip(self.received, self.incoming, strict=True):
+            check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
+
+    def payloads(self) -> Sequence[Bytes]:
+        return self.sent
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        return self.received
