@@ -5,6 +5,8 @@ collect the tests, so each reports its count to the one that prints. That one ru
 """
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from tests.serve.server_harness import ServerProcess
 
 LEFT_OUT = pytest.StashKey[int]()
+
+# Where these say not to keep what is compiled, every process of every run would compile all tests, 6 s each.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store as _default_store
 
 TIMEOUT_S = 280
-PRELOADED = ["pytest", "torch.distributed", "antiphon.train.trainer"]
+PRELOADED = ["tests.comm.preloaded"]
 
 
 def start_fork_server() -> ForkServerContext:

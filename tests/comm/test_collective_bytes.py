@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from antiphon.bench.box import Box, box_unavailable
+from antiphon.bench.box import box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
+from tests.serve.forking_box import ForkingBox
 
-ROOT = Path(__file__).resolve().parents[2]
 IN_A_BOX = """
 import os, torch
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, run
@@ -31,9 +30,9 @@ def test_collectives_send_what_is_counted() -> None:
     """But for headers, which are less than a tenth; 2 MiB of each collective, 4 of the all-reduce."""
     if reason := box_unavailable():
         pytest.skip(reason)
-    with Box(num_nodes=2, mbit=1000) as box:
+    with ForkingBox(num_nodes=2, mbit=1000) as box:
         ranks = [
-            box.start(plan.node, plan.args, env=plan.env | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+            box.fork(plan.node, plan.args, plan.env, stdout=subprocess.PIPE)
             for plan in plan_ranks(num_nodes=2, num_local_ranks=1, command=[sys.executable, "-c", IN_A_BOX])
         ]
         for node, each in enumerate(ranks):

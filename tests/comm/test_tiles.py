@@ -3,7 +3,6 @@
 import random
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.bench.box import Box, box_unavailable
+from antiphon.bench.box import box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
 from antiphon.comm.collectives import AllGather, AllToAll, Collective, Flight, ReduceScatter, barrier
 from antiphon.comm.float8 import Float8AllGather, Float8AllToAll, Float8ReduceScatter
@@ -21,8 +20,8 @@ from antiphon.comm.tile_flight import launch_in_tiles
 from antiphon.comm.tiles import boundaries, check_tile_rows, in_turns, outgoing, tiles_of
 from antiphon.train.memory_config import OverlapConfig
 from tests.comm.ranks import on_ranks
+from tests.serve.forking_box import ForkingBox
 
-ROOT = Path(__file__).parents[2]
 RANKS, WIDTH, TILE_ROWS = 3, 16, 128
 MOVED = ((5, 0, 400), (129, 128, 1), (0, 300, 0))  # by sender and receiver: none, one, and rows beyond whole tiles
 UNEVEN, EVEN = (300, 0, 129), (257, 257, 257)
@@ -95,9 +94,9 @@ def test_tiles_that_go_first_are_marked(first: bool) -> None:
     if reason := box_unavailable():
         pytest.skip(reason)
     command = [sys.executable, "-c", IN_A_BOX, "first" if first else "beside"]
-    with Box(num_nodes=2, mbit=1000) as box:
+    with ForkingBox(num_nodes=2, mbit=1000) as box:
         ranks = [
-            box.start(plan.node, plan.args, env=plan.env | {"PYTHONPATH": str(ROOT)})
+            box.fork(plan.node, plan.args, plan.env)
             for plan in plan_ranks(num_nodes=2, num_local_ranks=1, command=command)
         ]
         assert [each.wait(120) for each in ranks] == [0, 0]

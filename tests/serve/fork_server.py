@@ -12,6 +12,7 @@ Tests and the engine start programs with `subprocess.Popen`; `ForkServer.Popen` 
    A test that changes what a loaded process cannot change any more gets a real start, and a warning.
 5. A command that starts workers has a fork server of its own, forked before anything else: only what descends from a
    process can become its child. It is a child too, see `is_fork_server`.
+6. The process in between may enter a node of a cluster in a box first, see `node_programs`.
 
 Rejected: forking the test process, which has threads.
 """
@@ -40,11 +41,15 @@ from typing import Any, NoReturn
 import msgspec
 import psutil
 
+from antiphon.bench.box import namespaces
+
 COMMAND = "antiphon.cli.main"
+BOX_ENGINE = "tests.serve.box_engine"
 WORKER = "antiphon.serve.worker.process"
 # What can be forked, and what each will import later.
 PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
     COMMAND: (),  # and the module of the command
+    BOX_ENGINE: (),
     WORKER: (),
     "antiphon.serve.worker.joined": (),
     "antiphon.bench.m2n.process": ("antiphon.bench.m2n.gloo_all_to_all",),
@@ -56,6 +61,7 @@ _NAME = "fork server"  # of the process, as ps shows it
 _CHANGEABLE = (
     *("PYTEST_", "PYTHONPATH", "ANTIPHON_", "COLUMNS", "HOME", "OMP_", "OPENBLAS_", "MKL_"),
     *("GLOO_", "RAY_", "TORCHINDUCTOR_"),
+    *("BOX_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "MASTER_"),
 )
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _REPLY_TIMEOUT_S = 120.0  # the server's own imports come before its first reply
@@ -64,7 +70,7 @@ _MAX_REQUEST_BYTES = 2**18
 
 class _Request(msgspec.Struct):
     """A program to run, a module or a text. Its descriptors travel beside: the first three are its standard ones, the
-    others `numbers`."""
+    others `numbers`; `in_node`: before them all, one of a process in the node that it enters."""
 
     program: str
     is_text: bool
@@ -74,6 +80,7 @@ class _Request(msgspec.Struct):
     cores: list[int]
     environment: dict[str, str]
     new_session: bool
+    in_node: bool
     blocked: list[int]  # signals, by the thread that asks: the server may have been started by one that blocks others
 
 
@@ -96,19 +103,22 @@ class ForkServer:
         assert self._server is None, "it has started with another one"
         self._environment = dict(os.environ)
 
-    def Popen(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
-        """Forks where it can, starts a program where it must."""
+    def Popen(self, command: Sequence[str], node: int | None = None, **options: Any) -> "subprocess.Popen[Any]":
+        """Forks where it can, starts a program where it must. `node`: the pidfd of a process in a node of a box; what
+        runs there must be forked."""
         command = list(command)
         environment = os.environ if options.get("env") is None else options["env"]
         known = command[1:2] == ["-c"] or (command[1:2] == ["-m"] and command[2] in PROGRAMS_TO_FORK)
         if not known or command[0] != self._executable:
+            assert node is None, f"cannot be forked: {command}"
             return subprocess.Popen(command, **options)
         if _constant(environment) != _constant(self._environment):
+            assert node is None, _constant(environment).items() ^ _constant(self._environment).items()
             if changed := _constant(os.environ).items() ^ _constant(self._environment).items():
                 names = ", ".join(sorted({name for name, _ in changed}))
                 warnings.warn(f"not forked, which takes seconds: the environment has changed: {names}", stacklevel=2)
             return subprocess.Popen(command, **options)
-        return _Forked(self, command, **options)
+        return _Forked(self, command, node, **options)
 
     def run(self, command: Sequence[str], *, timeout: float, **options: Any) -> "subprocess.CompletedProcess[Any]":
         """As `subprocess.run`; both outputs are always captured."""
@@ -165,8 +175,8 @@ class ForkServer:
 class _Forked(subprocess.Popen[Any]):
     """`Popen` whose child comes from a fork server."""
 
-    def __init__(self, server: ForkServer, command: Sequence[str], **options: Any) -> None:
-        self._fork_server = server
+    def __init__(self, server: ForkServer, command: Sequence[str], node: int | None, **options: Any) -> None:
+        self._fork_server, self._node = server, [] if node is None else [node]
         super().__init__(command, **options)
 
     def _execute_child(self, *given: Any) -> None:
@@ -185,10 +195,11 @@ class _Forked(subprocess.Popen[Any]):
             cores=sorted(os.sched_getaffinity(0)),
             environment=dict(environment),
             new_session=asked["start_new_session"],
+            in_node=bool(self._node),
             blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         )
         try:
-            self.pid = self._fork_server.fork(request, [*standard, *request.numbers])
+            self.pid = self._fork_server.fork(request, [*self._node, *standard, *request.numbers])
             self._child_created = True
         finally:
             self._close_pipe_fds(*(asked[name] for name in ends))  # type: ignore[attr-defined]
@@ -242,10 +253,12 @@ def run_what_is_asked_for(control: socket.socket) -> None:
         reading, writing = os.pipe()
         if (between := os.fork()) == 0:
             parent = os.getpid()
+            if request.in_node:
+                _enter_node(descriptors.pop(0))
             if (pid := os.fork()) != 0:
                 os.write(writing, str(pid).encode())
                 os._exit(0)
-            while os.getppid() == parent:  # its end is not the end of who asked
+            while os.getppid() == parent:  # its end is not the end of who asked; in a node it has no number
                 time.sleep(0.001)
             control.close()
             os.close(reading)
@@ -257,6 +270,12 @@ def run_what_is_asked_for(control: socket.socket) -> None:
             os.close(descriptor)
         control.send(os.read(reading, 64))
         os.close(reading)
+
+
+def _enter_node(process: int) -> None:
+    """The node's network, files, names and shared memory from now on; its process numbers for children."""
+    namespaces.enter(process, namespaces.CLONE_NEWNS | namespaces.CLONE_NEWUTS | namespaces.CLONE_NEWIPC)
+    namespaces.enter(process, namespaces.CLONE_NEWNET | namespaces.CLONE_NEWPID)
 
 
 def _load(request: _Request) -> None:
@@ -300,7 +319,8 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
             compile(customize.read_text(), customize, "exec"), {"__name__": "sitecustomize", "__file__": str(customize)}
         )
     sys.argv = ["-c" if request.is_text else request.program, *request.arguments]
-    if request.program == COMMAND and request.arguments and request.arguments[0] in COMMANDS_WITH_WORKERS:
+    with_workers = request.program == COMMAND and bool({*request.arguments[:1]} & {*COMMANDS_WITH_WORKERS})
+    if with_workers or request.program == BOX_ENGINE:
         fork_workers()
     code = None
     try:

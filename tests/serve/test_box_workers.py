@@ -4,19 +4,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from antiphon.bench.box import Box, NodeProcess, box_unavailable
+from antiphon.bench.box import box_unavailable
 from tests.serve.box_engine import SECRET
 from tests.serve.engine_harness import Prompts, TinyModel, Tokens
+from tests.serve.fork_server import BOX_ENGINE
+from tests.serve.forking_box import ForkingBox, Program
 
-ROOT = Path(__file__).parents[2]
 PORT = 7700
 PATIENCE_S = 90.0
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "ANTIPHON_JOIN_SECRET": SECRET.decode(), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"ANTIPHON_JOIN_SECRET": SECRET.decode(), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -26,35 +26,35 @@ def possible() -> None:
         pytest.skip(reason)
 
 
-def start_worker(box: Box, node: int, role: str = "experts") -> NodeProcess:
+def start_worker(box: ForkingBox, node: int, role: str = "experts") -> Program:
     """The one plain command of that node."""
     command = ["-m", "antiphon.cli.main", "worker", "--role", role, "--threads", "1"]
     where = ["--join", f"{box.address(0)}:{PORT}", "--host", box.address(node), "--patience", str(PATIENCE_S)]
-    return box.start(node, [sys.executable, *command, *where], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE)
+    return box.fork(node, [sys.executable, *command, *where], ENVIRONMENT, stdout=subprocess.PIPE)
 
 
 def start_engine(
-    box: Box, model: TinyModel, layout: str, joined: tuple[int, int], prompts: Prompts, ranks_here: int = 0
-) -> NodeProcess:
+    box: ForkingBox, model: TinyModel, layout: str, joined: tuple[int, int], prompts: Prompts, ranks_here: int = 0
+) -> Program:
     asked = {"model": str(model.folder), "join": f"{box.address(0)}:{PORT}", "layout": layout, "joined": joined}
     asked["ranks_here"] = ranks_here
-    command = [sys.executable, "-m", "tests.serve.box_engine", json.dumps(asked | {"prompts": prompts})]
-    return box.start(0, command, env=ENVIRONMENT, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", BOX_ENGINE, json.dumps(asked | {"prompts": prompts})]
+    return box.fork(0, command, ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def first_line_of(process: NodeProcess) -> bytes:
+def first_line_of(process: Program) -> bytes:
     assert process.stdout is not None
     return process.stdout.readline()
 
 
-def lines_of(engine: NodeProcess) -> Iterator[str]:
+def lines_of(engine: Program) -> Iterator[str]:
     assert engine.stdout is not None
     for line in engine.stdout:
         yield line.decode()
 
 
 def both_rounds(
-    engine: NodeProcess, between: Callable[[], None], in_second: Callable[[], None]
+    engine: Program, between: Callable[[], None], in_second: Callable[[], None]
 ) -> tuple[dict[str, Any], bool]:
     """What the engine says at the end, and whether `in_second` was called, in the middle of the second round."""
     result, was_called = dict[str, Any](), False
@@ -64,6 +64,7 @@ def both_rounds(
             between()
             assert engine.stdin is not None
             engine.stdin.write(b"go\n")
+            engine.stdin.flush()
         elif word == "done":
             result = json.loads(rest)
         elif word == "tokens" and not was_called and int(rest) > 200:
@@ -79,7 +80,7 @@ def test_workers_of_other_nodes_serve_the_same_text(
 ) -> None:
     """In the second round node 1 loses its expert worker; another one on that node, or a waiting spare, takes over."""
     prompts, reference = prompts[:16], reference[:16]
-    with Box(num_nodes=num_nodes, mbit=400) as box:
+    with ForkingBox(num_nodes=num_nodes, mbit=400) as box:
         workers = [start_worker(box, node) for node in range(1, num_nodes)]
         engine = start_engine(box, tiny_model, f"1+{num_nodes - 1}/m2", (0, num_nodes - 1), prompts)
 
@@ -118,10 +119,10 @@ def test_replicas_of_other_nodes_share_experts(
     """The second replica's ranks are on node 1. One dies: the other one leaves too, and two new ones of that node take
     their places. The one on node 2 has waited longer, and cannot: ranks of a replica are on one machine."""
     prompts, reference = prompts[:16], reference[:16]
-    with Box(num_nodes=3, mbit=400) as box:
+    with ForkingBox(num_nodes=3, mbit=400) as box:
         workers = [start_worker(box, 1, "replica") for _ in range(2)]
         engine = start_engine(box, tiny_model, layout, (1, 0), prompts)
-        waiting: list[NodeProcess] = []
+        waiting: list[Program] = []
 
         def one_alone() -> None:
             waiting.append(start_worker(box, 2, "replica"))
@@ -147,7 +148,7 @@ def test_replicas_of_other_nodes_share_experts(
 def test_a_worker_spread_over_nodes(layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
     """One replica, rank 1 of it on node 1. It dies in the second round, and another one of that node takes over."""
     prompts, reference = prompts[:16], reference[:16]
-    with Box(num_nodes=2, mbit=400) as box:
+    with ForkingBox(num_nodes=2, mbit=400) as box:
         workers = [start_worker(box, 1, "replica")]
         engine = start_engine(box, tiny_model, layout, (1, 0), prompts, ranks_here=1)
 
@@ -169,7 +170,7 @@ def test_a_worker_spread_over_nodes(layout: str, tiny_model: TinyModel, prompts:
 def test_a_replica_of_another_node_takes_requests(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
     """Nothing travels between replicas: the other node's wire carries orders and tokens only."""
     prompts, reference = prompts[:16], reference[:16]
-    with Box(num_nodes=2, mbit=400) as box:
+    with ForkingBox(num_nodes=2, mbit=400) as box:
         worker = start_worker(box, 1, "replica")
         engine = start_engine(box, tiny_model, "2", (1, 0), prompts)
         result, _ = both_rounds(engine, lambda: None, lambda: None)
