@@ -21,6 +21,21 @@ Two ways to send rows, the better one counts:
 
 Rejected: an all-to-all of equal blocks. It charges every peer in every layer, also those that no row goes to: with one
 token and 144 ranks that is 20 times the time of the messages that exist.
+
+All that one layer exchanges where attention and experts share devices, TP x DP and TP x EP (MixServe section III), on
+the real two-level network, every byte counted (`layer_exchange`):
+
+1. Attention: reduce-scatter over its TP group; each device then owns 1/tp of its group's rows.
+2. Dispatch: each device sends its rows to the EP ranks their experts are on (a device per rank), then
+   all-gather within the expert TP group. Combine mirrors it: reduce-scatter, all-to-all. At last the all-gather that
+   completes step 1. d_DP =, > or < d_EP only change how rows are shared out, not the formula.
+3. Fused (section III-D): the all-to-all goes round by round, and the all-gather or reduce-scatter of the rows of one
+   round overlaps with the next round's messages, because they use different wires. One kernel that runs all rounds
+   leaves those together that are too small to gain. Where each round is a call of its own (`Network.round_s`), few rows
+   hide less than the calls take, and the synchronous form is faster: it has one for the rows of all nodes.
+
+Rejected as costs: the paper's eq. 2, which divides by the degree twice, and eq. 13, which leaves out the reduce-scatter
+of the k weighted copies.
 """
 
 import math
@@ -145,3 +160,104 @@ def _side_by_side(
     wires = longest(inner.parts(up_s), outer.parts(outer.send_s(message_bytes, num_messages)))
     happens = np.asarray(wires.total_s) > 0
     return wires + Parts(fixed_s=np.where(happens, num_hops * network.exchange_s, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """attention_tp * attention_dp = expert_tp * expert_ep = devices of one pipeline stage; TP groups are neighbours."""
+
+    attention_tp: Number = 1
+    attention_dp: Number = 1
+    expert_tp: Number = 1
+    expert_ep: Number = 1
+
+
+def layer_exchange(
+    network: Network,
+    degrees: Degrees,
+    spread: Spread,
+    *,
+    rows: Number,
+    row_bytes: Number,
+    dispatch_row_bytes: Number | None = None,
+    combine_row_bytes: Number | None = None,
+    fused: bool = True,
+    sliced: bool = True,
+    per_node: bool = True,
+    busiest: Number = 1.0,
+) -> Parts:
+    """All communication of one MoE layer, as seen by the busiest device.
+
+    `rows`: new tokens of one DP rank. `row_bytes`: hidden size * bytes, of rows between devices of a TP group; the
+    other two of rows between EP ranks (None: the same). `spread`: where a row goes. `fused`: the form, of both ways;
+    either may be the faster one. `sliced` False: every device of an attention TP group sends all its rows (no
+    reduce-scatter; expert TP groups then need no all-gather). `per_node`: rows may travel once per node. `busiest`:
+    rows of the busiest EP rank over the mean."""
+    sync = network.all_reduce(rows * row_bytes, degrees.attention_tp)
+    there = row_bytes if dispatch_row_bytes is None else dispatch_row_bytes
+    back = row_bytes if combine_row_bytes is None else combine_row_bytes
+    sent = rows * busiest / (degrees.attention_tp if sliced else 1)
+    arrived = rows * degrees.attention_dp * spread.ranks_per_row * busiest / degrees.expert_ep
+    to_experts = dispatch(network, spread, sent, there, per_node=per_node)
+    from_experts = dispatch(network, spread, sent, back, per_node=per_node)
+    if not sliced:
+        return sync + to_experts + from_experts + network.all_reduce(arrived * row_bytes, degrees.expert_tp)
+    return (
+        sync
+        + _overlapped(network, degrees, spread, to_experts, arrived * there, combine=False, fused=fused)
+        + _overlapped(network, degrees, spread, from_experts, arrived * row_bytes, combine=True, fused=fused)
+    )
+
+
+def _overlapped(
+    network: Network,
+    degrees: Degrees,
+    spread: Spread,
+    exchange: Parts,
+    arrived_bytes: Number,
+    *,
+    combine: bool,
+    fused: bool,
+) -> Parts:
+    """The exchange and the TP group's all-gather (reduce-scatter): one after the other, or fused in rounds, each with
+    its own latency, messages and fixed time."""
+    gather = network.all_gather(arrived_bytes, degrees.expert_tp)
+    together = exchange + gather
+    if not fused:
+        return together
+    num_nodes = spread.num_domains
+    num_sends = np.maximum(num_nodes - 1, 1)
+    num_gathers = num_nodes if combine else num_sends
+    inter_s = exchange.scale_out_s / num_sends
+    intra_s = network.all_gather(arrived_bytes / num_gathers, degrees.expert_tp).scale_up_s
+    fused_s = (fused_combine_s if combine else fused_dispatch_s)(num_nodes, inter_s, intra_s)
+    has_rounds = np.asarray(num_nodes > 1) & (np.asarray(gather.total_s) > 0)
+    hidden = np.maximum(exchange.scale_out_s + gather.scale_up_s - fused_s, 0.0)
+    hidden = network.overlap * np.where(np.asarray(num_nodes) > 1, hidden, 0.0)
+    from_up = np.asarray(gather.scale_up_s <= exchange.scale_out_s)
+    # one call in place of two, and what each of its rounds takes
+    fixed_s = np.maximum(exchange.fixed_s, gather.fixed_s) + num_gathers * network.round_s
+    return Parts(
+        scale_up_s=together.scale_up_s - np.where(from_up, hidden, 0.0),
+        scale_out_s=together.scale_out_s - np.where(from_up, 0.0, hidden),
+        fixed_s=np.where(has_rounds, fixed_s, together.fixed_s),
+    )
+
+
+# MixServe section III-D, Figure 9. n nodes; each inter-node round and each intra-node round takes the same time.
+
+
+def fused_dispatch_s(num_nodes: Number, inter_s: Number, intra_s: Number) -> Number:
+    """Algorithm 2: the all-gather of round i's rows runs beside round i + 1's messages. Only the first round's messages
+    and the last round's all-gather stand alone."""
+    rounds = num_nodes - 1
+    busy = np.maximum(rounds * inter_s + intra_s, inter_s + rounds * intra_s)
+    result: Number = np.where(np.asarray(rounds) > 0, busy, 0.0)
+    return result
+
+
+def fused_combine_s(num_nodes: Number, inter_s: Number, intra_s: Number, gather_s: Number = 0.0) -> Number:
+    """Algorithm 1: the node's own reduce-scatter runs beside the first round's messages, and so on; the all-gather
+    follows."""
+    result: Number = np.maximum(num_nodes * intra_s, (num_nodes - 1) * inter_s + intra_s) + gather_s
+    return result

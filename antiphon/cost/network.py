@@ -1,4 +1,4 @@
-"""Collectives on a network of two levels: bytes each rank sends, and the time that takes.
+"""Messages on a network of two levels, bytes and time: collectives in a group, and M2N between two groups of workers.
 
 `size_bytes` is defined once, for all: the bytes of the whole tensor that one rank holds before the collective
 (all-reduce, reduce-scatter, all-to-all) or after it (all-gather). A group of `degree` ranks has `ranks_per_domain` of
@@ -15,7 +15,19 @@ them in one scale-up domain.
 6. A message of x bytes reaches the fraction x / (x + half) of the bandwidth: each message costs `half` bytes more.
 
 Rejected: the proportionalities of MixServe's eq. 1-3 as costs. They leave out latency and divide by the degree twice in
-eq. 2; `cost.hybrid` keeps them, named as what they are.
+eq. 2; `reproduce.mix_equations` keeps them, named as what they are.
+
+M2N: attention workers send rows to expert workers, and results come back.
+
+1. A row goes to each expert worker that holds at least one of its top-k experts, once (`cost.dispatch`).
+2. Every device of a worker of `tp` devices sends (or receives) its share of a row; between workers of unequal tp the
+   row is cut into max(tp_a, tp_e) pieces, so that the wider side sends one piece per device.
+3. One way takes as long as the slower side: the busiest sender's messages one after another on its link, or the
+   busiest receiver's on its own (MegaScale-Infer eq. 6 in bytes; Util is of one message, not of the sum).
+4. No worker is sent an empty message: there are at most as many as rows.
+
+Rejected: eq. 6 to the letter. It counts elements, and applies Util to all of a device's bytes as if they were one
+message.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +35,7 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.cost.parts import Number, Parts, select
+from antiphon.cost.parts import Number, Parts, longest, select
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 
 Level = Literal["scale_up", "scale_out"]
@@ -231,3 +243,44 @@ def all_reduce_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Numbe
 def all_to_all_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
     """(d - 1) / d of the size, in all."""
     return collective_bytes("all_to_all", size_bytes, degree, ranks_per_domain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of the exchange: workers, devices per worker, and one device's link to the other side."""
+
+    num_workers: Number
+    tp: Number
+    link: Link
+
+
+def message_bytes(rows_per_pair: Number, row_bytes: Number, sending_tp: Number, receiving_tp: Number) -> Number:
+    """Bytes of one message between two devices: rows from one worker to another, cut into max(tp) pieces."""
+    result: Number = rows_per_pair * row_bytes / np.maximum(sending_tp, receiving_tp)
+    return result
+
+
+def m2n(
+    sending: Side,
+    receiving: Side,
+    *,
+    rows_sent: Number,
+    rows_received: Number,
+    row_bytes: Number,
+    fixed_s: Number = 0.0,
+) -> Parts:
+    """One way of one micro-batch: dispatch (attention sends) or, with the sides exchanged, combine.
+
+    `rows_sent`: rows the busiest sending worker sends to all receivers together; `rows_received`: what the busiest
+    receiving worker gets from all senders. `row_bytes`: hidden size * bytes per element of a whole row."""
+    pieces = np.maximum(sending.tp, receiving.tp)
+    send_s = _side_s(sending, receiving.num_workers, rows_sent, row_bytes, pieces)
+    receive_s = _side_s(receiving, sending.num_workers, rows_received, row_bytes, pieces)
+    slower = longest(sending.link.parts(send_s), receiving.link.parts(receive_s))
+    return slower + Parts(fixed_s=fixed_s)
+
+
+def _side_s(side: Side, num_peers: Number, rows: Number, row_bytes: Number, pieces: Number) -> Number:
+    """One device's messages with the workers of the other side: ceil(pieces / tp) for each that has a row."""
+    num_messages = np.minimum(num_peers, rows) * np.ceil(pieces / np.asarray(side.tp))
+    return side.link.send_s(rows * row_bytes / side.tp / np.maximum(num_messages, 1e-12), num_messages)

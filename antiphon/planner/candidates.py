@@ -26,6 +26,7 @@ not lowered until promises hold. Rejected: pinning columns after the search. Wha
 among them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -35,7 +36,15 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.cost.parts import FloatArray
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import LAYOUTS, MAX_ATTENTION_WORKERS, MAX_MICRO_BATCHES, Layout, Parallel, groups_nest
+from antiphon.specs.plan import (
+    LAYOUTS,
+    MAX_ATTENTION_WORKERS,
+    MAX_MICRO_BATCHES,
+    DeviceUse,
+    Layout,
+    Parallel,
+    groups_nest,
+)
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -107,6 +116,18 @@ class Candidates:
 
     def layout_of(self, index: int) -> Layout:
         return LAYOUTS[int(self.layout[index])]
+
+    def devices_of(self, index: int, names: Sequence[str], num_instances: int) -> tuple[DeviceUse, ...]:
+        """Devices of `num_instances` of one candidate together, by role. `names`: of the device kinds."""
+        attention = num_instances * int(self.attention_devices[index])
+        name = names[int(self.attention_kind[index])]
+        if self.layout_of(index) != "disaggregated":
+            return (DeviceUse(role="both", device=name, num_devices=attention),)
+        experts = num_instances * int(self.expert_devices[index])
+        return (
+            DeviceUse(role="attention", device=name, num_devices=attention),
+            DeviceUse(role="experts", device=names[int(self.expert_kind[index])], num_devices=experts),
+        )
 
     def parallel_of(self, index: int) -> Parallel:
         one = {name: int(getattr(self, name)[index]) for name in COLUMNS}

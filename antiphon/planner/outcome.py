@@ -30,8 +30,7 @@ import math
 import numpy as np
 
 from antiphon.cost.memory import kv_bytes_per_token
-from antiphon.cost.parts import FloatArray
-from antiphon.cost.queueing import mg1_wait
+from antiphon.cost.parts import FloatArray, Number
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepTimes, step_times
@@ -245,8 +244,17 @@ def mean_wait_s(setting: Setting, times: StepTimes, capacity: FloatArray, utiliz
     lengths = setting.lengths
     prompt_s = lengths.prompt / capacity
     mean_square = prompt_s**2 * (1 + lengths.prompt_cv**2)
-    queue_s = np.asarray(mg1_wait(utilization / prompt_s, prompt_s, mean_square))
+    queue_s = mg1_wait(utilization / prompt_s, prompt_s, mean_square)
     return np.asarray(queue_s + np.minimum(utilization, 1.0) * times.step_s / 2)
+
+
+def mg1_wait(arrivals_per_s: Number, mean_s: Number, mean_square_s2: Number) -> FloatArray:
+    """Mean wait before a service whose time has that mean and mean square (Pollaczek-Khinchine): infinite at
+    or above saturation, where clipping rho would make a plan that cannot keep up look slow instead of impossible."""
+    rho = np.asarray(arrivals_per_s * mean_s, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wait = np.where(rho < 1, arrivals_per_s * mean_square_s2 / (2 * (1 - rho)), np.inf)
+    return np.asarray(wait)
 
 
 def tail_of_wait_s(setting: Setting, wait_s: FloatArray, utilization: FloatArray) -> FloatArray:

@@ -72,17 +72,8 @@ def collectives_of(setting: Setting, one: Candidates) -> Collectives:
 
 
 def devices_of(setting: Setting, one: Candidates, num_instances: int) -> tuple[DeviceUse, ...]:
-    """Devices of all instances together, by role."""
-    names = [group.device.name for group in setting.groups]
-    attention = num_instances * int(one.attention_devices[0])
-    name = names[int(one.attention_kind[0])]
-    if one.layout_of(0) != "disaggregated":
-        return (DeviceUse(role="both", device=name, num_devices=attention),)
-    experts = num_instances * int(one.expert_devices[0])
-    return (
-        DeviceUse(role="attention", device=name, num_devices=attention),
-        DeviceUse(role="experts", device=names[int(one.expert_kind[0])], num_devices=experts),
-    )
+    """Devices of all instances of a single candidate together, by role."""
+    return one.devices_of(0, [group.device.name for group in setting.groups], num_instances)
 
 
 def resource_weights(setting: Setting) -> list[float]:

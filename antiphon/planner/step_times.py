@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.cost.dispatch import Spread
-from antiphon.cost.hybrid import Degrees, layer_exchange
-from antiphon.cost.m2n import Side, m2n
-from antiphon.cost.network import Link
+from antiphon.cost.dispatch import Degrees, Spread, layer_exchange
+from antiphon.cost.network import Link, Side, m2n
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s
 from antiphon.cost.profile import profiled_messages
@@ -83,7 +81,8 @@ class Group:
 def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     """Times of all candidates at their batch."""
     columns = np.zeros((4, len(candidates)))
-    network = OnNetwork.empty(len(candidates))
+    measured = setting.profile is not None and setting.profile.engine is not None
+    network = OnNetwork.empty(len(candidates)) if measured else None
     # each proposed token takes one more layer
     drafts = setting.workload.draft_tokens if setting.phase == "decode" else 0
     drafting = 1 + drafts / setting.model.num_layers
@@ -94,10 +93,11 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
         values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
-        layer_s = back if group.apart else parts.dispatch.total_s
-        network.note(setting, candidates, where, kind=group.attention_kind, layer_s=layer_s, hop_s=parts.hop.total_s)
-        network.is_wide[where] = not group.near
-    for index, found in measured_steps(setting, candidates, network):
+        if network is not None:
+            way_s, hop_s = back if group.apart else parts.dispatch.total_s, parts.hop.total_s
+            network.note(setting, candidates, where, kind=group.attention_kind, layer_s=way_s, hop_s=hop_s)
+            network.is_wide[where] = not group.near
+    for index, found in () if network is None else measured_steps(setting, candidates, network):
         columns[3, index] = found.tpot_s
         for column, value in zip(columns, (found.t_a_s, found.t_e_s, found.t_c_s), strict=False):
             column[index] = column[index] if value is None else value

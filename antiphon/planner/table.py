@@ -174,17 +174,7 @@ class CandidateTable:
 
     def devices(self, index: int) -> tuple[DeviceUse, ...]:
         """Devices of all instances together, by role."""
-        chosen, instances = self.candidates, max(int(self.outcome.num_instances[index]), 1)
-        attention = instances * int(chosen.attention_devices[index])
-        name = self.device_names[int(chosen.attention_kind[index])]
-        if chosen.layout_of(index) != "disaggregated":
-            return (DeviceUse(role="both", device=name, num_devices=attention),)
-        expert_name = self.device_names[int(chosen.expert_kind[index])]
-        experts = instances * int(chosen.expert_devices[index])
-        return (
-            DeviceUse(role="attention", device=name, num_devices=attention),
-            DeviceUse(role="experts", device=expert_name, num_devices=experts),
-        )
+        return self.candidates.devices_of(index, self.device_names, max(int(self.outcome.num_instances[index]), 1))
 
     @property
     def total_considered(self) -> int:

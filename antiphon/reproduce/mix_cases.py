@@ -17,12 +17,12 @@ from functools import cache
 
 import numpy as np
 
-from antiphon.cost.queueing import throughput
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
 from antiphon.reproduce import shipped
+from antiphon.reproduce.mix_equations import throughput
 from antiphon.specs.plan import Layout, PhaseName
 from antiphon.specs.precision import PrecisionSpec
 

@@ -3,14 +3,16 @@
 Where a printed equation and the bytes that a collective really sends differ, the row is kept and says so.
 """
 
-from antiphon.cost.hybrid import (
+from antiphon.cost.memory import mix_memory_bytes
+from antiphon.cost.network import all_reduce_bytes, all_to_all_bytes
+from antiphon.reproduce.mix_equations import (
     eq4_compute,
     eq5_communicated,
     eq6_service_s,
+    mm1_wait,
+    throughput,
+    ttft,
 )
-from antiphon.cost.memory import mix_memory_bytes
-from antiphon.cost.network import all_reduce_bytes, all_to_all_bytes
-from antiphon.cost.queueing import mm1_wait, throughput, ttft
 from antiphon.sim.collectives import Exchange, simulate_exchange
 
 

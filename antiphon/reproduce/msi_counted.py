@@ -6,9 +6,8 @@ Hand-worked numbers are of the printed equation; ours come from the functions th
 import math
 from collections.abc import Callable
 
-from antiphon.cost.m2n import message_bytes
 from antiphon.cost.memory import msi_memory_bytes
-from antiphon.cost.network import Link
+from antiphon.cost.network import Link, message_bytes
 from antiphon.cost.ping_pong import (
     balanced_attention_workers,
     conditions,

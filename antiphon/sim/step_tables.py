@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from antiphon.cost.layers import attention_decode, attention_prefill
-from antiphon.cost.m2n import Side, m2n
+from antiphon.cost.network import Side, m2n
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messages
 from antiphon.planner.candidates import Candidates

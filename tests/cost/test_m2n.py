@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.dispatch import expected_distinct, probability_of_none
-from antiphon.cost.m2n import Side, m2n, message_bytes
-from antiphon.cost.network import Link
+from antiphon.cost.network import Link, Side, m2n, message_bytes
 from antiphon.cost.parts import Number, Parts
 
 LINK = Link(level="scale_out", bytes_per_s=100.0, latency_s=1.0, half_bytes=10.0)

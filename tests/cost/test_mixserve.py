@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost import hybrid, queueing
-from antiphon.cost.dispatch import Spread
-from antiphon.cost.hybrid import Degrees, layer_exchange
+from antiphon.cost.dispatch import Degrees, Spread, fused_combine_s, fused_dispatch_s, layer_exchange
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import network
+from antiphon.planner.outcome import mg1_wait
+from antiphon.reproduce import mix_equations as printed
 from tests.cost.specimens import PERFECT, round_cluster, round_group
 
 
@@ -30,47 +30,47 @@ NETWORK = network(round_cluster(), round_group())  # 1 GB/s inside a domain of 4
 
 
 def test_equations_1_to_3() -> None:
-    assert hybrid.eq1_reduce_scatter(12, 4) == 3
-    assert hybrid.eq2_all_reduce(12, 4) == 2 * (12 / 4) / 4
-    assert hybrid.eq3_all_to_all(12, 4) == 9
+    assert printed.eq1_reduce_scatter(12, 4) == 3
+    assert printed.eq2_all_reduce(12, 4) == 2 * (12 / 4) / 4
+    assert printed.eq3_all_to_all(12, 4) == 9
 
 
 def test_equation_4() -> None:
     # 100 parameters, TP 2 x EP 5, DP 4, batch 8, sh = 3: 10 * 2 * 3.
-    assert hybrid.eq4_compute(100, 2, 5, 4, 8, 3) == 60
+    assert printed.eq4_compute(100, 2, 5, 4, 8, 3) == 60
 
 
 def test_equation_5_and_its_three_cases() -> None:
     # b = 8, sh = 3, k = 2, TP 1 (no AR: RS of a group of one is its own size twice, 2 * 2 * b/d_DP * 3).
     def without_all_reduce(ep: int, dp: int) -> float:
-        return float(hybrid.eq5_communicated(8, 3, 2, 1, ep, dp)) - 2 * 2 * 8 / dp * 3
+        return float(printed.eq5_communicated(8, 3, 2, 1, ep, dp)) - 2 * 2 * 8 / dp * 3
 
     assert without_all_reduce(4, 4) == 2 * (8 / 4 * 6) / 4 * 3
     assert without_all_reduce(2, 4) == 2 * (8 / 4 * 6) / 2 * 1, "d_DP > d_EP: groups of d_EP"
     assert without_all_reduce(4, 2) == 2 * (8 / 4 * 6) / 2 * 1, "d_DP < d_EP: groups of d_DP, batch by d_EP"
     # With TP 2: 2 * AR(6, 2) = 2 * 2 * (6 / 2) / 2 = 6, and the exchange of the balanced case, 18.
-    assert hybrid.eq5_communicated(8, 3, 2, 2, 4, 4) == 6 + 18
+    assert printed.eq5_communicated(8, 3, 2, 2, 4, 4) == 6 + 18
 
 
 def test_equation_6() -> None:
     # 10 layers of 2 + 3 s, 4 stages, 0.5 s a hop.
-    assert hybrid.eq6_service_s(10, 2, 3, 4, 0.5) == 51.5
-    assert hybrid.eq6_service_s(10, 2, 3) == 50
+    assert printed.eq6_service_s(10, 2, 3, 4, 0.5) == 51.5
+    assert printed.eq6_service_s(10, 2, 3) == 50
 
 
 def test_equation_7_and_the_general_service() -> None:
     # 3 arrivals against 4 services a second: rho = 3/4, wait 3/4 / (4 * 1/4) = 3 / (4 * 1).
-    assert queueing.mm1_wait(3, 4) == pytest.approx(0.75)
-    assert queueing.mg1_wait(3, 1 / 4, 2 / 16) == pytest.approx(0.75), "exponential: E[S^2] = 2 E[S]^2"
-    assert queueing.mg1_wait(3, 1 / 4, 1 / 16) == pytest.approx(0.375), "constant: half of it"
+    assert printed.mm1_wait(3, 4) == pytest.approx(0.75)
+    assert mg1_wait(3, 1 / 4, 2 / 16) == pytest.approx(0.75), "exponential: E[S^2] = 2 E[S]^2"
+    assert mg1_wait(3, 1 / 4, 1 / 16) == pytest.approx(0.375), "constant: half of it"
 
 
 @pytest.mark.parametrize("arrivals", [4, 5])
 def test_at_saturation_the_wait_has_no_end(arrivals: int) -> None:
-    assert queueing.mm1_wait(arrivals, 4) == math.inf
-    assert queueing.mg1_wait(arrivals, 0.25, 0.1) == math.inf
-    assert queueing.mm1_wait(0, 4) == 0
-    assert queueing.throughput(100, 10, math.inf, 1.0, 0.1) == 0
+    assert printed.mm1_wait(arrivals, 4) == math.inf
+    assert mg1_wait(arrivals, 0.25, 0.1) == math.inf
+    assert printed.mm1_wait(0, 4) == 0
+    assert printed.throughput(100, 10, math.inf, 1.0, 0.1) == 0
 
 
 def test_equation_8() -> None:
@@ -79,20 +79,20 @@ def test_equation_8() -> None:
 
 
 def test_equations_9_and_11() -> None:
-    assert queueing.ttft(0.5, 1.5) == 2
+    assert printed.ttft(0.5, 1.5) == 2
     # (100 + 20) tokens in 0.5 + 1.5 + 20 * 0.1 s.
-    assert queueing.throughput(100, 20, 0.5, 1.5, 0.1) == pytest.approx(30)
+    assert printed.throughput(100, 20, 0.5, 1.5, 0.1) == pytest.approx(30)
 
 
 def test_fused_rounds_of_figure_9() -> None:
     # 4 nodes, 3 s between nodes, 2 s inside. Dispatch: 3 + 3 + 3 and the last all-gather.
-    assert hybrid.fused_dispatch_s(4, 3, 2) == 11
-    assert hybrid.fused_dispatch_s(4, 2, 3) == 11, "the first messages, then three all-gathers"
-    assert hybrid.fused_dispatch_s(1, 3, 2) == 0
+    assert fused_dispatch_s(4, 3, 2) == 11
+    assert fused_dispatch_s(4, 2, 3) == 11, "the first messages, then three all-gathers"
+    assert fused_dispatch_s(1, 3, 2) == 0
     # Combine: the own reduce-scatter starts at once; 9 s of messages, the last one's reduce-scatter, the all-gather.
-    assert hybrid.fused_combine_s(4, 3, 2, 1) == 12
-    assert hybrid.fused_combine_s(4, 2, 3, 1) == 13
-    assert hybrid.fused_combine_s(1, 3, 2, 1) == 3
+    assert fused_combine_s(4, 3, 2, 1) == 12
+    assert fused_combine_s(4, 2, 3, 1) == 13
+    assert fused_combine_s(1, 3, 2, 1) == 3
 
 
 def rounds_by_clock(num_nodes: int, inter: float, intra: float, *, combine: bool) -> float:
@@ -108,8 +108,8 @@ def rounds_by_clock(num_nodes: int, inter: float, intra: float, *, combine: bool
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 20))
 def test_fused_time_equals_the_rounds_by_clock(num_nodes: int, inter: int, intra: int) -> None:
-    assert hybrid.fused_dispatch_s(num_nodes, inter, intra) == rounds_by_clock(num_nodes, inter, intra, combine=False)
-    assert hybrid.fused_combine_s(num_nodes, inter, intra) == rounds_by_clock(num_nodes, inter, intra, combine=True)
+    assert fused_dispatch_s(num_nodes, inter, intra) == rounds_by_clock(num_nodes, inter, intra, combine=False)
+    assert fused_combine_s(num_nodes, inter, intra) == rounds_by_clock(num_nodes, inter, intra, combine=True)
 
 
 def test_exchange_of_a_hybrid_layer_by_hand() -> None:

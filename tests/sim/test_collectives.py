@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost import hybrid
+from antiphon.cost.dispatch import fused_combine_s, fused_dispatch_s
 from antiphon.sim.collectives import Exchange, simulate_exchange
 
 nodes = st.integers(1, 6)
@@ -20,12 +20,12 @@ def test_equal_rounds_equal_the_formulas(
 ) -> None:
     dispatch = Exchange(num_nodes=num_nodes, combine=False, inter_s=inter, intra_s=intra)
     one_by_one = (num_nodes - 1) * (inter + intra)
-    dispatch_s = float(hybrid.fused_dispatch_s(num_nodes, inter, intra)) if fused else one_by_one
+    dispatch_s = float(fused_dispatch_s(num_nodes, inter, intra)) if fused else one_by_one
     expected = pytest.approx(dispatch_s, rel=1e-9, abs=1e-12)
     assert simulate_exchange(dispatch, fused=fused).end_s == expected
     combine = Exchange(num_nodes=num_nodes, combine=True, inter_s=inter, intra_s=intra, gather_s=gather)
     one_by_one = num_nodes * intra + (num_nodes - 1) * inter + gather
-    combine_s = float(hybrid.fused_combine_s(num_nodes, inter, intra, gather)) if fused else one_by_one
+    combine_s = float(fused_combine_s(num_nodes, inter, intra, gather)) if fused else one_by_one
     expected = pytest.approx(combine_s, rel=1e-9, abs=1e-12)
     assert simulate_exchange(combine, fused=fused).end_s == expected
 
