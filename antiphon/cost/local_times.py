@@ -69,6 +69,28 @@ class ExchangeTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowCalls:
+    """What a rank of a hybrid layout computes itself, in one layer, for rows to reach their experts and come back, by
+    its rows. `across_s`: experts are dealt out over nodes (of `comm/two_level`); `gathered_s`: the ranks of an expert
+    have rows of their own; `completed_s`: ranks with the same rows have different experts."""
+
+    across_s: Curve
+    gathered_s: Curve
+    completed_s: Curve
+
+    def layer_s(self, rows: float, *, attention_tp: int, expert_tp: int, num_ranks: int) -> float:
+        """The largest of what applies: much of it is the same in all."""
+        found = [0.0]
+        if num_ranks > max(attention_tp, expert_tp):
+            found.append(self.across_s.value(rows))
+        if expert_tp > attention_tp:
+            found.append(self.gathered_s.value(rows))
+        if attention_tp > expert_tp:
+            found.append(self.completed_s.value(rows))
+        return max(found)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineTimes:
     """Between a worker's end of one step and its begin of the next: messages, commit, the next plan; by running
     requests of one attention worker (`alone_s`), and what every further attention worker adds. `bookkeeping_s`: of a
@@ -86,7 +108,8 @@ class EngineTimes:
 @dataclass(frozen=True, kw_only=True)
 class LocalTimes:
     """All of it, with where it is from. `foreign_share`: CPU of other processes while it was measured; `spread`: the
-    median over all measurements of (upper quartile - lower quartile) / median."""
+    median over all measurements of (upper quartile - lower quartile) / median. `row_calls` None: not measured, as in
+    older files, and taken as nothing."""
 
     model: str
     model_config: dict[str, Any]
@@ -100,6 +123,7 @@ class LocalTimes:
     engine: EngineTimes
     read_bytes_per_s: dict[int, float] = field(default_factory=dict)
     gemm_flops_per_s: dict[int, float] = field(default_factory=dict)
+    row_calls: RowCalls | None = None
     foreign_share: float = 0.0
     spread: float = 0.0
     notes: tuple[str, ...] = ()

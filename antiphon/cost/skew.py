@@ -74,6 +74,28 @@ def expected_max_rows_of(rows: Number, shares_of_workers: FloatArray) -> Number:
     return bounded
 
 
+def fullest_part(tokens: Number, num_parts: Number, *, num_experts: int, top_k: int) -> tuple[Number, Number]:
+    """How much more the fullest of `num_parts` equal parts of the experts has than the mean one, when each token takes
+    `top_k` different experts and all are equally likely: its (token, expert) pairs, and its experts with any row.
+
+    Exact mean, variance and covariance between parts, then the expected maximum as of normal variables. What one part
+    has more the others have less, so the fullest of two is further off than of two that know nothing of each other."""
+    parts = np.asarray(num_parts, dtype=np.float64)
+    held, chosen = num_experts / parts, top_k / num_experts
+    pairs = tokens * top_k / parts
+    # one token's pairs in one part are hypergeometric; over all parts they add up to top_k
+    variance = tokens * top_k / parts * (1 - 1 / parts) * (num_experts - top_k) / max(num_experts - 1, 1)
+    spread = np.sqrt(np.maximum(variance * parts / np.maximum(parts - 1, 1), 0.0))
+    missed = (1 - chosen) ** tokens
+    both = (max((1 - chosen) * (1 - top_k / max(num_experts - 1, 1)), 0.0)) ** np.asarray(tokens, dtype=np.float64)
+    touched = held * (1 - missed)
+    apart = np.sqrt(np.maximum(held * (missed - both), 0.0))  # variance less the covariance of two parts
+    most = np.asarray(expected_max_normal(parts))
+    busiest: Number = np.minimum(1 + most * spread / pairs, parts)
+    widest: Number = np.minimum(1 + most * apart / touched, held / touched)
+    return busiest, np.maximum(widest, 1.0)
+
+
 def barrier_factor(num_attention_workers: Number, cv: Number) -> Number:
     """Expected time of the slowest of n attention workers over the mean, when their work has coefficient of variation
     `cv` (of a worker's whole batch: that of one sequence over the square root of the batch)."""

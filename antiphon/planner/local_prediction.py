@@ -7,7 +7,8 @@ The tables are those of `antiphon profile`. `antiphon plan --profile` takes deco
 2. Colocated: a step is its layers' attention and experts, head and sampling, bookkeeping, and the engine's turn. Ranks
    that share layers (TP) each take their part of that time, and a message's time for each of the two sums of a layer.
    Of P stages with m micro-batches each works m turns of m + P - 1. Hybrid: a rank computes its part of the experts for
-   the rows of all replicas.
+   the rows of all replicas, and every layer waits for the rank with the fullest part. The engine plans the next step of
+   all replicas while none computes.
 3. Apart: T_a, T_e, T_c of one micro-batch and layer, then MegaScale-Infer's layer time (`cost.ping_pong`), L times; the
    rest of the step as before. Both sides work at once only with two micro-batches or more: then each is slowed down
    by the other for the share of its time in which the other is busy too.
@@ -25,6 +26,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost import ping_pong
 from antiphon.cost.curves import Curve
 from antiphon.cost.local_times import LocalTimes, ThreadTimes
+from antiphon.cost.skew import fullest_part
 from antiphon.specs.model import ModelSpec
 
 LocalLayout = Literal["colocated", "disaggregated", "hybrid"]
@@ -125,14 +127,17 @@ def _colocated(
     # how often a process goes through what share of the model's layers, itself computing one part of `tp`
     passes = turns * math.ceil(model.num_layers / choice.num_stages) / model.num_layers
     work = slow * crowd * passes
-    held, expert_tp = model.router.num_experts / choice.num_experts, choice.expert_tp if is_hybrid else choice.tp
-    expert_rows = rows * replicas if is_hybrid else rows
+    experts_s, further = experts_layer_s(threads, rows, model.router.num_experts) / choice.tp, 0
+    if is_hybrid:
+        experts_s = fullest_experts_s(threads, model, rows * replicas, choice.num_experts) / choice.expert_tp
+        further = replicas - 1
     parts = {
         "attention": work * model.num_layers * threads.attention_layer_s(rows, context) / choice.tp,
-        "experts": work * model.num_moe_layers * experts_layer_s(threads, expert_rows, held) / expert_tp,
+        "experts": work * model.num_moe_layers * experts_s,
         "head": slow * crowd / choice.tp * threads.head_s.value(rows_each),
         "bookkeeping": crowd * times.engine.bookkeeping_s.value(rows_each),
-        "engine": crowd * times.engine.alone_s.value(rows_each),
+        "engine": crowd * times.engine.alone_s.value(rows_each)
+        + further * times.engine.per_further_worker_s.value(rows_each),
     }
     if wires is None:
         assert not is_hybrid, "how rows reach the experts of other replicas is the network's to say"
@@ -142,6 +147,11 @@ def _colocated(
     dense_layers = model.num_layers - model.num_moe_layers
     parts["exchange"] = passes * (model.num_moe_layers * wires.layer_s + dense_layers * wires.dense_layer_s)
     parts["exchange"] += wires.head_s
+    if is_hybrid and times.row_calls is not None:
+        calls_s = times.row_calls.layer_s(
+            rows, attention_tp=choice.tp, expert_tp=choice.expert_tp, num_ranks=choice.num_attention * choice.tp
+        )
+        parts["calls"] = crowd * passes * model.num_moe_layers * calls_s
     if choice.num_stages > 1:
         parts["hops"] = choice.num_stages * wires.hop_s
     tpot_s = sum(parts.values())
@@ -230,6 +240,16 @@ def experts_layer_s(times: ThreadTimes, rows: float, num_held: float) -> float:
         return values.value(num_held)
     slope = (values.seconds[1] - values.seconds[0]) / (values.sizes[1] - values.sizes[0])
     return max(0.0, values.seconds[0] + slope * (num_held - values.sizes[0]))
+
+
+def fullest_experts_s(times: ThreadTimes, model: ModelSpec, rows: float, num_parts: int) -> float:
+    """Of the part of the experts that a layer waits for: where products count, the one with the most pairs; where
+    weights are read, the one with the most experts that got rows."""
+    router = model.router
+    busiest, widest = fullest_part(rows, num_parts, num_experts=router.num_experts, top_k=router.top_k)
+    held = router.num_experts / num_parts
+    by_reads = experts_layer_s(times, rows, held) * float(widest)
+    return max(by_reads, experts_layer_s(times, rows * float(busiest), held))
 
 
 def _slowed(t_a: float, t_e: float, slow_a: float, slow_e: float) -> tuple[float, float]:

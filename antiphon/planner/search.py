@@ -203,4 +203,19 @@ def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
     used = {use.device for use in plan.devices}
     if idle := [group.device.name for group in setting.cluster.groups if group.device.name not in used]:
         notes.append(f"{', '.join(idle)}: not used in this phase, the plan without is better by the objective")
+    on_cores = any(group.device.kind == "cpu" and group.device.name in used for group in setting.cluster.groups)
+    chosen = setting.limits.collectives == "auto" and plan.collectives == "fused"
+    if chosen and on_cores and not setting.cluster.efficiency.round_s:
+        notes.append(
+            "fused exchanges are taken because the cluster's file does not say what a round of one takes (round_s), as "
+            "older files do not: measure it anew with antiphon profile MODEL --folder DIR"
+        )
+    engine = None if setting.profile is None else setting.profile.engine
+    sizes, is_decode = plan.parallel, setting.phase == "decode"
+    shares_experts = plan.layout != "disaggregated" and sizes.attention_dp * sizes.expert_ep > 1
+    if is_decode and shares_experts and engine is not None and engine.row_calls is None:
+        notes.append(
+            "steps are predicted too short: the profile does not say what ranks compute to send rows to experts, as "
+            "older files do not; measure it anew with antiphon profile MODEL --folder DIR"
+        )
     return notes

@@ -11,6 +11,7 @@ from antiphon.cost.skew import (
     expected_max_normal,
     expected_max_rows,
     expected_max_rows_of,
+    fullest_part,
     zipf_shares,
 )
 
@@ -68,3 +69,28 @@ def test_fullest_worker_lies_between_mean_and_all(rows: float, workers: int) -> 
     fullest = expected_max_rows(rows, workers)
     assert rows / workers <= fullest * (1 + 1e-9)
     assert fullest <= rows
+
+
+@pytest.mark.parametrize(("tokens", "parts", "experts", "top_k"), [(16, 2, 32, 4), (4, 4, 32, 4), (64, 8, 64, 6)])
+def test_fullest_part_against_chance(tokens: int, parts: int, experts: int, top_k: int) -> None:
+    drawn = np.argsort(np.random.default_rng(5).random((2000, tokens, experts)))[..., :top_k]
+    by_part = np.stack([(drawn // (experts // parts) == part).sum((1, 2)) for part in range(parts)], axis=1)
+    hit = np.zeros((2000, experts), dtype=bool)
+    hit[np.arange(2000)[:, None], drawn.reshape(2000, -1)] = True
+    touched = hit.reshape(2000, parts, -1).sum(2)
+    busiest, widest = fullest_part(tokens, parts, num_experts=experts, top_k=top_k)
+    assert busiest == pytest.approx(by_part.max(1).mean() / by_part.mean(), rel=0.02)
+    assert widest == pytest.approx(touched.max(1).mean() / touched.mean(), rel=0.02)
+
+
+@pytest.mark.parametrize(("parts", "experts", "top_k"), [(1, 32, 4), (4, 8, 8), (1, 1, 1)])
+def test_parts_that_cannot_differ_are_even(parts: int, experts: int, top_k: int) -> None:
+    assert fullest_part(10, parts, num_experts=experts, top_k=top_k) == (1, 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1, 1e5), st.integers(1, 16), st.integers(1, 8))
+def test_fullest_part_lies_between_mean_and_all(tokens: float, parts: int, top_k: int) -> None:
+    busiest, widest = fullest_part(tokens, parts, num_experts=16, top_k=top_k)
+    assert 1 <= busiest <= parts
+    assert 1 <= widest <= parts * (1 + 1e-9)

@@ -12,6 +12,7 @@ from antiphon.cost.local_times import (
     ThreadTimes,
     flat,
 )
+from antiphon.cost.profile import MachineFacts, Profile
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 
 NUM_LAYERS, NUM_DENSE = 5, 1
@@ -81,3 +82,16 @@ def local_times(num_cores: int = 2, **changes: Any) -> LocalTimes:
         ),
     )
     return replace(made, **changes)
+
+
+def profile() -> Profile:
+    return Profile(
+        command="test",
+        created="2026-11-24",
+        machine=MachineFacts(name="box", num_cores=2, memory_bytes=8 * 10**9),
+        model="tiny",
+        dtype="bfloat16",
+        attention=(),
+        experts=(),
+        engine=local_times(read_bytes_per_s={1: 1e9, 2: 2e9}),
+    )

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.cost.local_times import flat
-from antiphon.cost.profile import MachineFacts, Profile, read_profile
+from antiphon.cost.profile import read_profile
 from antiphon.planner.candidates import DISAGGREGATED, Candidates, candidates_of
 from antiphon.planner.local_prediction import LocalChoice, Wires, experts_layer_s, predict_decode
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
 from antiphon.planner.worker_times import decode_context
 from antiphon.specs.plan import LAYOUTS
-from tests.planner.local_times_harness import MODEL, line, local_times, thread_times
+from tests.planner.local_times_harness import MODEL, line, local_times, profile, thread_times
 from tests.planner.serving_specimens import cluster, device, group, setting
 
 
@@ -152,19 +152,6 @@ def test_experts_between_and_below_the_numbers_measured() -> None:
     assert experts_layer_s(times, 10, 2) == pytest.approx(10e-3)
 
 
-def profile() -> Profile:
-    return Profile(
-        command="test",
-        created="2026-11-24",
-        machine=MachineFacts(name="box", num_cores=2, memory_bytes=8 * 10**9),
-        model="tiny",
-        dtype="bfloat16",
-        attention=(),
-        experts=(),
-        engine=local_times(read_bytes_per_s={1: 1e9, 2: 2e9}),
-    )
-
-
 def test_the_file_brings_back_the_same_tables(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(asdict(profile())))
@@ -224,23 +211,6 @@ def test_ranks_share_a_layer_and_stages_take_turns() -> None:
     # Two micro-batches of half the rows: three turns of a stage of three of the five layers.
     assert staged.parts_s["attention"] == pytest.approx(3 * 3 / 5 * halves.parts_s["attention"])
     assert whole.tpot_s < staged.tpot_s
-
-
-def test_replicas_that_share_experts_compute_a_part_for_all_rows() -> None:
-    """Two replicas of 10 requests: each rank has half of the experts for all 20 rows, and travels 3 ms a layer."""
-    hybrid = LocalChoice(layout="hybrid", num_attention=2, num_experts=2)
-    wires = Wires(layer_s=3e-3, dense_layer_s=5e-3, head_s=7e-3)
-    found = predict_decode(local_times(), MODEL, hybrid, concurrency=20, context=100, wires=wires)
-    assert found.parts_s["attention"] == pytest.approx(5 * 20 * 1e-3)
-    assert found.parts_s["experts"] == pytest.approx(4 * (10 + 20) * 1e-3)
-    assert found.parts_s["exchange"] == pytest.approx((4 * 3 + 5 + 7) * 1e-3)
-    split = replace(hybrid, num_attention=1, tp=2)
-    found = predict_decode(local_times(), MODEL, split, concurrency=20, context=100, wires=wires)
-    assert found.parts_s["attention"] == pytest.approx(5 * 30 / 2 * 1e-3)
-    assert found.parts_s["experts"] == pytest.approx(4 * (10 + 20) * 1e-3)
-    whole = replace(hybrid, num_experts=1, expert_tp=2)
-    found = predict_decode(local_times(), MODEL, whole, concurrency=20, context=100, wires=wires)
-    assert found.parts_s["experts"] == pytest.approx(4 * (20 + 40) / 2 * 1e-3)
 
 
 def test_between_machines_the_network_says_how_long_rows_travel() -> None:

@@ -190,6 +190,21 @@ def test_a_plan_says_which_form_of_the_exchange_it_counts_on(asked: Collectives,
     assert {form for (_, _, num_devices), form in forms.items() if num_devices <= 4} == {"auto"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "round_s", "asked", "told"),
+    [("cpu", 0.0, "auto", 1), ("gpu", 0.0, "auto", 0), ("cpu", 1e-3, "auto", 0), ("cpu", 0.0, "fused", 0)],
+)
+def test_a_form_that_was_chosen_without_a_measurement_is_said_once(
+    kind: str, round_s: float, asked: Collectives, told: int
+) -> None:
+    core = device(kind=kind, scale_up_domain=2)
+    nodes = replace(cluster(group(core)), efficiency=EfficiencySpec(round_s=round_s))
+    limits = SearchLimits(collectives=asked, attention_tp=(2,), expert_tp=(2,), pp=(1,))
+    found = planned(cluster=nodes, limits=limits, layouts=("hybrid",), workload=workload(slo=SloSpec()))
+    notes = found.plan.phases["decode"].notes
+    assert sum("antiphon profile MODEL --folder" in note for note in notes) == told
+
+
 def test_the_faster_form_is_no_slower_than_either() -> None:
     for phase in ("prefill", "decode"):
         for round_s in (0.0, 1e-5, 1e-3):

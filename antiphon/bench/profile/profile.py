@@ -27,6 +27,7 @@ from antiphon.bench.profile.measure import (
     thread_times,
 )
 from antiphon.bench.profile.orders import Times, Work
+from antiphon.bench.profile.row_calls import row_calls
 from antiphon.bench.profile.step_parts import engine_turns
 from antiphon.bench.quiet import FOREIGN_SHARE_LIMIT, CpuWatch
 from antiphon.cost.local_times import EngineTimes, LocalTimes, Slowdowns, ThreadTimes, flat
@@ -153,6 +154,7 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
         slowdowns=beside,
         exchange=exchange,
         engine=engine,
+        row_calls=row_calls(spec, dtype, effort.exchange_rows, effort.exchange_rounds),
         read_bytes_per_s={each.num_threads: each.read_bytes_per_s for each in limits.per_threads} if limits else {},
         gemm_flops_per_s={each.num_threads: each.gemm_flops_per_s for each in limits.per_threads} if limits else {},
         foreign_share=foreign,

@@ -5,7 +5,9 @@ kernels, real block tables, real sampling; only the engine that would send the s
    for, so that no prompt has to be computed first.
 2. A step's spans say how long attention (with gate, norms, shared expert), experts, head and sampling took; what is
    left of the step is the worker's bookkeeping.
-3. Attention alone runs with experts that answer at once; experts alone are given what the gate chose for the same rows.
+3. Which weights are read depends on the tokens. Of few rows the draw counts whose rows choose as many different experts
+   as random ones do on average: one draw may be some percent off, at one number of rows and not at another.
+4. Attention alone runs with experts that answer at once; experts alone are given what the gate chose for the same rows.
 
 Rejected: timing kernels one by one. What Python, caches and the order of the layers make of them is a good part of the
 truth on a CPU, and would have to be fitted later.
@@ -38,6 +40,8 @@ from antiphon.specs.sampling import SamplingParams
 BLOCK_SIZE = 16
 _FILL_TOKENS = 4096
 _TIMEOUT_S = 60.0  # of a wait for experts; here nobody waits
+_NUM_DRAWS = 8
+_MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 
 
@@ -86,6 +90,7 @@ class Rig:
         self._colocated = self._runner(LocalExperts(self._experts))
         self._alone = self._runner(self._capturing)
         self._steps: dict[Work, RunStep] = {}
+        self._draws: dict[tuple[int, int], int] = {}  # by rows and context
         self._captures: dict[Work, dict[int, _Captured]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
@@ -136,9 +141,7 @@ class Rig:
     def _step_of(self, work: Work) -> RunStep:
         """The message an engine would send; made once, because a step may be sent again with the same effect."""
         if work not in self._steps:
-            self._steps = {work: self._make_step(work)}  # one at a time: a slot belongs to one sequence
-            for start in self._steps[work].starts:
-                self._sampler.add(start)
+            self._steps = {work: self._begin(work, self._typical_draw(work))}  # one: a slot belongs to one sequence
         step = self._steps[work]
         self._recorder.step += 1
         return RunStep(
@@ -149,12 +152,42 @@ class Rig:
             participants=step.participants,
         )
 
-    def _make_step(self, work: Work) -> RunStep:
+    def _begin(self, work: Work, draw: int) -> RunStep:
+        step = self._make_step(work, draw)
+        for start in step.starts:
+            self._sampler.add(start)
+        return step
+
+    def _typical_draw(self, work: Work) -> int:
+        """Of some draws of tokens the one whose rows choose nearest to the expected number of different experts."""
+        router, size = self.spec.router, (work.rows, work.context)
+        if work.prompt_tokens or work.rows * router.top_k > _MANY_PAIRS * router.num_experts:
+            return 0
+        if size not in self._draws:
+            expected = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** work.rows)
+            misses = {}
+            for draw in range(_NUM_DRAWS):
+                chosen = [
+                    len(set(sent.ids_TK.flatten().tolist())) for sent in self._capture(self._begin(work, draw)).values()
+                ]
+                misses[draw] = abs(sum(chosen) - expected * len(chosen))
+            self._draws[size] = min(misses, key=misses.__getitem__)
+        return self._draws[size]
+
+    def _capture(self, step: RunStep) -> dict[int, _Captured]:
+        """What the step sends to the experts, by layer. Its spans are forgotten."""
+        self._capturing.captured = {}
+        self._alone.run(step)
+        captured, self._capturing.captured = self._capturing.captured, None
+        self._recorder.take()
+        return captured
+
+    def _make_step(self, work: Work, draw: int) -> RunStep:
         num_rows = 1 if work.prompt_tokens else work.rows
         context = work.prompt_tokens or work.context
         blocks_each = -(-context // BLOCK_SIZE)
         assert num_rows * blocks_each <= self._num_blocks, f"{num_rows} x {context} tokens do not fit the cache"
-        generator = torch.Generator().manual_seed(context * 1000 + num_rows)
+        generator = torch.Generator().manual_seed(draw * 10**9 + context * 1000 + num_rows)
         tokens = torch.randint(0, self.spec.vocab_size, (num_rows, max(1, work.prompt_tokens)), generator=generator)
         starts, sequences = [], []
         for index in range(num_rows):
@@ -176,11 +209,8 @@ class Rig:
     def _captured(self, work: Work) -> dict[int, _Captured]:
         """Rows and choices of a step of `work.rows` rows, those kept that go to the first `num_held` experts."""
         if work not in self._captures:
-            self._capturing.captured = {}
             sent = Work(kind="attention", rows=work.rows, context=work.context, prompt_tokens=work.prompt_tokens)
-            self._alone.run(self._step_of(sent))
-            captured, self._capturing.captured = self._capturing.captured, None
-            self._recorder.take()
+            captured = self._capture(self._step_of(sent))
             self._captures = {work: {layer: _held(kept, work.num_held) for layer, kept in captured.items()}}
         return self._captures[work]
 
