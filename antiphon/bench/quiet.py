@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -126,12 +126,11 @@ class Repetitions(Generic[Value]):
     """All repetitions of one contestant; `counted` are those a report may use."""
 
     all: tuple[Repetition[Value], ...]
-    limit_share: float = FOREIGN_SHARE_LIMIT
     num_required: int = NUM_QUIET_REPETITIONS
 
     @property
     def num_quiet(self) -> int:
-        return sum(repetition.foreign_share < self.limit_share for repetition in self.all)
+        return sum(repetition.foreign_share < FOREIGN_SHARE_LIMIT for repetition in self.all)
 
     @property
     def is_quiet(self) -> bool:
@@ -158,6 +157,12 @@ class Repetitions(Generic[Value]):
         return statistics.median(score(repetition.value) for repetition in self.counted)
 
 
+def rounds_of(contestants: Sequence[Value], num_rounds: int) -> Iterator[Sequence[Value]]:
+    """Everybody in each round, the order turned around every time: nobody profits from a machine that drifts."""
+    for number in range(num_rounds):
+        yield contestants if number % 2 == 0 else contestants[::-1]
+
+
 def repeat_until_quiet(
     contestants: Mapping[str, Callable[[], Value]],
     *,
@@ -176,17 +181,13 @@ def repeat_until_quiet(
         return foreign_share_during(duration_s, extra_root_pids)
 
     records: dict[str, list[Repetition[Value]]] = {name: [] for name in contestants}
-    for round_number in range(max_rounds):
-        names = list(contestants) if round_number % 2 == 0 else list(reversed(list(contestants)))
+    for names in rounds_of(list(contestants), max_rounds):
         for name in names:
             wait_for_quiet(FOREIGN_SHARE_LIMIT, quiet_timeout_s, measure=measure)
             watch = CpuWatch(extra_root_pids)
             value = contestants[name]()
             records[name].append(Repetition(value, watch.foreign_share()))
-        if all(_num_below(record, FOREIGN_SHARE_LIMIT) >= num_required for record in records.values()):
+        found = {name: Repetitions(tuple(record), num_required) for name, record in records.items()}
+        if all(repetitions.is_quiet for repetitions in found.values()):
             break
-    return {name: Repetitions(tuple(record), FOREIGN_SHARE_LIMIT, num_required) for name, record in records.items()}
-
-
-def _num_below(record: Sequence[Repetition[Value]], limit_share: float) -> int:
-    return sum(repetition.foreign_share < limit_share for repetition in record)
+    return found
