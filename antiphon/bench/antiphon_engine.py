@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result
+from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result, steady_rate
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice
@@ -196,25 +196,16 @@ class AntiphonEngine:
         timed_answers(self._running(), workload.prompts, 1, self._name)
 
     def steady_decode_tokens_per_s(self, workload: Workload) -> float:
-        """Tokens per second while all requests decode: from the last one's first token to the first one's last.
-
-        The prompts stay as they are: after `fill_prefix_cache` little of them is computed again."""
-        times: list[float] = []
-        first: dict[str, float] = {}
-        window_end = float("inf")
+        """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again."""
+        arrivals_s: dict[str, list[float]] = {}
         for output in greedy_outputs(self._running(), workload.prompts, workload.output_tokens, self._name):
-            now = time.perf_counter()
-            first.setdefault(output.request_id, now)
-            times.append(now)
-            if output.finish_reason is not None:
-                window_end = min(window_end, now)
-        window_begin = max(first.values())
-        if window_end <= window_begin:
+            arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
+        rate = steady_rate(list(arrivals_s.values()))
+        if rate is None:
             raise UserError(
                 f"{workload.output_tokens} output tokens are too few: never did all requests decode at once"
             )
-        counted = sum(window_begin < moment <= window_end for moment in times)
-        return counted / (window_end - window_begin)
+        return rate
 
     def _running(self) -> Engine:
         assert self._engine is not None, "start() comes first"

@@ -98,16 +98,11 @@ def foreign_share_during(duration_s: float, extra_root_pids: Sequence[int] = ())
     return watch.foreign_share()
 
 
-def wait_for_quiet(
-    limit_share: float = FOREIGN_SHARE_LIMIT,
-    timeout_s: float = 120.0,
-    *,
-    measure: Callable[[float], float] = foreign_share_during,
-) -> bool:
-    """Block until half a second saw less than `limit_share` foreign CPU; False if `timeout_s` passed first."""
+def wait_for_quiet(*, timeout_s: float, extra_root_pids: Sequence[int] = ()) -> bool:
+    """Block until half a second saw little foreign CPU; False if `timeout_s` passed first."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        if measure(0.5) < limit_share:
+        if foreign_share_during(0.5, extra_root_pids) < FOREIGN_SHARE_LIMIT:
             return True
         if time.monotonic() >= deadline_s:
             return False
@@ -177,13 +172,10 @@ def repeat_until_quiet(
     rounds.
     """
 
-    def measure(duration_s: float) -> float:
-        return foreign_share_during(duration_s, extra_root_pids)
-
     records: dict[str, list[Repetition[Value]]] = {name: [] for name in contestants}
     for names in rounds_of(list(contestants), max_rounds):
         for name in names:
-            wait_for_quiet(FOREIGN_SHARE_LIMIT, quiet_timeout_s, measure=measure)
+            wait_for_quiet(timeout_s=quiet_timeout_s, extra_root_pids=extra_root_pids)
             watch = CpuWatch(extra_root_pids)
             value = contestants[name]()
             records[name].append(Repetition(value, watch.foreign_share()))

@@ -17,45 +17,35 @@ from antiphon.bench.m2n.timeline import write_trace
 from antiphon.cli.options import check_count, check_timeout, parse_size
 from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, whole_file
 
-SendersOption = Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")]
-ReceiversOption = Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")]
-BytesOption = Annotated[
-    str | None, typer.Option("--bytes", metavar="S,S", show_default="256KiB", help="Sizes of a message.")
-]
-FigureOption = Annotated[str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")]
-TransportOption = Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")]
-AgainstOption = Annotated[str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, mpi, ucx.")]
-RoundsOption = Annotated[
-    int | None, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")
-]
-RepetitionsOption = Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")]
-InPlaceOption = Annotated[bool, typer.Option("--in-place", help="Also with payloads written into the slots.")]
-DuplexOption = Annotated[bool, typer.Option("--duplex", help="Receivers send as much back meanwhile.")]
-UnbalancedOption = Annotated[bool, typer.Option("--unbalanced", help="A size per receiver, or a spread of one.")]
-TouchOption = Annotated[bool, typer.Option("--touch", help="Write and read every byte in every round.")]
-WaitingOption = Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spin or block.")]
-TimelineOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write some rounds as a Perfetto trace.")]
-TimeoutOption = Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")]
-
 MOST_ROUNDS, MOST_REPETITIONS = 1_000_000, 1000  # of a block; its times lie in memory. More is a slip of the finger.
 
 
 def m2n(
-    senders: SendersOption = None,
-    receivers: ReceiversOption = None,
-    sizes: BytesOption = None,
-    figure: FigureOption = None,
-    transport: TransportOption = "shm,tcp",
-    against: AgainstOption = "gloo,memcpy",
-    rounds: RoundsOption = None,
-    repetitions: RepetitionsOption = 5,
-    in_place: InPlaceOption = False,
-    duplex: DuplexOption = False,
-    unbalanced: UnbalancedOption = False,
-    touch: TouchOption = False,
-    waiting: WaitingOption = "auto",
-    timeout: TimeoutOption = 30.0,
-    timeline: TimelineOption = None,
+    senders: Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")] = None,
+    receivers: Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option("--bytes", metavar="S,S", show_default="256KiB", help="Sizes of a message.")
+    ] = None,
+    figure: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")
+    ] = None,
+    transport: Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")] = "shm,tcp",
+    against: Annotated[
+        str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, mpi, ucx.")
+    ] = "gloo,memcpy",
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")] = 5,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Also with payloads written into the slots.")] = False,
+    duplex: Annotated[bool, typer.Option("--duplex", help="Receivers send as much back meanwhile.")] = False,
+    unbalanced: Annotated[bool, typer.Option("--unbalanced", help="A size per receiver, or a spread of one.")] = False,
+    touch: Annotated[bool, typer.Option("--touch", help="Write and read every byte in every round.")] = False,
+    waiting: Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spin or block.")] = "auto",
+    timeout: Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")] = 30.0,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write some rounds as a Perfetto trace.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Time M senders writing to N receivers: Antiphon, gloo, plain copy."""
