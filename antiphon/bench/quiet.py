@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -150,6 +150,11 @@ class Repetitions(Generic[Value]):
     def median(self, score: Callable[[Value], float]) -> float:
         """The median score of the counted values."""
         return statistics.median(score(repetition.value) for repetition in self.counted)
+
+
+def foreign_words(row: Mapping[str, Any]) -> str:
+    """For a table: the foreign share of a row, and whether that was too much."""
+    return f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)")
 
 
 def rounds_of(contestants: Sequence[Value], num_rounds: int) -> Iterator[Sequence[Value]]:

@@ -1,6 +1,5 @@
 """`antiphon bench m2n`: the M2N library beside gloo and beside plain memory copy, in one run."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from antiphon.bench.m2n.contestants import choose_contestants
 from antiphon.bench.m2n.harness import Settings, bench_m2n
 from antiphon.bench.m2n.table import COLUMNS, table_cells
 from antiphon.bench.m2n.timeline import write_trace
-from antiphon.cli.options import check_count, check_timeout, parse_size
+from antiphon.cli.options import check_count, check_timeout, parse_size, words_of
 from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, whole_file
 
 MOST_ROUNDS, MOST_REPETITIONS = 1_000_000, 1000  # of a block; its times lie in memory. More is a slip of the finger.
@@ -52,7 +51,7 @@ def m2n(
     check_output_file("--timeline", timeline)
     chosen_cases = choose_cases(senders, receivers, sizes, figure, both_ways=duplex, unbalanced=unbalanced)
     chosen_cases = [replace(case, touched=touch) for case in chosen_cases]
-    contestants = choose_contestants(_names(transport), _names(against), in_place=in_place, waiting=waiting)
+    contestants = choose_contestants(words_of(transport), words_of(against), in_place=in_place, waiting=waiting)
     settings = make_settings(rounds, repetitions, timeout, record=timeline is not None)
     outcome = bench_m2n(contestants, chosen_cases, settings)
     show_bench("m2n", table(COLUMNS, table_cells(outcome.rows)), outcome.rows, json=json)
@@ -75,7 +74,7 @@ def choose_cases(
         return cases.make_cases(
             cases.DEFAULT_SENDERS if senders is None else senders,
             cases.DEFAULT_RECEIVERS if receivers is None else receivers,
-            [cases.DEFAULT_BYTES] if sizes is None else [parse_size("--bytes", size) for size in _names(sizes)],
+            [cases.DEFAULT_BYTES] if sizes is None else [parse_size("--bytes", size) for size in words_of(sizes)],
             both_ways=both_ways,
             unbalanced=unbalanced,
         )
@@ -91,7 +90,3 @@ def make_settings(rounds: int | None, repetitions: int, timeout: float, *, recor
     check_count("--repetitions", repetitions, MOST_REPETITIONS)
     check_timeout("--timeout", timeout)
     return Settings(num_rounds=rounds or 0, num_repetitions=repetitions, timeout_s=timeout, record=record)
-
-
-def _names(text: str) -> Sequence[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
