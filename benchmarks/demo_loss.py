@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from antiphon.bench.plain_loop import PlainLoop
+from antiphon.bench.step_case import samples_of
+from antiphon.bench.train_turns import EnoughError
 from antiphon.train.config import read_config
-from antiphon.train.samples import Samples
-from antiphon.train.setup import cache_of
-from antiphon.train.tokens import load_tokenizer, open_tokens
+from antiphon.train.tokens import load_tokenizer
 from antiphon.train.trainer import StepResult, Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo-moe"
@@ -44,10 +44,6 @@ HELD_OUT = (
     "zoneinfo/__init__.py",
 )
 BATCH = 16
-
-
-class _EnoughError(Exception):
-    """Ends the run from within `on_step`."""
 
 
 @torch.no_grad()
@@ -91,20 +87,17 @@ def curves(num_steps: int, every: int) -> None:
 
         def on_step(result: StepResult) -> None:
             nonlocal furthest
-            samples = Samples(
-                open_tokens(cache_of(config), "train"), config.sequence_length, seed=config.seed, document_masks=False
-            )
             numbers = range(result.step * config.batch, (result.step + 1) * config.batch)
-            theirs = loop.step(samples.batch(numbers, torch.device("cpu")), result.rate)
+            theirs = loop.step(samples_of(config).batch(numbers, torch.device("cpu")), result.rate)
             furthest = max(furthest, abs(theirs - result.loss))
             if result.step % every == 0 or result.step == num_steps - 1:
                 print(f"| {result.step} | {result.loss:.4f} | {theirs:.4f} |", flush=True)
             if result.step == num_steps - 1:
-                raise _EnoughError
+                raise EnoughError
 
         try:
             Trainer(config, on_step).run()
-        except _EnoughError:
+        except EnoughError:
             print(f"\nfurthest apart: {furthest:.1e}")
 
 

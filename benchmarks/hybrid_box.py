@@ -12,7 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.bench.antiphon_engine import timed_answers
 from antiphon.bench.box import Box
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.launch import start_engine
-from antiphon.serve.outputs import ThreadSink
-from antiphon.specs.sampling import SamplingParams
 
 PORT = 7700
 SECRET = "only for a benchmark, on a private network"
@@ -64,37 +62,17 @@ def serve(asked: dict[str, Any]) -> dict[str, Any]:
     )
     engine = start_engine(config)
     try:
-        results = []
         for number in range(2):
             chance = np.random.default_rng(number)  # the second pass finds nothing in the prefix cache
-            params = SamplingParams(max_tokens=asked["output"], temperature=0.0, ignore_eos=True)
-            prompts = [
-                chance.integers(3, engine.info.vocab_size, asked["prompt"]).tolist() for _ in range(asked["requests"])
-            ]
-            sink, begin = ThreadSink(), time.perf_counter()
-            for index, prompt in enumerate(prompts):
-                engine.submit_to(sink, str(index), prompt, params)
-            results.append(_timed(sink, len(prompts), begin))
-        return results[1]
+            prompts = chance.integers(3, engine.info.vocab_size, (asked["requests"], asked["prompt"])).tolist()
+            answers = timed_answers(engine, prompts, asked["output"], asked["layout"])
+        return {
+            "ttft_s": median(answers.ttft_s),
+            "itl_s": median(answers.itl_s),
+            "token_ids": answers.token_ids,
+        }
     finally:
         engine.stop()
-
-
-def _timed(sink: ThreadSink, num_requests: int, begin: float) -> dict[str, Any]:
-    last: dict[str, float] = {}
-    ttft_s, itl_s = [], []
-    token_ids: list[list[int]] = [[] for _ in range(num_requests)]
-    for output in sink.outputs(num_requests):
-        now = time.perf_counter()
-        if output.error is not None:
-            raise UserError(output.error)
-        if (before := last.get(output.request_id)) is None:
-            ttft_s.append(now - begin)
-        else:
-            itl_s.append(now - before)
-        last[output.request_id] = now
-        token_ids[int(output.request_id)] += output.token_ids
-    return {"ttft_s": median(ttft_s), "itl_s": median(itl_s), "token_ids": token_ids}
 
 
 def run(arguments: argparse.Namespace, layout: str) -> dict[str, Any]:

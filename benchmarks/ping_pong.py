@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.bench.antiphon_engine import AntiphonEngine
+from antiphon.bench.profile.step_parts import per_micro_batch, steps_with
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.timeline import write_trace
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, STEP, Spans
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, Spans
 from antiphon.serve.worker_process import WorkerName
 
 
@@ -36,33 +37,17 @@ class LayerTimes:
     tokens_per_s: float
 
 
-def decode_step_numbers(spans: Spans, rows: int) -> set[int]:
-    """Steps in which every request decoded: those with exactly `rows` rows. The first and last are left out."""
-    steps = [spans.steps[i] for i, kind in enumerate(spans.name_index) if kind == STEP and spans.rows[i] == rows]
-    return set(steps[1:-1])
-
-
 def layer_times(spans: Mapping[WorkerName, Spans], micro_batches: int, rows: int, num_layers: int) -> LayerTimes:
     """Reduce a run's spans to the T's of the equations."""
     attention = next(s for name, s in spans.items() if name.role == "attention")
     experts = next(s for name, s in spans.items() if name.role == "experts")
-    steps = decode_step_numbers(attention, rows)
+    steps = steps_with(attention, [rows])
     if not steps:
         raise SystemExit(f"no decode step with {rows} rows was recorded")
-    attention_s = _per_micro_batch(attention, (ATTENTION, DISPATCH), steps)
-    experts_s = _per_micro_batch(experts, (EXPERTS, REPLY), steps)
+    attention_s = statistics.median(per_micro_batch(attention, (ATTENTION, DISPATCH), steps))
+    experts_s = statistics.median(per_micro_batch(experts, (EXPERTS, REPLY), steps))
     layer_s = statistics.median(_layer_durations(attention, steps, num_layers))
     return LayerTimes(micro_batches, attention_s, experts_s, layer_s, rows / (layer_s * num_layers))
-
-
-def _per_micro_batch(spans: Spans, kinds: tuple[int, ...], steps: set[int]) -> float:
-    """Median over (step, layer, micro-batch) of the time spent in `kinds`."""
-    totals: dict[tuple[int, int, int], float] = {}
-    for i, kind in enumerate(spans.name_index):
-        if kind in kinds and spans.steps[i] in steps and spans.layers[i] >= 0:
-            key = (spans.steps[i], spans.layers[i], spans.micro_batches[i])
-            totals[key] = totals.get(key, 0.0) + (spans.ends_ns[i] - spans.starts_ns[i]) * 1e-9
-    return statistics.median(totals.values())
 
 
 def _layer_durations(spans: Spans, steps: set[int], num_layers: int) -> list[float]:

@@ -1,6 +1,4 @@
-"""Predicted against measured; long because engines and served plans share a profile, a table and a verdict.
-
-A token's time and the decode rate over layouts, workers, micro-batches and requests:
+"""Predicted against measured: a token's time and the decode rate over layouts, workers, micro-batches and requests:
 
     python benchmarks/predict.py MODEL --json out.json
     python benchmarks/predict.py MODEL --grid colocated:1,8,32 --grid 1+1/m2:32,64 --rounds 3
@@ -9,8 +7,7 @@ A token's time and the decode rate over layouts, workers, micro-batches and requ
 
 1. The machine is profiled (`antiphon profile`), and profiled again after the grid: it drifts. A point's prediction is
    the mean of both; what they differ by stands beside it. `--profile FILE` takes one made before.
-2. Points with the same engine run one after the other; points are interleaved over `--rounds` rounds, with engines
-   stopped while another runs, as in `benchmarks/layouts.py`.
+2. Points with the same engine run one after the other, and engines take turns, for `--rounds` rounds.
 3. Only steps count in which all requests decode. Each miss above 30% is listed with the part that misses most, found by
    comparing what the workers' spans say with the prediction's parts.
 4. With `--plans` the points are layouts of `antiphon plan --pin`, and each is served as users serve a plan, over HTTP,
@@ -21,7 +18,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,10 +29,11 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
+from antiphon.bench.peers.api import Workload
 from antiphon.bench.profile.effort import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
-from antiphon.bench.quiet import CpuWatch, wait_for_quiet
+from antiphon.bench.quiet import CpuWatch, rounds_of, wait_for_quiet
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.bench.served_plans import (
     PinnedLayout,
@@ -51,7 +49,6 @@ from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalPrediction, predict_decode
-from antiphon.specs.model import ModelSpec
 
 DEFAULT_GRID = (
     "colocated:1,4,16,64,128",
@@ -102,61 +99,35 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     return points
 
 
-def predict(times: LocalTimes, spec: ModelSpec, point: Point, context: float) -> LocalPrediction:
-    choice = parse_contestant(point.contestant)
-    return predict_decode(times, spec, choice, concurrency=point.concurrency, context=context)
-
-
-class Contestant:
-    """An engine with spans, for all points that need it."""
-
-    def __init__(self, name: str, model: Path, counts: Sequence[int], input_tokens: int, output_tokens: int) -> None:
-        spec = load_model_spec(model)
-        tokens = input_tokens + output_tokens
-        self._engine = AntiphonEngine(name, model, max_concurrency=max(counts), max_tokens=tokens, trace=True)
-        self._workloads = {
-            count: make_workload(WorkloadSize(count, input_tokens, output_tokens), spec.vocab_size) for count in counts
-        }
-
-    def start(self) -> None:
-        self._engine.start()
-        for workload in self._workloads.values():
-            self._engine.fill_prefix_cache(workload)
-        self._engine.pause()
-
-    def measure(self, concurrency: int, patience_s: float) -> Measured:
-        self._engine.resume()
-        try:
-            wait_for_quiet(timeout_s=patience_s)
-            self._engine.take_spans()
-            watch = CpuWatch()
-            tokens_per_s = self._engine.steady_decode_tokens_per_s(self._workloads[concurrency])
-            share = watch.foreign_share()
-            spans = self._engine.take_spans()
-        finally:
-            self._engine.pause()
-        parts = step_parts(spans, concurrency)
-        return Measured(concurrency / tokens_per_s, tokens_per_s, parts, share)
-
-    def close(self) -> None:
-        self._engine.close()
+def measure_point(engine: AntiphonEngine, workload: Workload, patience_s: float) -> Measured:
+    """One run of an engine whose prefix cache has the prompts."""
+    wait_for_quiet(timeout_s=patience_s)
+    engine.take_spans()
+    watch = CpuWatch()
+    tokens_per_s = engine.steady_decode_tokens_per_s(workload)
+    share, concurrency = watch.foreign_share(), len(workload.prompts)
+    return Measured(concurrency / tokens_per_s, tokens_per_s, step_parts(engine.take_spans(), concurrency), share)
 
 
 def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[Measured]]:
     """All points in turn, `--rounds` times; every other round in the opposite order."""
-    names = list(dict.fromkeys(point.contestant for point in points))
+    model, sizes = arguments.model, (arguments.input_tokens, arguments.output_tokens)
+    vocab_size = load_model_spec(model).vocab_size
     results: dict[Point, list[Measured]] = {point: [] for point in points}
     with progress("running the engines") as report:
-        for number in range(arguments.rounds):
-            for name in names if number % 2 == 0 else reversed(names):
+        for names in rounds_of(list(dict.fromkeys(point.contestant for point in points)), arguments.rounds):
+            for name in names:
                 counts = [point.concurrency for point in points if point.contestant == name]
-                contestant = Contestant(name, arguments.model, counts, arguments.input_tokens, arguments.output_tokens)
+                workloads = [make_workload(WorkloadSize(count, *sizes), vocab_size) for count in counts]
+                engine = AntiphonEngine(name, model, max_concurrency=max(counts), max_tokens=sum(sizes), trace=True)
                 try:
-                    contestant.start()
-                    for count in counts:
-                        results[Point(name, count)].append(contestant.measure(count, arguments.patience))
+                    engine.start()
+                    for workload in workloads:
+                        engine.fill_prefix_cache(workload)
+                    for count, workload in zip(counts, workloads, strict=True):
+                        results[Point(name, count)].append(measure_point(engine, workload, arguments.patience))
                 finally:
-                    contestant.close()
+                    engine.close()
                 report(sum(map(len, results.values())), arguments.rounds * len(points))
     return results
 
@@ -200,8 +171,10 @@ def blame(row: dict[str, Any]) -> str:
     return text
 
 
-def report_rows(rows: Sequence[dict[str, Any]], goal: float = GOAL) -> float:
-    """Print the table; returns the median error of a token's time."""
+def conclude(
+    arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], goal: float, more: Mapping[str, Any]
+) -> None:
+    """Print the table and the verdict; write them and `more` as JSON."""
     print("engine           requests  predicted  measured   error  predicted  measured  drift  foreign")
     for row in rows:
         print(
@@ -215,7 +188,9 @@ def report_rows(rows: Sequence[dict[str, Any]], goal: float = GOAL) -> float:
     for row in rows:
         if abs(row["error"]) > MISS and "measured_parts_s" in row:
             print(f"  {row['contestant']} at {row['concurrency']}: {row['error']:+.0%}; most of it: {blame(row)}")
-    return middle
+    if arguments.json is not None:
+        written = {"bench": "predict", "command": " ".join(sys.argv), "median_error": middle, "rows": rows, **more}
+        arguments.json.write_text(json.dumps(written, indent=1))
 
 
 def _engine_of(file: Path) -> LocalTimes:
@@ -264,23 +239,14 @@ def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
     context = arguments.input_tokens + arguments.output_tokens / 2
     rows = []
     for point in points:
-        found = [predict(times, spec, point, context) for times in profiles]
+        choice = parse_contestant(point.contestant)
+        found = [
+            predict_decode(times, spec, choice, concurrency=point.concurrency, context=context) for times in profiles
+        ]
         times_s = [each.tpot_s for each in found]
         rows.append(row_of(point, times_s, measured[point]) | parts_of(found, measured[point]))
-    middle = report_rows(rows)
-    if arguments.json is not None:
-        rounds = {
-            f"{point.contestant}:{point.concurrency}": [asdict(each) for each in measured[point]] for point in points
-        }
-        written = {
-            "bench": "predict",
-            "command": " ".join(sys.argv),
-            "median_error": middle,
-            "rows": rows,
-            "rounds": rounds,
-            "profiles": [asdict(times) for times in profiles],
-        }
-        arguments.json.write_text(json.dumps(written, indent=1))
+    rounds = {f"{point.contestant}:{point.concurrency}": [asdict(each) for each in measured[point]] for point in points}
+    conclude(arguments, rows, GOAL, {"rounds": rounds, "profiles": [asdict(times) for times in profiles]})
 
 
 def run_plans(arguments: argparse.Namespace) -> None:
@@ -297,13 +263,13 @@ def run_plans(arguments: argparse.Namespace) -> None:
         layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
         served = {layout: make_plan(machines, arguments.model, profile, layout, size, folder) for layout in layouts}
         measured: dict[PinnedLayout, list[Measured]] = {layout: [] for layout in layouts}
-        for number in range(arguments.rounds):
-            for layout in layouts if number % 2 == 0 else reversed(layouts):
+        for number, in_turn in enumerate(rounds_of(layouts, arguments.rounds), start=1):
+            for layout in in_turn:
                 wait_for_quiet(timeout_s=arguments.patience)
                 watch = CpuWatch()
                 rate = serve_and_measure(machines, arguments.model, served[layout], size, folder)
                 measured[layout].append(Measured(size.concurrency / rate, rate, {}, watch.foreign_share()))
-                print(f"round {number + 1}, {layout.name}: {rate:.1f} tokens/s", flush=True)
+                print(f"round {number}, {layout.name}: {rate:.1f} tokens/s", flush=True)
         predicted = [served]
         if not arguments.profile:
             again = profile_here(arguments.model, folder / "after", quick=arguments.quick)
@@ -314,10 +280,7 @@ def run_plans(arguments: argparse.Namespace) -> None:
     for layout in layouts:
         times = [found[layout].predicted.tpot_s or math.nan for found in predicted]
         rows.append(row_of(Point(layout.name, size.concurrency), times, measured[layout]))
-    middle = report_rows(rows, PLANS_GOAL)
-    if arguments.json is not None:
-        written = {"bench": "predict", "command": " ".join(sys.argv), "median_error": middle, "rows": rows}
-        arguments.json.write_text(json.dumps(written, indent=1))
+    conclude(arguments, rows, PLANS_GOAL, {})
 
 
 if __name__ == "__main__":

@@ -17,32 +17,24 @@ from statistics import median
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.bench.antiphon_engine import greedy_outputs
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
-from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement
-from antiphon.specs.sampling import SamplingParams
 
 VICTIM = WorkerName("experts", 1)
 
 
 def run(engine: Engine, num_streams: int, num_tokens: int, *, kills: bool) -> tuple[list[list[int]], float]:
     """(token ids, longest pause of any stream in s). The victim dies when a quarter of all tokens is out."""
-    sink = ThreadSink()
-    chance = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    for number in range(num_streams):
-        prompt = chance.integers(3, engine.info.vocab_size, 16).tolist()
-        engine.submit_to(sink, str(number), prompt, params)
+    prompts = np.random.default_rng(0).integers(3, engine.info.vocab_size, (num_streams, 16)).tolist()
     token_ids: list[list[int]] = [[] for _ in range(num_streams)]
     last_s = [0.0] * num_streams
     longest_s, total = 0.0, 0
-    for output in sink.outputs(num_streams):
-        if output.error is not None:
-            raise UserError(output.error)
+    for output in greedy_outputs(engine, prompts, num_tokens, "a stream"):
         now_s, stream = time.perf_counter(), int(output.request_id)
         if last_s[stream]:
             longest_s = max(longest_s, now_s - last_s[stream])

@@ -7,19 +7,15 @@ One panel for each share T_c / T_f. Bars: measured tokens/s; lines: what max(m T
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
+
+from antiphon.bench.ladder.figure import BUSY, GRID, LINE, picture, text
 
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 230, 190, 48
 BAR_WIDTH = 30
-BAR, LINE, TEXT, GRID = "#4878a8", "#c0504d", "#333333", "#dddddd"
-
-
-def text(x: float, y: float, words: str, *, anchor: str = "middle", size: int = 11, color: str = TEXT) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}">{escape(words)}</text>'
-    )
+centred = partial(text, anchor="middle")
 
 
 def predicted_rate(row: dict[str, Any]) -> float:
@@ -32,8 +28,8 @@ def panel(rows: list[dict[str, Any]], left: float, top: float, highest: float) -
     share, mbit = rows[0]["share"], rows[0]["mbit"]
     exchange_ms = rows[0]["exchange_s"] * 1e3
     bottom = top + PANEL_HEIGHT
-    parts = [text(left + PANEL_WIDTH / 2, top - 22, f"T_c = {share:g} T_f   ({mbit:.0f} Mbit/s)", size=12)]
-    parts.append(text(left + PANEL_WIDTH / 2, top - 8, f"T_c measured {exchange_ms:.2f} ms", size=10))
+    parts = [centred(left + PANEL_WIDTH / 2, top - 22, f"T_c = {share:g} T_f   ({mbit:.0f} Mbit/s)", size=12)]
+    parts.append(centred(left + PANEL_WIDTH / 2, top - 8, f"T_c measured {exchange_ms:.2f} ms", size=10))
     for tick in range(5):
         y = bottom - tick * PANEL_HEIGHT / 4
         parts.append(f'<line x1="{left}" x2="{left + PANEL_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>')
@@ -44,7 +40,7 @@ def panel(rows: list[dict[str, Any]], left: float, top: float, highest: float) -
         height = PANEL_HEIGHT * row["tokens_per_s"] / highest
         parts.append(
             f'<rect x="{x - BAR_WIDTH / 2:.1f}" y="{bottom - height:.1f}" width="{BAR_WIDTH}" height="{height:.1f}" '
-            f'fill="{BAR}"/>'
+            f'fill="{BUSY}"/>'
         )
         y = bottom - PANEL_HEIGHT * predicted_rate(row) / highest
         reach = BAR_WIDTH / 2 + 5
@@ -52,9 +48,9 @@ def panel(rows: list[dict[str, Any]], left: float, top: float, highest: float) -
             f'<line x1="{x - reach:.1f}" x2="{x + reach:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}" '
             'stroke-width="2.5"/>'
         )
-        parts.append(text(x, bottom + 14, f"m = {row['micro_batches']}"))
-        parts.append(text(x, bottom + 27, f"×{row['gain']:.2f}", size=10))
-        parts.append(text(x, bottom + 39, f"×{row['predicted_gain']:.2f}", size=10, color=LINE))
+        parts.append(centred(x, bottom + 14, f"m = {row['micro_batches']}"))
+        parts.append(centred(x, bottom + 27, f"×{row['gain']:.2f}", size=10))
+        parts.append(centred(x, bottom + 39, f"×{row['predicted_gain']:.2f}", size=10, color=LINE))
     return parts
 
 
@@ -65,27 +61,16 @@ def draw(rows: list[dict[str, Any]], title: str) -> str:
     width = MARGIN + len(shares) * (PANEL_WIDTH + MARGIN)
     height = PANEL_HEIGHT + 150
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        text(width / 2, 20, title, size=13),
-        text(MARGIN, 40, "decode tokens/s of the layers", anchor="start", size=10),
+        centred(width / 2, 20, title, size=13),
+        text(MARGIN, 40, "decode tokens/s of the layers", size=10),
     ]
     for index, share in enumerate(shares):
         chosen = sorted((row for row in rows if row["share"] == share), key=lambda row: row["micro_batches"])
         parts += panel(chosen, MARGIN + index * (PANEL_WIDTH + MARGIN), 80, highest)
-    parts.append(text(MARGIN, height - 12, "bars, first gain: measured", anchor="start", size=10, color=BAR))
-    parts.append(
-        text(
-            MARGIN + 170,
-            height - 12,
-            "lines, second gain: max(m T_f, T_a + T_e + 2 T_c)",
-            anchor="start",
-            size=10,
-            color=LINE,
-        )
-    )
-    return "\n".join([*parts, "</svg>\n"])
+    parts.append(text(MARGIN, height - 12, "bars, first gain: measured", size=10, color=BUSY))
+    second = "lines, second gain: max(m T_f, T_a + T_e + 2 T_c)"
+    parts.append(text(MARGIN + 170, height - 12, second, size=10, color=LINE))
+    return picture(width, height, parts)
 
 
 def main() -> None:

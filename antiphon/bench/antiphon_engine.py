@@ -8,20 +8,21 @@ second pass, so the first token of every prompt differs between the passes.
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result
+from antiphon.bench.peers.api import RawRun, RunResult, Workload, run_result, steady_rate
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
+from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.worker.spans import Spans
@@ -47,6 +48,47 @@ def parse_contestant(text: str) -> LocalChoice:
             num_micro_batches=micro_batches,
         )
     raise UserError(f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2 or 1+1/m2")
+
+
+def greedy_outputs(
+    engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object
+) -> Iterator[EngineOutput]:
+    """All prompts at once, each continued by so many tokens. `UserError`, which begins with `who`, if one fails."""
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    sink = ThreadSink()
+    for index, prompt in enumerate(prompts):
+        engine.submit_to(sink, str(index), prompt, params)
+    for output in sink.outputs(len(prompts)):
+        if output.error is not None:
+            raise UserError(f"{who}: {output.error}")
+        yield output
+
+
+@dataclass(frozen=True)
+class TimedAnswers:
+    """To prompts sent at once: seconds to all answers' end, to first tokens, between tokens; tokens by prompt."""
+
+    took_s: float
+    ttft_s: list[float]
+    itl_s: list[float]
+    token_ids: list[list[int]]
+
+
+def timed_answers(engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object) -> TimedAnswers:
+    """`greedy_outputs`, with a clock beside them."""
+    started = time.perf_counter()
+    last: dict[str, float] = {}
+    ttft_s, itl_s = [], []
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    for output in greedy_outputs(engine, prompts, output_tokens, who):
+        now = time.perf_counter()
+        if (before := last.get(output.request_id)) is None:
+            ttft_s.append(now - started)
+        else:
+            itl_s.append(now - before)
+        last[output.request_id] = now
+        token_ids[int(output.request_id)] += output.token_ids
+    return TimedAnswers(time.perf_counter() - started, ttft_s, itl_s, token_ids)
 
 
 class AntiphonEngine:
@@ -128,97 +170,59 @@ class AntiphonEngine:
         return {"layout": self.choice.layout, "kernels": ", ".join(sorted(self._engine.workforce.kernels))}
 
     def run(self, workload: Workload) -> RunResult:
-        prefill_s, _, _, _ = self._pass(workload.prompts, 1)
+        prefill_s = self._pass(workload.prompts, 1).took_s
         if workload.output_tokens == 1:
             raw = RawRun(prefill_s=prefill_s, total_s=prefill_s, ttft_s=[prefill_s], itl_s=[], token_ids=None)
         else:
-            total_s, ttft_s, itl_s, token_ids = self._pass(workload.prompts, workload.output_tokens)
-            raw = RawRun(prefill_s=prefill_s, total_s=total_s, ttft_s=ttft_s, itl_s=itl_s, token_ids=token_ids)
+            all_s = self._pass(workload.prompts, workload.output_tokens)
+            raw = RawRun(
+                prefill_s=prefill_s,
+                total_s=all_s.took_s,
+                ttft_s=all_s.ttft_s,
+                itl_s=all_s.itl_s,
+                token_ids=all_s.token_ids,
+            )
         self._peak_rss_bytes = max(self._peak_rss_bytes, self._rss_bytes())
         return run_result(workload, raw, self._peak_rss_bytes)
 
-    def _pass(
-        self, prompts: list[list[int]], output_tokens: int
-    ) -> tuple[float, list[float], list[float], list[list[int]]]:
-        """(duration, times to first token, times between tokens, token ids)."""
-        assert self._engine is not None, "start() comes first"
+    def _pass(self, prompts: list[list[int]], output_tokens: int) -> TimedAnswers:
         self._runs += 1
-        vocab_size = self._engine.info.vocab_size
+        vocab_size = self._running().info.vocab_size
         fresh = [[(prompt[0] + self._runs) % vocab_size, *prompt[1:]] for prompt in prompts]
-        started = time.perf_counter()
-        sink = self._submit(fresh, output_tokens)
-        last: dict[str, float] = {}
-        ttft_s, itl_s = [], []
-        token_ids: list[list[int]] = [[] for _ in prompts]
-        for output in sink.outputs(len(prompts)):
-            now = time.perf_counter()
-            if output.error is not None:
-                raise UserError(f"{self._name}: {output.error}")
-            if (before := last.get(output.request_id)) is None:
-                ttft_s.append(now - started)
-            else:
-                itl_s.append(now - before)
-            last[output.request_id] = now
-            token_ids[int(output.request_id)].extend(output.token_ids)
-        return time.perf_counter() - started, ttft_s, itl_s, token_ids
+        return timed_answers(self._running(), fresh, output_tokens, self._name)
 
     def fill_prefix_cache(self, workload: Workload) -> None:
         """Compute the prompts once, so that later runs of the very same prompts begin with decoding."""
-        for output in self._submit(workload.prompts, 1).outputs(len(workload.prompts)):
-            if output.error is not None:
-                raise UserError(f"{self._name}: {output.error}")
+        timed_answers(self._running(), workload.prompts, 1, self._name)
 
     def steady_decode_tokens_per_s(self, workload: Workload) -> float:
-        """Tokens per second while all requests decode: from the last one's first token to the first one's last.
-
-        The prompts stay as they are: after `fill_prefix_cache` little of them is computed again."""
-        sink = self._submit(workload.prompts, workload.output_tokens)
-        times: list[float] = []
-        first: dict[str, float] = {}
-        window_end = float("inf")
-        for output in sink.outputs(len(workload.prompts)):
-            now = time.perf_counter()
-            if output.error is not None:
-                raise UserError(f"{self._name}: {output.error}")
-            first.setdefault(output.request_id, now)
-            times.append(now)
-            if output.finish_reason is not None:
-                window_end = min(window_end, now)
-        window_begin = max(first.values())
-        if window_end <= window_begin:
+        """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again."""
+        arrivals_s: dict[str, list[float]] = {}
+        for output in greedy_outputs(self._running(), workload.prompts, workload.output_tokens, self._name):
+            arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
+        rate = steady_rate(list(arrivals_s.values()))
+        if rate is None:
             raise UserError(
                 f"{workload.output_tokens} output tokens are too few: never did all requests decode at once"
             )
-        counted = sum(window_begin < moment <= window_end for moment in times)
-        return counted / (window_end - window_begin)
+        return rate
 
-    def _submit(self, prompts: list[list[int]], output_tokens: int) -> ThreadSink:
+    def _running(self) -> Engine:
         assert self._engine is not None, "start() comes first"
-        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        sink = ThreadSink()
-        for index, prompt in enumerate(prompts):
-            self._engine.submit_to(sink, str(index), prompt, params)
-        return sink
+        return self._engine
 
     def take_spans(self) -> dict[WorkerName, Spans]:
         """What the workers recorded since the last call (with `trace`)."""
-        assert self._engine is not None, "start() comes first"
-        return self._engine.take_spans()
-
-    def _worker_processes(self) -> list[psutil.Process]:
-        assert self._engine is not None, "start() comes first"
-        return [psutil.Process(pid) for pid in self._engine.worker_pids()]
+        return self._running().take_spans()
 
     def _rss_bytes(self) -> int:
-        return sum(process.memory_info().rss for process in self._worker_processes())
+        return sum(psutil.Process(pid).memory_info().rss for pid in self._running().worker_pids())
 
     def pause(self) -> None:
-        assert self._engine is not None, "start() comes first"
-        self._engine.pause_workers()
+        self._running().pause_workers()
 
     def resume(self) -> None:
-        assert self._engine is not None, "start() comes first"
-        self._engine.resume_workers()
+        self._running().resume_workers()
 
     def close(self) -> None:
         if self._engine is not None:

@@ -22,12 +22,12 @@ Rejected: a synthetic exchange without attention. What a user gets is the whole 
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from time import clock_gettime, process_time
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
+from antiphon.bench.antiphon_engine import timed_answers
 from antiphon.bench.cpu_quota import limited
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
@@ -46,11 +47,9 @@ from antiphon.serve.balancer import Policy
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
-from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.routing_record import RoutingReplay
 from antiphon.serve.worker.spans import EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
-from antiphon.specs.sampling import SamplingParams
 
 Case = Literal["plain", "hot", "slow", "recorded"]
 CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
@@ -158,13 +157,15 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         replay_routing=order.routing if order.case == "recorded" else None,
     )
     engine = start_engine(config)
+    random = np.random.default_rng(order.seed)
+    prompts = random.integers(0, engine.info.vocab_size, (order.batch, order.prompt_tokens)).tolist()
     try:
         with _slowness(engine, order):
-            _answers(engine, order)  # the first pass: counts, plans, moves
+            timed_answers(engine, prompts, order.output_tokens, order.model)  # the first pass: counts, plans, moves
             engine.take_spans()
-            started_s, worked_s = time.perf_counter(), _processor_s(engine)
-            token_ids = _answers(engine, order)
-            took_s, worked_s = time.perf_counter() - started_s, _processor_s(engine) - worked_s
+            worked_s = _processor_s(engine)
+            answers = timed_answers(engine, prompts, order.output_tokens, order.model)
+            worked_s = _processor_s(engine) - worked_s
         spans = engine.take_spans()
         changes = engine.stats().placement_changes
     finally:
@@ -176,15 +177,15 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         for index, start, end in zip(of_worker.name_index, of_worker.starts_ns, of_worker.ends_ns, strict=True)
         if of_worker.names[index] == NAMES[STEP]
     ]
-    num_tokens = sum(map(len, token_ids))
+    rate = sum(map(len, answers.token_ids)) / answers.took_s
     per_step_s = worked_s / max(1, len(steps_s)) * order.attention
-    return _Pass(token_ids, num_tokens / took_s, steps_s, per_step_s, _balancedness(order, spans), changes)
+    return _Pass(answers.token_ids, rate, steps_s, per_step_s, _balancedness(order, spans), changes)
 
 
 def _processor_s(engine: Engine) -> float:
     """Used so far by this process and all workers."""
     clocks = [(~engine.worker_pid(name) << 3) | 2 for name in engine.workforce.names]  # as clock_getcpuclockid(3)
-    return time.process_time() + sum(map(time.clock_gettime, clocks))
+    return process_time() + sum(map(clock_gettime, clocks))
 
 
 def _balancedness(order: BalanceOrder, spans: Mapping[WorkerName, Spans]) -> float:
@@ -205,28 +206,12 @@ def _slowness(engine: Engine, order: BalanceOrder) -> Iterator[None]:
     is_slow = order.case == "slow"
     pids = [engine.worker_pid(WorkerName("experts", index)) for index in range(order.experts)]
     with ExitStack() as stack:
-        if order.expert_cores is None:
-            stack.enter_context(slowed(pids[0], is_slow))
-        else:
+        if order.expert_cores is not None:
             for index, pid in enumerate(pids):
                 stack.enter_context(limited(pid, order.expert_cores / (2 if is_slow and index == 0 else 1)))
+        elif is_slow:
+            stack.enter_context(_slowed(pids[0]))
         yield
-
-
-def _answers(engine: Engine, order: BalanceOrder) -> list[list[int]]:
-    """The greedy tokens of the order's prompts, all sent at once."""
-    random = np.random.default_rng(order.seed)
-    sink = ThreadSink()
-    params = SamplingParams(max_tokens=order.output_tokens, temperature=0.0, ignore_eos=True)
-    for number in range(order.batch):
-        prompt = random.integers(0, engine.info.vocab_size, order.prompt_tokens).tolist()
-        engine.submit_to(sink, str(number), prompt, params)
-    token_ids: list[list[int]] = [[] for _ in range(order.batch)]
-    for output in sink.outputs(order.batch):
-        if output.error is not None:
-            raise UserError(f"{order.model}: {output.error}")
-        token_ids[int(output.request_id)] += output.token_ids
-    return token_ids
 
 
 def make_hot(model: Path, folder: Path, seed: int) -> Path:
@@ -249,11 +234,8 @@ def make_hot(model: Path, folder: Path, seed: int) -> Path:
 
 
 @contextmanager
-def slowed(pid: int, really: bool) -> Iterator[None]:
+def _slowed(pid: int) -> Iterator[None]:
     """While inside, the process shares its cores with a busy one of its own priority."""
-    if not really:
-        yield
-        return
     cores = psutil.Process(pid).cpu_affinity()[:1]
     neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -263,7 +245,3 @@ def slowed(pid: int, really: bool) -> Iterator[None]:
     finally:
         neighbour.kill()
         neighbour.wait()
-
-
-def as_json(rows: list[BalanceRow]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]

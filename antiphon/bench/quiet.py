@@ -19,10 +19,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -98,16 +98,11 @@ def foreign_share_during(duration_s: float, extra_root_pids: Sequence[int] = ())
     return watch.foreign_share()
 
 
-def wait_for_quiet(
-    limit_share: float = FOREIGN_SHARE_LIMIT,
-    timeout_s: float = 120.0,
-    *,
-    measure: Callable[[float], float] = foreign_share_during,
-) -> bool:
-    """Block until half a second saw less than `limit_share` foreign CPU; False if `timeout_s` passed first."""
+def wait_for_quiet(*, timeout_s: float, extra_root_pids: Sequence[int] = ()) -> bool:
+    """Block until half a second saw little foreign CPU; False if `timeout_s` passed first."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        if measure(0.5) < limit_share:
+        if foreign_share_during(0.5, extra_root_pids) < FOREIGN_SHARE_LIMIT:
             return True
         if time.monotonic() >= deadline_s:
             return False
@@ -126,12 +121,11 @@ class Repetitions(Generic[Value]):
     """All repetitions of one contestant; `counted` are those a report may use."""
 
     all: tuple[Repetition[Value], ...]
-    limit_share: float = FOREIGN_SHARE_LIMIT
     num_required: int = NUM_QUIET_REPETITIONS
 
     @property
     def num_quiet(self) -> int:
-        return sum(repetition.foreign_share < self.limit_share for repetition in self.all)
+        return sum(repetition.foreign_share < FOREIGN_SHARE_LIMIT for repetition in self.all)
 
     @property
     def is_quiet(self) -> bool:
@@ -158,6 +152,17 @@ class Repetitions(Generic[Value]):
         return statistics.median(score(repetition.value) for repetition in self.counted)
 
 
+def foreign_words(row: Mapping[str, Any]) -> str:
+    """For a table: the foreign share of a row, and whether that was too much."""
+    return f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)")
+
+
+def rounds_of(contestants: Sequence[Value], num_rounds: int) -> Iterator[Sequence[Value]]:
+    """Everybody in each round, the order turned around every time: nobody profits from a machine that drifts."""
+    for number in range(num_rounds):
+        yield contestants if number % 2 == 0 else contestants[::-1]
+
+
 def repeat_until_quiet(
     contestants: Mapping[str, Callable[[], Value]],
     *,
@@ -172,21 +177,14 @@ def repeat_until_quiet(
     rounds.
     """
 
-    def measure(duration_s: float) -> float:
-        return foreign_share_during(duration_s, extra_root_pids)
-
     records: dict[str, list[Repetition[Value]]] = {name: [] for name in contestants}
-    for round_number in range(max_rounds):
-        names = list(contestants) if round_number % 2 == 0 else list(reversed(list(contestants)))
+    for names in rounds_of(list(contestants), max_rounds):
         for name in names:
-            wait_for_quiet(FOREIGN_SHARE_LIMIT, quiet_timeout_s, measure=measure)
+            wait_for_quiet(timeout_s=quiet_timeout_s, extra_root_pids=extra_root_pids)
             watch = CpuWatch(extra_root_pids)
             value = contestants[name]()
             records[name].append(Repetition(value, watch.foreign_share()))
-        if all(_num_below(record, FOREIGN_SHARE_LIMIT) >= num_required for record in records.values()):
+        found = {name: Repetitions(tuple(record), num_required) for name, record in records.items()}
+        if all(repetitions.is_quiet for repetitions in found.values()):
             break
-    return {name: Repetitions(tuple(record), FOREIGN_SHARE_LIMIT, num_required) for name, record in records.items()}
-
-
-def _num_below(record: Sequence[Repetition[Value]], limit_share: float) -> int:
-    return sum(repetition.foreign_share < limit_share for repetition in record)
+    return found

@@ -1,9 +1,10 @@
 """One training step that is timed: its sizes, the trainer's run that takes it, and the plain loop beside that."""
 
+import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -31,6 +32,17 @@ class StepCase(ABC):
     @property
     @abstractmethod
     def ranks(self) -> int: ...
+
+    def write(self, workplace: Path) -> Path:
+        """The file in `workplace` that ranks `read`."""
+        file = workplace / "case.json"
+        file.write_text(json.dumps(asdict(self) | {"folder": str(self.folder.resolve())}), encoding="utf-8")
+        return file
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**values | {"folder": Path(values["folder"])})
 
     @property
     def tokens_per_step(self) -> int:

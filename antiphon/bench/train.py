@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,8 +55,7 @@ def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list
 
 def run_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
     """The rows of a case on several ranks, which `torchrun` starts; they end together, whatever fails."""
-    file, rows = workplace / "case.json", workplace / "rows.json"
-    file.write_text(json.dumps(asdict(case) | {"folder": str(case.folder.resolve())}))
+    file, rows = case.write(workplace), workplace / "rows.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
     ended = subprocess.run([*command, "-m", "antiphon.bench.train", str(file)], env=environment, check=False)
@@ -97,8 +95,7 @@ def rows_of(case: TrainingCase, comparison: Comparison) -> list[dict[str, Any]]:
 
 def main(file: Path) -> None:
     """One rank of a case, which `torchrun` starts. The first one writes the rows."""
-    values = json.loads(file.read_text())
-    case = TrainingCase(**values | {"folder": Path(values["folder"])})
+    case = TrainingCase.read(file)
     if int(os.environ["RANK"]):
         Comparison(case, lambda text: None, lambda done, total: None).run(file.parent)
         return

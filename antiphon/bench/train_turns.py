@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.progress import Report
-from antiphon.bench.quiet import CpuWatch, Repetition, Repetitions, foreign_share_during, wait_for_quiet
+from antiphon.bench.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
 from antiphon.bench.step_case import StepCase, samples_of
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
 from antiphon.models.config import load_model_spec
@@ -124,9 +124,7 @@ class Comparison:
 
     def _wait_for_quiet(self) -> None:
         if self._trainer.is_first:
-            wait_for_quiet(
-                timeout_s=QUIET_PATIENCE_S, measure=lambda duration_s: foreign_share_during(duration_s, self._roots)
-            )
+            wait_for_quiet(timeout_s=QUIET_PATIENCE_S, extra_root_pids=self._roots)
         barrier(self._trainer.mesh.world)
 
     def _start_loop(self) -> None:

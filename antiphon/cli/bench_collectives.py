@@ -9,7 +9,8 @@ from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.collectives import COLLECTIVES, CollectiveSettings, bench_collectives
 from antiphon.bench.m2n.contestants import TRANSPORTS, WAITING
-from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size
+from antiphon.bench.quiet import foreign_words
+from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
 from antiphon.cli.output import JsonOption, show_bench, table
 
 _COLUMNS = ("collective", "ranks", "bytes", "median", "gloo", "gloo/this", "foreign")
@@ -62,7 +63,7 @@ def result_table(rows: list[dict[str, Any]]) -> Any:
             format_seconds(row["median_s"]),
             format_seconds(row["gloo_median_s"]),
             f"{row['speedup_over_gloo']:.3g}x",
-            f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)"),
+            foreign_words(row),
         )
         for row in rows
     ]
@@ -70,8 +71,7 @@ def result_table(rows: list[dict[str, Any]]) -> Any:
 
 
 def _words(option: str, text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
+    if not (words := words_of(text)):
         raise UserError(f"{option} is empty: name at least one")
     return words
 

@@ -8,6 +8,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.m2n.contestants import TRANSPORTS
+from antiphon.bench.quiet import foreign_words
 from antiphon.bench.two_level import TwoLevelCase, bench_two_level
 from antiphon.cli.options import check_count, check_one_of, check_timeout
 from antiphon.cli.output import JsonOption, show_bench, table
@@ -87,7 +88,7 @@ def result_table(rows: list[dict[str, Any]]) -> Any:
             format_bytes(row["across_bytes"]),
             format_bytes(row["inside_bytes"]),
             "" if row["mbit"] is None else f"{format_bytes(row['link_bytes'])}, {format_seconds(row['link_s'])}",
-            f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)"),
+            foreign_words(row),
         )
         for row in rows
     ]

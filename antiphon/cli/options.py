@@ -184,6 +184,11 @@ class WorkerOptions:
         raise UserError(f"{option} does not apply to --layout colocated: leave it out or use disaggregated")
 
 
+def words_of(text: str) -> list[str]:
+    """``"a, b,"`` -> ``["a", "b"]``."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def check_count(option: str, value: int | None, most: int) -> None:
     """`UserError` unless `value` is 1 to `most`, or None: the option was left out."""
     if value is not None and not 1 <= value <= most:

@@ -41,14 +41,16 @@ def test_watch_of_the_real_machine_is_a_share() -> None:
     assert 0.0 <= CpuWatch().foreign_share() <= 1.0
 
 
-def test_wait_for_quiet_returns_at_the_first_quiet_sample() -> None:
+def test_wait_for_quiet_returns_at_the_first_quiet_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = iter([0.5, 0.2, 0.01, 0.9])
-    assert quiet.wait_for_quiet(0.08, 60.0, measure=lambda _: next(shares))
+    monkeypatch.setattr(quiet, "foreign_share_during", lambda *_: next(shares))
+    assert quiet.wait_for_quiet(timeout_s=60.0)
     assert next(shares) == 0.9
 
 
-def test_wait_for_quiet_gives_up() -> None:
-    assert not quiet.wait_for_quiet(0.08, 0.0, measure=lambda _: 0.5)
+def test_wait_for_quiet_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "foreign_share_during", lambda *_: 0.5)
+    assert not quiet.wait_for_quiet(timeout_s=0.0)
 
 
 def test_counted_are_the_quiet_ones() -> None:

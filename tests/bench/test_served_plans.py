@@ -57,8 +57,8 @@ class Recorded(OpenAIPeer):
         super().__init__("http://nobody")
         self._recorded = [Stream(each, len(each), None) for each in arrivals_s]
 
-    async def _steady(self, workload: Workload) -> list[Stream]:
-        return self._recorded
+    async def _both_passes(self, workload: Workload) -> tuple[float, float, float, list[Stream]]:
+        return 0.0, 0.0, 0.0, self._recorded
 
 
 def test_only_the_time_in_which_all_decode_counts() -> None:

@@ -18,7 +18,6 @@ from antiphon.base.progress import Report
 from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
 from antiphon.bench.ladder.ladders import LadderCase, variants_of
-from antiphon.bench.ladder.rank import write_case
 from antiphon.bench.ladder.turns import WARM, write_schedule
 from antiphon.bench.quiet import CpuWatch
 from antiphon.bench.step_case import TEXT
@@ -50,7 +49,7 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
         workplace = Path(name)
         write_text(workplace / TEXT, case.tokens_per_step * (WARM + case.rounds + 2))
         write_schedule(workplace)
-        write_case(case, workplace)
+        case.write(workplace)
         watch = CpuWatch()
         with Box(num_nodes=case.nodes, mbit=case.mbit) as box:
             _run(box, case, workplace, timeout_s, report)

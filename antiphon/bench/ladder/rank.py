@@ -8,7 +8,6 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
 
 
 def main(workplace: Path) -> None:
-    values = json.loads((workplace / "case.json").read_text(encoding="utf-8"))
-    case = LadderCase(**values | {"folder": Path(values["folder"])})
+    case = LadderCase.read(workplace / "case.json")
     rank, variants = int(os.environ["RANK"]), variants_of(case)
     contestants = [_contestant(case, each, number, workplace, rank) for number, each in enumerate(variants)]
     link_bytes: list[list[int]] = [[] for _ in variants]
@@ -116,12 +114,6 @@ def _predicted_s(case: LadderCase, contestant: TrainerTurns, operator_s: dict[st
     links = Links(nodes=case.nodes, ranks_per_node=case.ranks_per_node, bytes_per_s=case.mbit * 1e6 / 8)
     plans = [layer.plan for layer in trainer.model.layers]
     return predicted_step_s(trainer.spec, trainer.config, trainer.mesh.sizes, plans, operator_s, links)
-
-
-def write_case(case: LadderCase, workplace: Path) -> None:
-    """For `main`."""
-    text = json.dumps(asdict(case) | {"folder": str(case.folder.resolve())})
-    (workplace / "case.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

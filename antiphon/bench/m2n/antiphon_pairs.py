@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from antiphon import _m2n
-from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.pattern import Bytes, WrongData, check_pattern, pattern
+from antiphon.bench.m2n.api import Phase, Seat, Traffic, phases_of_pairs
+from antiphon.bench.m2n.buffered import BufferedMember
+from antiphon.bench.m2n.pattern import Bytes, WrongData, check_pattern
 
 NUM_SLOTS = 1
 # Processes of the idle contestants share the cores; a late heartbeat must not look like a death.
@@ -23,24 +24,22 @@ _HEARTBEAT_S = 1.0
 _DEAD_AFTER_S = 10.0
 
 
-class AntiphonMember:
+class AntiphonMember(BufferedMember):
     """A sender, a receiver, or both at once."""
 
     def __init__(self, seat: Seat, options: Mapping[str, str]) -> None:
-        self._seat = seat
+        super().__init__(seat)
         self._transport = options["transport"]
         self._waiting = options["waiting"]
         self._in_place = options["in_place"] == "yes"
         self._endpoint: _m2n.Endpoint | None = None
         self._inbox: _m2n.Inbox | None = None
         self._outboxes: list[_m2n.Outbox] = []
-        self._incoming: list[Flow] = []
-        self._outgoing: list[Flow] = []
         self._pieces: list[Bytes] = []  # of one payload, one for each receiver
         self._arrived: list[Bytes] = []
 
     def open(self) -> bytes:
-        seat = self._seat
+        seat = self.seat
         self._endpoint = _m2n.Endpoint(
             str(seat),
             self._transport,
@@ -57,7 +56,7 @@ class AntiphonMember:
 
     def connect(self, introductions: Sequence[bytes]) -> None:
         assert self._endpoint is not None, "open() comes first"
-        seat = self._seat
+        seat = self.seat
         source = seat.traffic.index(seat.rank)
         self._outboxes = [
             self._endpoint.connect(introductions[flow.destination], source, seat.timeout_s)
@@ -67,25 +66,20 @@ class AntiphonMember:
             self._inbox.wait_connected(self._inbox.sources, seat.timeout_s)
 
     def prepare(self, traffic: Traffic) -> Sequence[Phase]:
-        self._incoming = traffic.incoming(self._seat.rank)
-        self._outgoing = traffic.outgoing(self._seat.rank)
-        lengths = [0 if self._in_place else flow.num_bytes for flow in self._outgoing]
+        self.set_flows(traffic)
+        lengths = [0 if self._in_place else flow.num_bytes for flow in self.outgoing]
         self._pieces = np.split(np.zeros(sum(lengths), np.uint8), np.cumsum(lengths)[:-1]) if lengths else []
         self._arrived = []
         return phases_of_pairs(
-            (self._commit_call() if self._in_place else self._send_call()) if self._outgoing else None,
-            self._receive_calls() if self._incoming else None,
+            (self._commit_call() if self._in_place else self._send_call()) if self.outgoing else None,
+            self._receive_calls() if self.incoming else None,
             self._wait_for_credits_call(),
         )
-
-    def produce(self, step: int) -> None:
-        for flow, payload in zip(self._outgoing, self.payloads(), strict=True):
-            payload[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
 
     def check(self, step: int) -> None:
         assert self._inbox is not None, "only a receiver waits"
         messages = {message.source: message for message in self._inbox.messages(step)}
-        for source, flow in enumerate(self._incoming):
+        for source, flow in enumerate(self.incoming):
             if source not in messages:
                 raise WrongData(f"step {step}: no message from rank {flow.source}, though the wait was for all")
             message = messages[source]
@@ -96,8 +90,8 @@ class AntiphonMember:
     def payloads(self) -> Sequence[Bytes]:
         if not self._in_place:
             return self._pieces
-        pairs = zip(self._outboxes, self._outgoing, strict=True)
-        return [outbox.slot(self._seat.timeout_s)[: flow.num_bytes] for outbox, flow in pairs]
+        pairs = zip(self._outboxes, self.outgoing, strict=True)
+        return [outbox.slot(self.seat.timeout_s)[: flow.num_bytes] for outbox, flow in pairs]
 
     def arrived(self, step: int) -> Sequence[Bytes]:
         if not self._arrived and self._inbox is not None:  # each source has one slot, so the next round's lie there too
@@ -112,7 +106,7 @@ class AntiphonMember:
 
     def _send_call(self) -> Callable[[int], None]:
         sends = [(box.send, piece.data) for box, piece in zip(self._outboxes, self._pieces, strict=True)]
-        timeout_s = self._seat.timeout_s
+        timeout_s = self.seat.timeout_s
 
         def run(step: int) -> None:
             for send, piece in sends:
@@ -121,9 +115,9 @@ class AntiphonMember:
         return run
 
     def _commit_call(self) -> Callable[[int], None]:
-        pairs = zip(self._outboxes, self._outgoing, strict=True)
+        pairs = zip(self._outboxes, self.outgoing, strict=True)
         calls = [(outbox.slot, outbox.commit, flow.num_bytes) for outbox, flow in pairs]
-        timeout_s = self._seat.timeout_s
+        timeout_s = self.seat.timeout_s
 
         def run(step: int) -> None:
             for slot, commit, num_bytes in calls:
@@ -134,11 +128,11 @@ class AntiphonMember:
 
     def _receive_calls(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
         assert self._inbox is not None, "only a receiver waits"
-        wait, num_sources, timeout_s = self._inbox.wait, len(self._incoming), self._seat.timeout_s
+        wait, num_sources, timeout_s = self._inbox.wait, len(self.incoming), self.seat.timeout_s
         return lambda step: wait(step, num_sources, timeout_s), self._inbox.release
 
     def _wait_for_credits_call(self) -> Callable[[int], None]:
-        wait_all, outboxes, timeout_s = _m2n.wait_all_credits, self._outboxes, self._seat.timeout_s
+        wait_all, outboxes, timeout_s = _m2n.wait_all_credits, self._outboxes, self.seat.timeout_s
         return lambda _: wait_all(outboxes, timeout_s)
 
 

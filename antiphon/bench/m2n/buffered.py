@@ -1,4 +1,4 @@
-"""What members have in common whose messages lie in buffers of their own: gloo, MPI and UCX."""
+"""What members have in common that send and receive messages, each from a buffer and into one."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ ACK_BYTES = 4
 
 
 class BufferedMember:
-    """Of a `Member` (see `api`), what has to do with bytes. `prepare` sets `sent` and `received`: a buffer for each of
-    `outgoing` and of `incoming`."""
+    """Of a `Member` (see `api`), what has to do with bytes. `prepare` sets `sent` and `received`, unless they
+    are elsewhere: a buffer for each of `outgoing` and of `incoming`."""
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -23,7 +23,7 @@ class BufferedMember:
         self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
 
     def produce(self, step: int) -> None:
-        for data, flow in zip(self.sent, self.outgoing, strict=True):
+        for data, flow in zip(self.payloads(), self.outgoing, strict=True):
             data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
 
     def check(self, step: int) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.m2n.api import Traffic
 from antiphon.bench.m2n.contestants import Contestant
-from antiphon.bench.quiet import Repetitions
+from antiphon.bench.quiet import Repetitions, foreign_words
 
 COLUMNS = (
     "transport",
@@ -132,7 +132,7 @@ def table_cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
             _times(row["speedup_over_gloo_median"]),
             _times(row["speedup_over_gloo_p99"]),
             _times(row["ratio_to_memcpy_median"]),
-            f"{row['foreign_cpu_share']:.0%}" + ("" if row["quiet"] else " (not quiet)"),
+            foreign_words(row),
         )
         for row in rows
     ]

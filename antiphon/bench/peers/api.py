@@ -9,7 +9,7 @@ one step like those that do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,13 @@ class RunResult:
     itl_s: list[float]
     peak_rss_bytes: int
     token_ids: list[list[int]] | None
+
+
+def steady_rate(arrivals_s: Sequence[Sequence[float]]) -> float | None:
+    """Tokens per second while all requests decode, from when each one's tokens came: from the last first token to the
+    first last one. None if they never did."""
+    begin, end = max(each[0] for each in arrivals_s), min(each[-1] for each in arrivals_s)
+    return sum(begin < moment <= end for each in arrivals_s for moment in each) / (end - begin) if end > begin else None
 
 
 class Peer(Protocol):

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from antiphon.bench.peers.api import PeerError, RawRun, RunResult, Workload, run_result
+from antiphon.bench.peers.api import PeerError, RawRun, RunResult, Workload, run_result, steady_rate
 from antiphon.bench.peers.engine_process import tree_peak_rss_bytes
 
 REQUEST_TIMEOUT_S = 900.0
@@ -84,7 +84,15 @@ class OpenAIPeer:
         return {"url": self._url, "model": self._model}
 
     def run(self, workload: Workload) -> RunResult:
-        raw = asyncio.run(self._both_passes(workload))
+        prefill_s, total_s, start_s, streams = asyncio.run(self._both_passes(workload))
+        token_ids = [stream.token_ids for stream in streams if stream.token_ids is not None]
+        raw = RawRun(
+            prefill_s=prefill_s,
+            total_s=total_s,
+            ttft_s=[stream.arrivals_s[0] - start_s for stream in streams],
+            itl_s=[gap_s for stream in streams for gap_s in inter_token_s(stream)],
+            token_ids=token_ids if len(token_ids) == len(streams) else None,
+        )
         pid = self.pid
         return run_result(workload, raw, tree_peak_rss_bytes(pid) if pid is not None else 0)
 
@@ -95,25 +103,17 @@ class OpenAIPeer:
     def close(self) -> None: ...
 
     def steady_decode_tokens_per_s(self, workload: Workload) -> float:
-        """Tokens per second while all requests decode: from the last one's first token to the first one's last.
-
-        The prompts are computed once before, so that with a prefix cache little of them is computed again."""
-        streams = asyncio.run(self._steady(workload))
-        begin = max(stream.arrivals_s[0] for stream in streams)
-        end = min(stream.arrivals_s[-1] for stream in streams)
-        if end <= begin:
+        """See `steady_rate`; the first pass leaves the prompts in a prefix cache, if there is one."""
+        _, _, _, streams = asyncio.run(self._both_passes(workload))
+        rate = steady_rate([stream.arrivals_s for stream in streams])
+        if rate is None:
             raise PeerError(
                 f"{self._name}: {workload.output_tokens} output tokens are too few: never did all requests decode"
             )
-        return sum(begin < moment <= end for stream in streams for moment in stream.arrivals_s) / (end - begin)
+        return rate
 
-    async def _steady(self, workload: Workload) -> list[Stream]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
-            await self._all_streams(client, workload.prompts, 1)
-            return await self._all_streams(client, workload.prompts, workload.output_tokens)
-
-    async def _both_passes(self, workload: Workload) -> RawRun:
+    async def _both_passes(self, workload: Workload) -> tuple[float, float, float, list[Stream]]:
+        """Seconds of the one-token pass and of the whole one; when the latter began, and its streams."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
             start_s = time.perf_counter()
@@ -123,14 +123,7 @@ class OpenAIPeer:
                 start_s = time.perf_counter()
                 streams = await self._all_streams(client, workload.prompts, workload.output_tokens)
                 total_s = time.perf_counter() - start_s
-        token_ids = [stream.token_ids for stream in streams if stream.token_ids is not None]
-        return RawRun(
-            prefill_s=prefill_s,
-            total_s=total_s,
-            ttft_s=[stream.arrivals_s[0] - start_s for stream in streams],
-            itl_s=[gap_s for stream in streams for gap_s in inter_token_s(stream)],
-            token_ids=token_ids if len(token_ids) == len(streams) else None,
-        )
+        return prefill_s, total_s, start_s, streams
 
     async def _all_streams(
         self, client: httpx.AsyncClient, prompts: list[list[int]], output_tokens: int

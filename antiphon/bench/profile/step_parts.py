@@ -36,16 +36,16 @@ def step_parts(spans: Mapping[WorkerName, Spans], concurrency: int) -> dict[str,
     parts: dict[str, list[float]] = {}
     t_a, t_e = [], []
     for each in attention:
-        steps = _steps_with(each, {share, share + bool(odd)})
+        steps = steps_with(each, {share, share + bool(odd)})
         if not steps:
             continue
         own = {name: _per_step(each, kinds, steps) for name, kinds in _PARTS.items()}
         own["bookkeeping"] = _per_step(each, (STEP,), steps) - sum(own.values())
         for name, seconds in own.items():
             parts.setdefault(name, []).append(seconds)
-        t_a += _per_micro_batch(each, (ATTENTION, DISPATCH), steps)
+        t_a += per_micro_batch(each, (ATTENTION, DISPATCH), steps)
         for worker in experts:
-            t_e += _per_micro_batch(worker, (EXPERTS, REPLY), steps)
+            t_e += per_micro_batch(worker, (EXPERTS, REPLY), steps)
     found = {name: fmean(values) for name, values in parts.items()}
     if not found:
         return {}
@@ -57,7 +57,7 @@ def step_parts(spans: Mapping[WorkerName, Spans], concurrency: int) -> dict[str,
     return found
 
 
-def _steps_with(spans: Spans, rows: Collection[int]) -> set[int]:
+def steps_with(spans: Spans, rows: Collection[int]) -> set[int]:
     """The steps of so many rows, the first and the last of them left out."""
     steps = [
         step
@@ -75,7 +75,8 @@ def _per_step(spans: Spans, kinds: Collection[int], steps: Collection[int]) -> f
     return median(totals.values())
 
 
-def _per_micro_batch(spans: Spans, kinds: Collection[int], steps: Collection[int]) -> list[float]:
+def per_micro_batch(spans: Spans, kinds: Collection[int], steps: Collection[int]) -> list[float]:
+    """Seconds spent in `kinds`, for each step, layer and micro-batch."""
     totals: dict[tuple[int, int, int], float] = {}
     for index, kind in enumerate(spans.name_index):
         if kind in kinds and spans.steps[index] in steps and spans.layers[index] >= 0:
