@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = pytest.StashKey[int]()
 
-# Where these say not to keep what is compiled, every process of every run would compile all tests, 6 s each.
+# An environment may forbid to keep what is compiled. Then each process of each run would compile all tests, 6 s a time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

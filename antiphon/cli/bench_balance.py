@@ -12,7 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.bench.balance import CASES, BalanceOrder, BalanceRow, Case, bench_balance
 from antiphon.cli import options
-from antiphon.cli.option_groups import takes_groups
+from antiphon.cli.commands import takes_groups
 from antiphon.cli.output import JsonOption, show_bench, table
 from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import POLICIES

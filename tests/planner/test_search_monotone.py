@@ -69,15 +69,14 @@ def improved(machines: ClusterSpec, what: str) -> ClusterSpec:
     return replace(machines, groups=(nodes,))
 
 
-@pytest.mark.parametrize(
-    "what", ["memory", "memory bandwidth", "arithmetic", "latency", "scale-up", "scale-out", "nodes"]
-)
 @pytest.mark.parametrize("phase", PHASES)
 @settings(max_examples=5, deadline=None)
 @given(MACHINES)
-def test_a_better_machine_is_never_worse(what: str, phase: str, machines: ClusterSpec) -> None:
+def test_a_better_machine_is_never_worse(phase: str, machines: ClusterSpec) -> None:
     requests = workload(slo=SloSpec(tpot_s=0.03, ttft_s=1.0))
-    assert best_score(improved(machines, what), requests, phase) >= best_score(machines, requests, phase) * (1 - 1e-6)
+    least = best_score(machines, requests, phase) * (1 - 1e-6)
+    for what in ("memory", "memory bandwidth", "arithmetic", "latency", "scale-up", "scale-out", "nodes"):
+        assert best_score(improved(machines, what), requests, phase) >= least, what
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -7,16 +7,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import openai
+import pytest
+from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from antiphon.serve.api import app as app_module
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.server import DrainingServer, bind, make_server, url_of
 from antiphon.serve.api.settings import ServerSettings
@@ -91,7 +94,14 @@ class Live:
     engine: FakeEngine
     server: DrainingServer
     http: httpx.Client
-    openai: openai.OpenAI
+    api_key: str
+
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        http = openai.DefaultHttpxClient(verify=False)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=30, http_client=http
+        )
 
     def complete(self, **body: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "hello", **body})
@@ -150,11 +160,24 @@ def is_closed(connection: socket.socket, patience_s: float = 20.0) -> bool:
         return False
 
 
+_describe = app_module._describe
+_descriptions: dict[bool, dict[str, Any]] = {}
+
+
+def described(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
+    """All servers describe themselves alike, and working it out takes a third of a start."""
+    if with_keys not in _descriptions:
+        _descriptions[with_keys] = _describe(app, with_keys=with_keys)
+    return _descriptions[with_keys]
+
+
 @contextmanager
 def live(engine: FakeEngine, *, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> Iterator[Live]:
     """Serve `engine` until the block ends."""
     server_settings = ServerSettings(port=0, **settings)
-    app = create_app(engine, small_tokenizer(chat_template), server_settings, small_grammars())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "_describe", described)
+        app = create_app(engine, small_tokenizer(chat_template), server_settings, small_grammars())
     server = make_server(app, server_settings)
     listener = bind("127.0.0.1", 0)
     url = url_of(listener)
@@ -162,10 +185,14 @@ def live(engine: FakeEngine, *, chat_template: str = CHAT_TEMPLATE, **settings: 
     thread.start()
     assert server.ready.wait(10)
     key = (*server_settings.api_keys, "none")[0]
-    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30) as http:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
-        yield Live(url, engine, server, http, client)
-        client.close()
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.Client(
+        base_url=url, headers=headers, timeout=30, verify=False
+    ) as http:  # to read certificates takes long
+        made = Live(url, engine, server, http, key)
+        yield made
+        if "openai" in vars(made):
+            made.openai.close()
     server.should_exit = server.force_exit = True
     engine.release()
     thread.join(10)

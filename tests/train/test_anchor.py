@@ -78,7 +78,7 @@ ON_RANKS = {
     for form in FORMS
     if name in BALANCE or form == "sequence and expert"
 }
-FEW_STEPS = 8  # in the quick lane
+FEW_STEPS = 5  # in the quick lane
 SPOILED = "expert 3 doubled on its rank"
 
 

@@ -27,10 +27,10 @@ FORMS = {name: (*EVERY_FAMILY, *(SOME_FAMILIES if name in IN_ALL_FORMS else ()))
 
 
 def is_quick(name: str, form: Form) -> bool:
-    """In the quick lane a form meets one family of three in turn, so each family two of the forms for all; the rest
-    meet in the slow one."""
+    """In the quick lane a family meets one of the forms for all in turn, and each of the other forms one family; the
+    rest meet in the slow one."""
     if form in EVERY_FAMILY:
-        return EVERY_FAMILY.index(form) % 3 == list(MODELS).index(name) % 3
+        return EVERY_FAMILY.index(form) == list(MODELS).index(name) % len(EVERY_FAMILY)
     return SOME_FAMILIES.index(form) % len(IN_ALL_FORMS) == IN_ALL_FORMS.index(name)
 
 
