@@ -44,8 +44,9 @@ class Cli:
     def refuses(self, code: int, message: str, *arguments: object) -> None:
         """It must fail with `code` and one line that `message`, a pattern, describes whole."""
         found, out, err = self.run(*arguments)
-        (line,) = [text for text in err.splitlines() if " INFO " not in text and not text.startswith("loading weights")]
-        assert re.fullmatch(f"error: {message}", line), line
+        lines = [text for text in err.splitlines() if " INFO " not in text and not text.startswith("loading weights")]
+        assert len(lines) == 1, lines
+        assert re.fullmatch(f"error: {message}", lines[0]), lines[0]
         assert found == code
         assert out == ""
 
