@@ -76,9 +76,7 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
     else:
         tokens = workload.requests_per_s * lengths.output
         each = _mean_in_flight(in_flight, lengths.tail_z) / tpot_s
-        used = np.clip(np.ceil(tokens / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
-        too_few = used > instances
-        used = np.minimum(used, instances)
+        used, too_few = _instances_for(tokens, each, instances)
         tokens_per_s = np.where(too_few, each * used, tokens)
     nothing = np.full(len(candidates), np.nan)
     return Outcome(
@@ -95,6 +93,12 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         tokens_per_s=tokens_per_s,
         why_not=np.where(too_slow, TPOT, np.where(too_few, RATE, 0)).astype(np.int64),
     )
+
+
+def _instances_for(rate: float, each: FloatArray, most: IntArray) -> tuple[IntArray, BoolArray]:
+    """Whole instances that together take `rate`, at most `most`; and where more would be needed."""
+    needed = np.clip(np.ceil(rate / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
+    return np.minimum(needed, most), needed > most
 
 
 def _mean_in_flight(places: FloatArray, tail_z: float) -> FloatArray:
@@ -201,10 +205,7 @@ def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -
         tokens_per_s = capacity * used * rho
     else:
         prompt_rate = rate * lengths.prompt
-        needed = np.ceil(prompt_rate / np.maximum(capacity * rho, 1e-12) * (1 - 1e-12))
-        used = np.clip(needed, 1, 2.0**40).astype(np.int64)
-        too_few = used > instances
-        used = np.minimum(used, instances)
+        used, too_few = _instances_for(prompt_rate, np.maximum(capacity * rho, 1e-12), instances)
         utilization = prompt_rate / (capacity * used)
         tokens_per_s = np.where(too_few, capacity * used * rho, prompt_rate)
     offline = rate is None and workload.slo.ttft_s is None
