@@ -236,6 +236,8 @@ class AttentionSide:
         """Wait for all partial sums, add them into `out` [num_pending, hidden].
 
         Nanoseconds: of the call, and the part of them in which the slowest expert worker did not compute."""
+    def prefetch(self, worker: int, layer: int, expert: int) -> None:
+        """The next dispatch asks `worker` for a copy of this expert. At most two requests ride on a message."""
     def num_pending(self, micro_batch: int) -> int: ...
     def forget(self) -> None: ...
     def take_counts(self) -> bytes:
@@ -257,9 +259,14 @@ class ExpertSplit:
 class ReceivedBatch:
     """Rows of one (layer, micro-batch)."""
 
-    def fields(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], int, int, int, int, int, int]:
-        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, number of rows; addresses of
-        rows, ids and weights, valid until `reply`. One call, because what calls it has cold caches."""
+    def fields(
+        self,
+    ) -> tuple[
+        int, int, int, tuple[int, ...], tuple[int, ...], int, int, tuple[tuple[int, int, int], ...], int, int, int, int
+    ]:
+        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, (source, layer, expert) of
+        copies that are asked for, number of rows; addresses of rows, ids and weights, valid until `reply`. One call,
+        because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from demo_loss import FOLDER, HELD_OUT, LIBRARY
 from numpy.typing import NDArray
-from popularity import PathProfile, most_popular, needs_phase_two, pack_first_fit
+from popularity import PathProfile, pack_first_fit
 
 from antiphon.kernels.select import make_backend
 from antiphon.models.attention_half import AttentionHalf
@@ -30,6 +30,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.placement.place import place, recent_loads
+from antiphon.placement.prefetch import most_popular, needs_phase_two
 from antiphon.placement.split import balancedness, split_rows
 from antiphon.train.config import read_config
 from antiphon.train.documents import find_files

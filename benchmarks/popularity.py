@@ -143,14 +143,3 @@ def pack_first_fit(devices_E: FloatArray, num_devices: int, max_experts: int) ->
 def _pieces(devices: float) -> int:
     """How many devices a share touches at least: 2.3 is two whole ones and a part."""
     return int(np.ceil(devices - 1e-9))
-
-
-def needs_phase_two(estimated_E: FloatArray, actual_E: FloatArray | IntArray, top_k: int) -> bool:
-    """Whether the estimate's most popular 2 k experts are others than those that the gate chose most often."""
-    return set(most_popular(estimated_E, 2 * top_k)) != set(most_popular(actual_E, 2 * top_k))
-
-
-def most_popular(popularity_E: FloatArray | IntArray, count: int) -> list[int]:
-    """The `count` most popular experts in falling order; of equal ones the lower number first."""
-    order: list[int] = np.argsort(-np.asarray(popularity_E, dtype=np.float64), kind="stable")[:count].tolist()
-    return order

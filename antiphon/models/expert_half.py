@@ -4,7 +4,7 @@ Each layer has slots for experts, some of which may be free: an expert can be lo
 is used from `hold` on. Letters as in `antiphon.kernels.api`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from antiphon.kernels.api import KernelBackend, PackedExperts
 from antiphon.specs.model import ModelSpec
 
 FREE = -1
+LoadExpert = Callable[[int, int, int], None]  # reads an expert into a slot: layer, expert, slot
 
 
 class ExpertHalf:

@@ -3,6 +3,7 @@
     off       placement stays as it is (a client may still change it, `POST /placement`)
     static    once, from the first `WINDOW_STEPS` steps
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
+    predict   as `window`; besides, attention workers ask for copies in the middle of a step (`worker/prefetch`)
 
 A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay (`placement.place`).
 While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
@@ -26,8 +27,8 @@ from antiphon.serve.policy.worker_speeds import WorkerSpeeds
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.specs.placement import ExpertPlacement
 
-Policy = Literal["off", "static", "window"]
-POLICIES: tuple[Policy, ...] = ("off", "static", "window")
+Policy = Literal["off", "static", "window", "predict"]
+POLICIES: tuple[Policy, ...] = ("off", "static", "window", "predict")
 WINDOW_STEPS = 40
 PERIOD_S = 5.0
 PLANNING_SHARE = 0.05  # of the time, at most

@@ -101,6 +101,11 @@ class ServeConfig:
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
             )
+        if self.layout == "hybrid" and self.balance == "predict":
+            raise UserError(
+                "--balance predict needs --layout disaggregated: in the hybrid one the senders of rows are those that "
+                "compute them, and would load in the middle of their own step; use window"
+            )
         if self.num_stages > 1 and self.balance != "off":
             raise UserError(
                 f"--balance {self.balance} with --pp {self.num_stages}: a pipeline's leader counts the rows of its own "

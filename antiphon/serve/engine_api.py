@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.events import EngineEvent
@@ -69,6 +71,22 @@ class EngineInfo:
     max_waiting: int
 
 
+class PrefetchCounts(msgspec.Struct):
+    """`num_forecasts`: layers whose rows were expected; `num_phase_two`: those whose most popular experts were others;
+    `num_copies`: copies asked for ahead of a layer; `num_late`: with its rows."""
+
+    num_forecasts: int = 0
+    num_phase_two: int = 0
+    num_copies: int = 0
+    num_late: int = 0
+
+    def add(self, other: "PrefetchCounts") -> None:
+        self.num_forecasts += other.num_forecasts
+        self.num_phase_two += other.num_phase_two
+        self.num_copies += other.num_copies
+        self.num_late += other.num_late
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A reading of the engine's counters; cumulative unless the name says otherwise. Feeds /metrics."""
@@ -92,6 +110,7 @@ class EngineStats:
     rows_per_expert: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)  # by layer, worker, expert
     expert_rows_per_s: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
+    prefetch: PrefetchCounts = field(default_factory=PrefetchCounts)
     queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
     exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker
     healthy: bool = True

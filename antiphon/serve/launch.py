@@ -45,6 +45,8 @@ from antiphon.specs.counts import context_tokens_per_row
 _log = get_logger("launch")
 # Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
 _KNEE_ROWS = {"cpu": 8, "gpu": 128}
+# Rows that an expert computes in the time in which one is loaded: on a CPU measured, on a GPU by the speed of PCIe.
+_LOAD_ROWS = {"cpu": 256, "gpu": 8192}
 
 
 class Launcher:
@@ -271,6 +273,7 @@ class Launcher:
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
             count_rows=config.balance != "off",
+            prefetch_rows=_LOAD_ROWS["cpu" if config.device == "cpu" else "gpu"] if config.balance == "predict" else 0,
             record_routing=config.record_routing is not None,
             replay_routing="" if config.replay_routing is None else str(config.replay_routing),
             exchange=exchange,

@@ -14,6 +14,7 @@ import numpy as np
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.placement.split import balancedness
+from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.events import EventLog
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
@@ -32,6 +33,7 @@ class EngineStatistics:
         self.dispatch_bytes = 0
         self.exposed_communication_s = 0.0
         self.placement_changes = 0
+        self.prefetch = PrefetchCounts()
         self.events = EventLog()
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
@@ -50,6 +52,8 @@ class EngineStatistics:
         self.exposed_communication_s += result.exposed_s
         self._attention_step_s += result.step_s
         self._attention_wait_s += result.wait_s
+        if result.prefetch is not None:
+            self.prefetch.add(result.prefetch)
 
     def record_group_step(self, step_s: float, num_experts: int) -> None:
         """A step of all workers that step together, so many expert workers among them, took this long."""

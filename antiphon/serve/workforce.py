@@ -10,6 +10,8 @@ because somebody stopped its process for `_STOPPED_S`. A short stop must harm no
 
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import EngineStats
@@ -134,6 +136,7 @@ class Workforce:
             dispatch_bytes=statistics.dispatch_bytes,
             balancedness_per_layer=statistics.balancedness_per_layer(),
             placement_changes=statistics.placement_changes,
+            prefetch=msgspec.structs.replace(statistics.prefetch),
             rows_per_expert=statistics.rows_per_expert(),
             expert_rows_per_s=statistics.rows_per_s(),
             queue_times_s=statistics.take_queue_times(),

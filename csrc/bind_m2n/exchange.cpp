@@ -44,6 +44,14 @@ nb::tuple tuple_of(const Numbers& numbers) {
     return nb::tuple(list);
 }
 
+nb::tuple requests_of(const m2n::ReceivedBatch& batch) {
+    nb::list requests;
+    for (const m2n::Prefetch& each : batch.prefetches) {
+        requests.append(nb::make_tuple(each.source, each.layer, each.expert));
+    }
+    return nb::tuple(requests);
+}
+
 void bind_attention(nb::module_& module) {
     nb::class_<AttentionSide>(module, "AttentionSide")
         .def("__init__",
@@ -89,6 +97,7 @@ void bind_attention(nb::module_& module) {
              },
              nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("out"),
              nb::arg("timeout_s"))
+        .def("prefetch", &AttentionSide::prefetch, nb::arg("worker"), nb::arg("layer"), nb::arg("expert"))
         .def("num_pending", &AttentionSide::num_pending, nb::arg("micro_batch"))
         .def("forget", &AttentionSide::forget)
         .def("take_counts",
@@ -105,8 +114,8 @@ void bind_experts(nb::module_& module) {
         .def("fields", [](const ReceivedBatch& batch) {
             return nb::make_tuple(batch.key.step, batch.key.layer, batch.key.micro_batch, tuple_of(batch.sources),
                                   tuple_of(batch.rows_per_source), batch.oldest_placement, batch.newest_placement,
-                                  batch.num_rows, address_of(batch.rows), address_of(batch.ids),
-                                  address_of(batch.weights));
+                                  requests_of(batch), batch.num_rows, address_of(batch.rows),
+                                  address_of(batch.ids), address_of(batch.weights));
         });
 
     nb::class_<ExpertSide>(module, "ExpertSide")

@@ -1,6 +1,7 @@
 #include "m2n/token_exchange.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -11,8 +12,12 @@ namespace antiphon::m2n {
 namespace {
 
 // User words of a dispatch message, and of a reply.
-enum : size_t { num_rows_word = 0, participants_word = 1, placement_word = 3 };
+enum : size_t { num_rows_word = 0, participants_word = 1, placement_word = 3, first_prefetch_word = 4 };
+constexpr size_t max_prefetches = 2;  // of one message: for a layer ahead and for its own
 enum : size_t { times_word = 0 };
+
+// A request for an expert as a word; 0 is none.
+constexpr uint32_t prefetch_bit = 1u << 31, expert_bits = 16;
 
 constexpr uint32_t step_bits = 28, layer_bits = 12, micro_batch_bits = 8;
 constexpr uint32_t epoch_shift = step_bits + layer_bits + micro_batch_bits;
@@ -52,7 +57,8 @@ AttentionSide::AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies,
     : scatter_(std::move(scatter)),
       replies_(std::move(replies)),
       experts_(scatter_.num_workers()),
-      pending_(num_micro_batches) {
+      pending_(num_micro_batches),
+      prefetches_(scatter_.num_workers()) {
     if (num_micro_batches > max_micro_batches) {
         throw Error(Code::invalid, std::to_string(num_micro_batches) + " micro-batches: a step number has room for " +
                                        std::to_string(max_micro_batches));
@@ -74,7 +80,18 @@ void AttentionSide::place(uint32_t version, uint32_t layer, ExpertSplit split) {
     placement_version_ = version;
 }
 
+void AttentionSide::prefetch(uint32_t worker, uint32_t layer, uint32_t expert) {
+    std::vector<uint32_t>& words = prefetches_.at(worker);
+    if (layer >= max_layers || expert >= max_placed_experts || words.size() == max_prefetches) {
+        throw Error(Code::invalid, "expert " + std::to_string(expert) + " of layer " + std::to_string(layer) +
+                                       " cannot be asked for: a header has room for " + std::to_string(max_prefetches) +
+                                       " of " + std::to_string(max_placed_experts) + " experts");
+    }
+    words.push_back(prefetch_bit | layer << expert_bits | expert);
+}
+
 void AttentionSide::forget() {
+    for (auto& words : prefetches_) words.clear();
     for (Pending& pending : pending_) pending.count = 0;
 }
 
@@ -107,6 +124,11 @@ void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const G
     for (const SourceId worker : present_) {
         const auto num_rows = static_cast<uint32_t>(pending.rows_of[worker].size());
         label.user[num_rows_word] = num_rows;
+        std::vector<uint32_t>& words = prefetches_[worker];
+        for (size_t i = 0; i < max_prefetches; ++i) {
+            label.user[first_prefetch_word + i] = i < words.size() ? words[i] : 0;
+        }
+        words.clear();
         Outbox& outbox = *experts_[worker];
         scatter_.write(rows, worker, pending.rows_of[worker], outbox.slot(deadline));
         const uint64_t length = num_rows == 0 ? 0 : shape.dispatch_bytes(num_rows);
@@ -161,6 +183,7 @@ ReceivedBatch ExpertSide::collect(Step step) {
         SourceId source;
         uint32_t num_rows;
         uint32_t placement;
+        std::array<uint32_t, max_prefetches> prefetches;
         const std::byte* payload;
     };
     std::vector<Part> parts;
@@ -171,7 +194,9 @@ ReceivedBatch ExpertSide::collect(Step step) {
             throw Error(Code::invalid, requests_->name_of(source) + " sent " + std::to_string(header.length) +
                                            " bytes for " + std::to_string(num_rows) + " rows");
         }
-        parts.push_back({source, num_rows, header.user[placement_word], payload});
+        Part part{source, num_rows, header.user[placement_word], {}, payload};
+        std::copy_n(&header.user[first_prefetch_word], max_prefetches, part.prefetches.begin());
+        parts.push_back(part);
     });
     std::ranges::sort(parts, {}, &Part::source);
     ReceivedBatch batch;
@@ -185,6 +210,11 @@ ReceivedBatch ExpertSide::collect(Step step) {
         batch.rows_per_source.push_back(part.num_rows);
         batch.num_rows += part.num_rows;
         payloads.push_back(part.payload);
+        for (const uint32_t word : part.prefetches) {
+            if ((word & prefetch_bit) == 0) continue;
+            const uint32_t expert = word & (max_placed_experts - 1);
+            batch.prefetches.push_back({part.source, (word & ~prefetch_bit) >> expert_bits, expert});
+        }
     }
     gather(batch, payloads);
     return batch;

@@ -5,7 +5,7 @@
 // them. Expert worker: `receive` returns the rows of one (layer, micro-batch) from all attention workers that take
 // part, `reply` sends each its rows back. Slots are released before the reply leaves, so a dispatch that follows a
 // combine finds a free slot. Both senders wait for all the slots they need before they send anything, so a call that
-// was interrupted can be made again.
+// was interrupted can be made again. The request to fetch an expert ahead of a layer rides in a dispatch's header.
 //
 // A step of the library is (epoch of the exchange, engine step, layer, micro-batch) in one number that only grows
 // with the epoch: a new epoch discards all that is older.
@@ -38,6 +38,7 @@ struct BatchKey {
 constexpr uint32_t max_layers = 1u << 12;
 constexpr uint32_t max_micro_batches = 1u << 8;
 constexpr uint32_t max_attention_workers = 64;  // participants travel as a set of bits
+constexpr uint32_t max_placed_experts = 1u << 16;  // of a layer, where experts are fetched ahead
 constexpr Step introduction_bit = Step{1} << 63;  // a message that carries the sender's own ticket
 
 // When an expert worker computed, on its own monotonic clock.
@@ -61,7 +62,10 @@ class AttentionSide {
     // num_pending(micro_batch) rows. `times`: of each worker.
     void combine(const BatchKey& key, std::byte* out, std::vector<ComputeTimes>& times, Deadline deadline);
     uint32_t num_pending(uint32_t micro_batch) const { return pending_.at(micro_batch).count; }
-    void forget();  // whatever was dispatched and not combined
+    // The next dispatch asks `worker` for a copy of this expert: of a later layer ahead of it, or of its own layer. At
+    // most two requests ride on one message. Where the layer's rows go is `place`'s matter.
+    void prefetch(uint32_t worker, uint32_t layer, uint32_t expert);
+    void forget();  // whatever was dispatched and not combined, and requests that have not left
 
     uint64_t bytes_sent() const { return bytes_sent_; }
     // Rows of each expert in all dispatches since the last call, one placed layer after the other.
@@ -78,8 +82,16 @@ class AttentionSide {
     std::vector<Pending> pending_;
     std::vector<SourceId> present_;  // workers that are there
     std::vector<const std::byte*> partials_;
+    std::vector<std::vector<uint32_t>> prefetches_;  // by worker, as words of the next dispatch
     uint32_t placement_version_ = 0;
     uint64_t bytes_sent_ = 0;
+};
+
+// `source` will send rows of this expert, which the placement does not name here.
+struct Prefetch {
+    SourceId source = 0;
+    uint32_t layer = 0;
+    uint32_t expert = 0;
 };
 
 // Rows of one (layer, micro-batch). Pointers are valid until `reply`.
@@ -93,6 +105,7 @@ struct ReceivedBatch {
     const std::byte* rows = nullptr;
     const int32_t* ids = nullptr;
     const float* weights = nullptr;
+    std::vector<Prefetch> prefetches;  // in the order of `sources`
 };
 
 // A new attention worker says how to reach it.

@@ -6,13 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from benchmarks.popularity import (
-    PathProfile,
-    devices_of_experts,
-    most_popular,
-    needs_phase_two,
-    pack_first_fit,
-)
+from antiphon.placement.prefetch import most_popular, needs_phase_two
+from benchmarks.popularity import PathProfile, devices_of_experts, pack_first_fit
 
 
 def follow(num_rows: int, num_layers: int, num_experts: int, seed: int = 0) -> np.ndarray:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.serve import balancer
+from antiphon.serve import balancer, launch
 from antiphon.serve.engine import Engine
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement, Owners
@@ -81,6 +81,41 @@ def test_the_same_text_whoever_decides(
         assert complete(engine, prompts) == reference
         wait_until(lambda: set(engine.stats().balancedness_per_layer) == {0, 1}, "a report of both workers' rows")
         assert set(engine.stats().rows_per_expert[0]) == {0, 1}
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy ahead of a layer pays at once: rows are divided however few they are, and a load costs as much as one."""
+    monkeypatch.setattr(launch, "_KNEE_ROWS", {"cpu": 1})
+    monkeypatch.setattr(launch, "_LOAD_ROWS", {"cpu": 1})
+
+
+@pytest.mark.parametrize("layout", ["2+2/m2", "1t2+2t2/m2", pytest.param("3+2/m3", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("eager")
+def test_copies_ahead_of_a_layer_do_not_change_the_text(
+    layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, layout, balance="predict", expert_slots=4)) as engine:
+        assert complete(engine, prompts) == reference
+        assert complete(engine, prompts) == reference
+        counts = engine.stats().prefetch
+    assert counts.num_copies > 0
+    assert counts.num_forecasts >= counts.num_phase_two > 0
+    assert counts.num_late > 0
+
+
+@pytest.mark.parametrize("victims", [[("attention", 0)], [("experts", 1)]])
+@pytest.mark.usefixtures("eager")
+def test_deaths_among_copies_cost_no_token(
+    victims: list[tuple[str, int]], tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """A restarted worker has none of the copies that the others knew of."""
+    with running(config(tiny_model, "2+2/m2", balance="predict", expert_slots=4)) as engine:
+        kills = [partial(kill, engine, role, index) for role, index in victims]
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(*kills))
+        assert [request.token_ids for request in finished] == reference
+        assert engine.stats().num_worker_restarts == len(victims)
+        assert complete(engine, prompts) == reference
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`.
 
     `ids_RK` are global expert ids, -1 where the expert lives on another worker. `placements`: the oldest and the newest
-    version of the placement by which they were sent. The tensors may be views of receive buffers: they are valid until
-    `reply`.
+    version of the placement by which they were sent. `prefetches`: (source, layer, expert) for which rows will come, of
+    this layer or a later one, though the placement does not name them. The tensors may be views of receive buffers:
+    they are valid until `reply`.
     """
 
     step: int
@@ -51,6 +52,7 @@ class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rows_RH: Tensor
     ids_RK: Tensor
     weights_RK: Tensor
+    prefetches: tuple[tuple[int, int, int], ...] = ()
 
 
 class StepAborted(Exception):

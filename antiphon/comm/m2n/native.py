@@ -9,7 +9,7 @@ of the old one at once, `reset` forgets what was in flight and renews the connec
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -93,6 +93,8 @@ class NativeAttentionExchange(_End):
             self._inbox,
             shape.num_micro_batches,
         )
+        self._prefetched: dict[int, dict[int, int]] = {}  # by layer and worker: an expert beyond the placement
+        self.placement = placement
         self.place(placement)
         self._tickets: list[bytes] = [b""] * shape.num_experts
         self._participants: list[int] = []
@@ -107,6 +109,9 @@ class NativeAttentionExchange(_End):
         they have connected back. Blocks; `PeerTimeout`, `PeerLost` or `Refused` if one cannot be reached."""
         self._epoch = epoch
         self._side.forget()
+        if self._prefetched:
+            self._prefetched.clear()
+            self.place(self.placement)
         connected_back = self._inbox.connected()
         present = [worker for worker, ticket in enumerate(tickets) if ticket]
         for worker, ticket in enumerate(tickets):
@@ -137,15 +142,40 @@ class NativeAttentionExchange(_End):
         self._side.set_expert(worker, outbox)
 
     def place(self, placement: ExpertPlacement) -> None:
-        for layer, owners in placement.owners.items():
-            self._side.place(
-                version=placement.version,
-                layer=layer,
-                owners=owners,
-                speeds=placement.speeds,
-                knee=placement.knee,
-                num_workers=placement.num_workers,
-            )
+        self.placement = placement
+        for layer in placement.owners:
+            self._place_layer(layer)
+
+    def _place_layer(self, layer: int) -> None:
+        placement, prefetched = self.placement, self._prefetched.get(layer, {})
+        owners = placement.owners[layer]
+        if prefetched:
+            copies = [
+                (*of_expert, *(w for w, e in prefetched.items() if e == expert and w not in of_expert))
+                for expert, of_expert in enumerate(owners)
+            ]
+            owners = tuple(copies)
+        self._side.place(
+            version=placement.version,
+            layer=layer,
+            owners=owners,
+            speeds=placement.speeds,
+            knee=placement.knee,
+            num_workers=placement.num_workers,
+        )
+
+    def prefetched(self, layer: int) -> Mapping[int, int]:
+        """By worker the expert of this layer that it fetched for this attention worker."""
+        return self._prefetched.get(layer, {})
+
+    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
+        """By worker an expert of which it fetches a copy, in place of the one that it fetched before: rows of `layer`
+        go there from now on. The request rides on the next dispatch, of this layer or of an earlier one. Only while no
+        rows of this layer are under way. Copies last until the next epoch."""
+        self._prefetched.setdefault(layer, {}).update(copies)
+        for worker, expert in copies.items():
+            self._side.prefetch(worker, layer, expert)
+        self._place_layer(layer)
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._step = step
@@ -252,7 +282,9 @@ class NativeExpertExchange(_End):
 
     def _to_batch(self, received: _m2n.ReceivedBatch) -> ExpertBatch:
         self._batch = received
-        step, layer, micro_batch, sources, rows_per_source, oldest, newest, num_rows, *addresses = received.fields()
+        step, layer, micro_batch, sources, rows_per_source, oldest, newest, asked, num_rows, *addresses = (
+            received.fields()
+        )
         rows_RH, ids_RK, weights_RK = self._views_of(num_rows, *addresses)
         return ExpertBatch(
             step=step,
@@ -264,6 +296,7 @@ class NativeExpertExchange(_End):
             rows_RH=rows_RH,
             ids_RK=ids_RK,
             weights_RK=weights_RK,
+            prefetches=asked,
         )
 
     def _views_of(self, num_rows: int, rows: int, ids: int, weights: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -149,6 +149,10 @@ def _counters(stats: EngineStats) -> Iterable[Metric]:
         ("exposed_communication_seconds", "Communication not hidden by compute", stats.exposed_communication_s),
         ("dispatch_bytes", "Bytes sent from attention to experts", stats.dispatch_bytes),
         ("placement_changes", "Times that experts were placed anew", stats.placement_changes),
+        ("expert_forecasts", "Layers whose expert rows were expected ahead", stats.prefetch.num_forecasts),
+        ("expert_forecasts_corrected", "Forecasts that named other experts", stats.prefetch.num_phase_two),
+        ("experts_prefetched", "Copies asked for ahead of a layer", stats.prefetch.num_copies),
+        ("experts_prefetched_late", "Copies asked for with a layer's rows", stats.prefetch.num_late),
     ):
         yield CounterMetricFamily(f"antiphon:{name}", text, value=value)
 

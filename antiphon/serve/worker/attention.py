@@ -28,8 +28,9 @@ from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
+from antiphon.serve.worker.prefetch import Prefetcher
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, RECEIVE, SAMPLE, STEP, SpanRecorder
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, PREDICT, RECEIVE, SAMPLE, STEP, SpanRecorder
 
 
 @dataclass(slots=True)
@@ -64,12 +65,14 @@ class AttentionRunner:
         moves: ExpertMoves | None = None,
         stages: Stages | None = None,
         replay: RoutingReplay | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples. `count_rows`: results say how many rows each expert got.
         `forms`: how rows travel where other workers' rows are computed in `experts` too, so that every micro-batch goes
         there, rows or none; what comes back is the whole sum, on every rank. `moves`: of the experts here, if they
         serve others too; each step then names the placement by which rows go. `stages`: this process's place in a
-        pipeline; None: it has all layers. `replay`: rows go to the experts that it says."""
+        pipeline; None: it has all layers. `replay`: rows go to the experts that it says. `prefetcher`: asks
+        for copies ahead of layers, by the first micro-batch that has rows."""
         self._forms = forms
         self._moves = moves
         self._shared = forms is not None
@@ -78,6 +81,8 @@ class AttentionRunner:
         self._count_rows = count_rows
         self._routing = routing
         self._replay = replay
+        self._prefetcher = prefetcher
+        self._first = 0  # of this step's micro-batches, the first with rows
         self._device = half.backend.device
         self._experts = experts
         self._cache = cache
@@ -106,6 +111,7 @@ class AttentionRunner:
             for start in step.starts:
                 self._sampler.add(start)
         self._served.clear()
+        self._first = next((index for index, rows in enumerate(step.micro_batches) if rows), 0)
         self._stage_wait_s = 0.0
         if self._moves is not None:
             experts.place(self._moves.named(step.placement))
@@ -132,6 +138,7 @@ class AttentionRunner:
             dispatch_bytes=experts.bytes_sent - num_bytes,
             expert_rows=experts.take_counts() if self._count_rows else b"",
             routed=b"" if self._routing is None else self._routing.of_step(),
+            prefetch=None if self._prefetcher is None else self._prefetcher.take_counts(),
         )
 
     def _begin(self, sequences: list[SequenceStep]) -> _MicroBatch | None:
@@ -223,6 +230,11 @@ class AttentionRunner:
         if self._routing is not None:
             self._routing.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
+        if self._prefetcher is not None and index == self._first:
+            start_ns = time.monotonic_ns()
+            self._prefetcher.correct(layer, ids_TK)
+            self._prefetcher.expect(layer, y_TH)
+            recorder.add(PREDICT, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)
         recorder.add(DISPATCH, start_ns, layer, index, rows)

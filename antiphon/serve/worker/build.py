@@ -33,6 +33,7 @@ from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner, LeadersExperts, LocalExperts
 from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
 from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.prefetch import Prefetcher
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
@@ -145,10 +146,11 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     configure, spec, backend, recorder = source.configure, source.spec, source.backend, source.recorder
     ranks = rank_group(configure, source.endpoints)
     share = share_of(spec, ranks.rank, ranks.size)
-    placement, num_slots = configure.placement, configure.expert_slots
+    placement, num_slots = configure.placement, configure.expert_slots + _num_prefetched(configure)
     held = placement.experts_of(configure.index)
     half = load_expert_half(source.checkpoint, spec, backend, held, source.progress, share=share, num_slots=num_slots)
-    moves = ExpertMoves(configure.index, half, partial(load_expert, source.checkpoint, spec, share, half), placement)
+    load = partial(load_expert, source.checkpoint, spec, share, half)
+    moves = ExpertMoves(configure.index, half, load, placement, _num_prefetched(configure))
     experts = ExpertRanks(ranks, half, moves, recorder)
     if ranks.rank > 0:
         return Follower(experts, recorder, Links(None, ranks), moves, None, backend.name, configure.timeout_s)
@@ -159,6 +161,12 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     runner = ExpertRunner(experts, exchange, counters, recorder)
     links = Links(exchange, ranks)
     return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
+
+
+def _num_prefetched(configure: Configure) -> int:
+    """Slots of each layer for copies ahead of it: one for each attention worker."""
+    exchange = configure.exchange
+    return exchange.num_attention if configure.prefetch_rows and exchange is not None else 0
 
 
 def _build_attention(source: _Source) -> AttentionWorker | Follower:
@@ -261,6 +269,9 @@ def _attention_runner(
     configure, spec, backend = source.configure, source.spec, source.backend
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     leads = configure.rank == 0
+    prefetcher = None
+    if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
+        prefetcher = Prefetcher(half, exchange, configure.prefetch_rows)
     return AttentionRunner(
         half,
         exchange,
@@ -275,4 +286,5 @@ def _attention_runner(
         moves=moves,
         stages=seat.stages,
         replay=_replay(configure, spec),
+        prefetcher=prefetcher,
     )

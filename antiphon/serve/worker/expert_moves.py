@@ -16,27 +16,31 @@ Rejected: a low priority for the thread. It holds the interpreter's lock at time
 
 import time
 import traceback
-from collections.abc import Callable
 from threading import Event, Thread
 
 from antiphon import _native
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.models.expert_half import FREE, ExpertHalf
+from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
+from antiphon.serve.worker.prefetch import PrefetchSlots
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("worker")
-LoadExpert = Callable[[int, int, int], None]  # layer, expert, slot
 LOADING_SHARE = 0.2  # of the time that a move takes; the thread rests in between
 
 
 class ExpertMoves:
-    """`load` reads an expert into a slot. One placement is prepared at a time. Not thread-safe."""
+    """`load` reads an expert into a slot. One placement is prepared at a time. Not thread-safe.
 
-    def __init__(self, index: int, half: ExpertHalf, load: LoadExpert, placement: ExpertPlacement) -> None:
+    `num_prefetched`: of the slots of each layer, the last ones are for copies that no placement names."""
+
+    def __init__(
+        self, index: int, half: ExpertHalf, load: LoadExpert, placement: ExpertPlacement, num_prefetched: int = 0
+    ) -> None:
         self._index = index
         self._half = half
         self._load = load
+        self.prefetched = PrefetchSlots(half, load, num_prefetched)
         self._placements = [placement]  # by which rows may come, oldest first
         self._coming: ExpertPlacement | None = None
         self._wanted: list[tuple[int, int, int]] = []  # layer, expert, slot
@@ -46,7 +50,7 @@ class ExpertMoves:
 
     def prepare(self, placement: ExpertPlacement) -> None:
         """Begin to load what `placement` wants here and is missing; forgets one that was being prepared."""
-        self.close()
+        self._stop_loading()
         del self._placements[1:]  # they were given up: else the engine would have moved on to them
         self._free_unnamed()
         self._stop = Event()
@@ -54,8 +58,9 @@ class ExpertMoves:
         for layer, ids in placement.experts_of(self._index).items():
             if layer not in self._half.expert_ids:
                 continue  # of another stage
-            free = [slot for slot, expert in enumerate(self._half.expert_ids[layer]) if expert == FREE]
-            missing = [expert for expert in ids if expert not in self._half.expert_ids[layer]]
+            own = self._own_slots(layer)
+            free = [slot for slot, expert in enumerate(own) if expert == FREE]
+            missing = [expert for expert in ids if expert not in own]
             if len(missing) > len(free):
                 self._failure = f"layer {layer}: {len(missing)} experts are to come, {len(free)} slots are free"
                 return
@@ -106,10 +111,15 @@ class ExpertMoves:
     def _free_unnamed(self) -> None:
         """Let go what none of the placements names."""
         kept = [each.experts_of(self._index) for each in self._placements]
-        for layer, ids in self._half.expert_ids.items():
-            for slot, expert in enumerate(ids):
+        for layer in self._half.expert_ids:
+            for slot, expert in enumerate(self._own_slots(layer)):
                 if expert != FREE and not any(expert in of_layers[layer] for of_layers in kept):
                     self._half.hold(layer, slot, FREE)
+
+    def _own_slots(self, layer: int) -> tuple[int, ...]:
+        """What is in the slots that placements fill."""
+        ids = self._half.expert_ids[layer]
+        return ids[: len(ids) - self.prefetched.num_slots]
 
     def check(self, versions: tuple[int, int]) -> None:
         """Rows came by placements from the first to the second version: a bug unless this worker knows them."""
@@ -119,7 +129,11 @@ class ExpertMoves:
         assert versions[1] <= known[1], message
 
     def close(self) -> None:
-        """Stop loading."""
+        """Stop loading; blocks until the expert under way is read."""
+        self._stop_loading()
+        self.prefetched.close()
+
+    def _stop_loading(self) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from antiphon.comm.m2n.traffic import Traffic
+from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
@@ -55,6 +56,8 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     A worker is a group of `num_ranks` processes, evenly dealt out to `num_stages` stages of a pipeline, one stage after
     the other; this is number `rank`, and 0 leads: it gets the steps.
+    `prefetch_rows`: attention workers ask for copies ahead of a layer, each of which costs as much as so many rows, and
+    expert workers have room for one more expert for each attention worker; 0: they do not.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
@@ -76,6 +79,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     placement: ExpertPlacement
     expert_slots: int
     count_rows: bool
+    prefetch_rows: int = 0
     record_routing: bool = False
     replay_routing: str = ""
     exchange: ExchangeConfig | None
@@ -151,6 +155,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dispatch_bytes: int
     expert_rows: bytes = b""
     routed: bytes = b""
+    prefetch: PrefetchCounts | None = None
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):

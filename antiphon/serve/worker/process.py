@@ -157,6 +157,8 @@ def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed
 def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> bool:
     """Begin the epoch and say so: True. A peer that cannot be reached is reported instead; the engine asks again."""
     try:
+        if worker.moves is not None:
+            worker.moves.prefetched.forget()
         worker.links.reset(order)
     except StepAborted:
         return False  # a newer epoch is on its way

@@ -90,6 +90,7 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     micro_batch: int
     num_rows: int
+    prefetches: tuple[tuple[int, int, int], ...] = ()
 
 
 _DECODE_BATCH = msgspec.msgpack.Decoder(_Batch)
@@ -109,10 +110,11 @@ class ExpertRanks:
         """The weighted partial sums of a batch, in host memory and the experts' dtype: the followers get its rows, and
         add their columns."""
         self._moves.check(batch.placements)
+        self._moves.prefetched.start(batch.prefetches)
         rows_RH = batch.rows_RH.to(self.half.backend.dtype)
         if self._ranks.size == 1:
             return self._part(batch.layer, rows_RH, batch.ids_RK, batch.weights_RK)
-        told = _Batch(batch.step, batch.layer, batch.micro_batch, rows_RH.shape[0])
+        told = _Batch(batch.step, batch.layer, batch.micro_batch, rows_RH.shape[0], batch.prefetches)
         self._ranks.broadcast_bytes(_ENCODER.encode(told))
         return self._everybody(told, rows_RH, batch.ids_RK, batch.weights_RK)
 
@@ -123,6 +125,7 @@ class ExpertRanks:
             return False
         told = _DECODE_BATCH.decode(heard)
         half, self._recorder.step = self.half, told.step
+        self._moves.prefetched.start(told.prefetches)
         rows_RH = torch.empty(0, half.spec.hidden_size, dtype=half.backend.dtype)
         nothing_K = torch.empty(0, self._top_k)
         self._everybody(told, rows_RH, nothing_K.int(), nothing_K)
@@ -137,6 +140,7 @@ class ExpertRanks:
 
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         half, device = self.half, self.half.backend.device
+        self._moves.prefetched.settle(layer)
         if device.type == "cpu":
             return half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
         local_RK = half.to_local(layer, ids_RK.to(device))

@@ -1,0 +1,178 @@
+"""Experts that are copied ahead of a layer, in the middle of a step (`--balance predict`; Lina sections 5.2 and 6.2).
+
+Phase one: with the rows of a layer an attention worker asks expert workers for copies that the next layer will want.
+The next layer's router, applied to the input of this layer's experts, says how many rows each expert will get there.
+Expert workers load while they compute; rows of the next layer wait for what has not arrived.
+
+Phase two: when that layer's gate has spoken and its most popular experts are others, copies are chosen again. The
+request goes with the rows themselves, which wait for it, so the copy must be worth its whole load.
+
+Each expert worker has room for one copy of each layer for each attention worker, which alone decides about it. It does
+so once a step, with its first micro-batch: then none of its rows of the next layer are under way. So copies never
+vanish under rows, and nobody waits for an agreement. The first layer with experts is never expected.
+
+A load competes with batches, so a copy must pay. What its absence costs is added up over steps, fading; when the sum
+reaches the cost of a load, it is loaded. The sum wasted before is then at most what the best choice in hindsight costs.
+Rejected: to load whatever helps now. With even load the fullest worker is another one in every step.
+
+Letters as in `antiphon.kernels.api`; W expert workers.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from antiphon import _native
+from antiphon.comm.m2n.native import NativeAttentionExchange
+from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
+from antiphon.placement.place import matrix_of
+from antiphon.placement.prefetch import Prefetch, choose_prefetches, needs_phase_two
+from antiphon.placement.split import BoolArray, FloatArray, IntArray
+from antiphon.serve.engine_api import PrefetchCounts
+from antiphon.specs.placement import ExpertPlacement
+
+_FADING = 1 / 32  # of what a missing copy has cost so far, by step
+
+
+@dataclass
+class _Forecast:
+    """Of the next layer with experts."""
+
+    layer: int
+    counts_E: IntArray
+
+
+class Prefetcher:
+    """An attention worker's part. `load_rows`: rows that an expert worker computes in the time of one load."""
+
+    def __init__(self, half: AttentionHalf, exchange: NativeAttentionExchange, load_rows: int) -> None:
+        self._half = half
+        self._exchange = exchange
+        self._load_rows = load_rows
+        routed = [layer for layer in half.layers if half.routes(layer)]
+        self._next = dict(pairwise(routed))
+        self._num_experts = half.spec.router.num_experts
+        self._missed: dict[int, FloatArray] = {}  # by layer [E, W]: rows that a copy would have spared the fullest
+        self._forecast: _Forecast | None = None
+        self.counts = PrefetchCounts()
+        self._placement: ExpertPlacement | None = None
+        self._matrices: dict[int, BoolArray] = {}  # of `_placement`
+
+    def correct(self, layer: int, ids_TK: Tensor) -> None:
+        """Phase two of `layer`: its gate has chosen `ids_TK`, which are about to be dispatched."""
+        forecast, self._forecast = self._forecast, None
+        if forecast is None or forecast.layer != layer:
+            return
+        counts_E = self._count(ids_TK)
+        self.counts.num_forecasts += 1
+        if not needs_phase_two(forecast.counts_E, counts_E, ids_TK.shape[1]):
+            return
+        self.counts.num_phase_two += 1
+        copies = [each for each in self._choose(layer, counts_E) if each.gain >= self._load_rows]
+        self.counts.num_late += len(copies)
+        self._ask(layer, copies)
+
+    def expect(self, layer: int, y_TH: Tensor) -> None:
+        """Phase one of the layer with experts after `layer`, from the rows `y_TH` that are about to be dispatched."""
+        following = self._next.get(layer)
+        if following is None or len(y_TH) < 2 * self._exchange.placement.knee:
+            return  # no expert can have so many rows that they are divided
+        counts_E = self._count(self._half.gate(following, y_TH)[0])
+        self._forecast = _Forecast(following, counts_E)
+        missed = self._missed.get(following)
+        if missed is None:
+            shape = (self._num_experts, self._exchange.placement.num_workers)
+            missed = self._missed[following] = np.zeros(shape)
+        missed *= 1 - _FADING
+        copies = []
+        for each in self._choose(following, counts_E):
+            missed[each.expert, each.worker] += each.gain
+            if missed[each.expert, each.worker] >= self._load_rows:
+                missed[:, each.worker] = 0.0
+                copies.append(each)
+        self.counts.num_copies += len(copies)
+        self._ask(following, copies)
+
+    def _held(self, layer: int) -> BoolArray:
+        if self._exchange.placement is not self._placement:
+            self._placement = self._exchange.placement
+            self._matrices = {
+                each: matrix_of(owners, self._placement.num_workers) for each, owners in self._placement.owners.items()
+            }
+        return self._matrices[layer]
+
+    def _count(self, ids_TK: Tensor) -> IntArray:
+        return np.bincount(ids_TK.cpu().numpy().ravel(), minlength=self._num_experts)
+
+    def _choose(self, layer: int, counts_E: IntArray) -> list[Prefetch]:
+        """By the present copies; one that gets no rows now may be replaced."""
+        placement, num_workers = self._exchange.placement, self._exchange.placement.num_workers
+        held_EW = self._held(layer).copy()
+        open_W: BoolArray = np.any(held_EW, axis=0)  # a worker that is gone holds nothing
+        for worker, expert in self._exchange.prefetched(layer).items():
+            if counts_E[expert] >= 2 * placement.knee:
+                held_EW[expert, worker], open_W[worker] = True, False
+        speeds_W = np.array(placement.speeds or (1.0,) * num_workers)
+        return choose_prefetches(counts_E, held_EW, open_W, speeds_W, placement.knee)
+
+    def _ask(self, layer: int, copies: list[Prefetch]) -> None:
+        if copies:
+            self._exchange.prefetch(layer, {each.worker: each.expert for each in copies})
+
+    def take_counts(self) -> PrefetchCounts:
+        """Then counting begins anew."""
+        counts, self.counts = self.counts, PrefetchCounts()
+        return counts
+
+
+@dataclass
+class PrefetchSlots:
+    """An expert worker's part: the last `num_slots` slots of each layer, one for each attention worker."""
+
+    half: ExpertHalf
+    load: LoadExpert
+    num_slots: int
+    _loading: dict[int, dict[int, tuple[int, Future[None]]]] = field(default_factory=dict)  # by layer and slot
+
+    def __post_init__(self) -> None:
+        # packing weights must not take the kernels' threads from the running batch
+        self._thread = ThreadPoolExecutor(1, "prefetch", initializer=_native.work_alone) if self.num_slots else None
+
+    def start(self, wanted: Iterable[tuple[int, int, int]]) -> None:
+        """Begin to load for (attention worker, layer, expert); what that worker had there before is gone."""
+        for source, layer, expert in wanted:
+            assert self._thread is not None, f"attention[{source}] asks for a copy, and there is no room for any"
+            slot = len(self.half.expert_ids[layer]) - self.num_slots + source
+            assert source < self.num_slots, f"a copy for attention[{source}] of {self.num_slots}"
+            assert expert < self.half.spec.router.num_experts, f"expert {expert} of layer {layer}"
+            self.half.hold(layer, slot, FREE)
+            loaded = self._thread.submit(partial(self.load, layer, expert, slot))
+            self._loading.setdefault(layer, {})[slot] = (expert, loaded)
+
+    def settle(self, layer: int) -> None:
+        """Wait until all that was asked for this layer is there. Raises what a load raised."""
+        for slot, (expert, loaded) in self._loading.pop(layer, {}).items():
+            loaded.result()
+            self.half.hold(layer, slot, expert)
+
+    def forget(self) -> None:
+        """A new epoch: nobody knows of any copy."""
+        if not self.num_slots:
+            return
+        for layer in list(self._loading):
+            self.settle(layer)
+        for layer, ids in self.half.expert_ids.items():
+            for slot in range(len(ids) - self.num_slots, len(ids)):
+                if ids[slot] != FREE:
+                    self.half.hold(layer, slot, FREE)
+
+    def close(self) -> None:
+        """Wait for the last load."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
