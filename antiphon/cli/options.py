@@ -75,7 +75,7 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[str, typer.Option(metavar="HOW", help="Move experts: off, static, window.")] = "off"
+    balance: Annotated[str, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
     expert_slots: Annotated[
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None

@@ -46,7 +46,7 @@ _log = get_logger("launch")
 # Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
 _KNEE_ROWS = {"cpu": 8, "gpu": 128}
 # Rows that an expert computes in the time in which one is loaded: on a CPU measured, on a GPU by the speed of PCIe.
-_LOAD_ROWS = {"cpu": 256, "gpu": 8192}
+_LOAD_ROWS = {"cpu": 512, "gpu": 8192}
 
 
 class Launcher:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from antiphon.placement.moves import num_moves
-from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, ShuttingDown
+from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, PrefetchCounts, ShuttingDown
 from antiphon.serve.events import EventLog
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.worker.spans import Spans
@@ -213,6 +213,7 @@ class FakeEngine:
             dispatch_bytes=4096,
             balancedness_per_layer={0: 0.75, 1: 1.0},
             placement_changes=3,
+            prefetch=PrefetchCounts(40, 9, 5, 2),
             rows_per_expert={0: {0: {0: 10.0, 1: 20.0}, 1: {2: 10.0}}, 1: {0: {0: 5.0, 1: 15.0}, 1: {2: 20.0}}},
             queue_times_s=self._take_queue_times(),
             healthy=self.healthy,

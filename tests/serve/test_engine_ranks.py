@@ -221,6 +221,8 @@ def test_where_experts_cannot_move(tiny_model: TinyModel) -> None:
         config(tiny_model, "2", balance="window")
     with pytest.raises(UserError, match="--balance static with --pp 2: a pipeline's leader counts the rows of its own"):
         config(tiny_model, "2p2*1", balance="static")
+    with pytest.raises(UserError, match="--balance predict needs --layout disaggregated"):
+        config(tiny_model, "2*2", balance="predict")
 
 
 def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:

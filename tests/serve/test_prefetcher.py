@@ -1,0 +1,124 @@
+"""An attention worker's choice of copies ahead of a layer: when a load pays, and what becomes of a wrong forecast."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.serve.worker.prefetch import Prefetcher
+from antiphon.specs.placement import ExpertPlacement, contiguous_placement
+
+LOAD_ROWS = 100
+HOT = [5] * 60 + [2, 0, 6, 1]  # expert 5 of worker 2 gets nearly all 64 rows
+EVEN = [row % 8 for row in range(64)]
+
+
+class Exchange:
+    """Two layers of eight experts on four workers; remembers what was asked for."""
+
+    def __init__(self, placement: ExpertPlacement) -> None:
+        self.placement = placement
+        self.asked: list[tuple[int, dict[int, int]]] = []
+
+    def prefetched(self, layer: int) -> Mapping[int, int]:
+        return {w: e for of, copies in self.asked if of == layer for w, e in copies.items()}
+
+    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
+        self.asked.append((layer, dict(copies)))
+
+
+class Half:
+    """Rows of layer 1 will choose `next_ids`."""
+
+    layers = (0, 1)
+    spec = SimpleNamespace(router=SimpleNamespace(num_experts=8))
+
+    def __init__(self) -> None:
+        self.next_ids = EVEN
+
+    def routes(self, layer: int) -> bool:
+        return True
+
+    def gate(self, layer: int, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+        assert layer == 1
+        ids_T1 = torch.tensor(self.next_ids[: len(y_TH)]).unsqueeze(1)
+        return ids_T1, torch.ones(ids_T1.shape)
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    placement = contiguous_placement(8, 4, [0, 1])
+    return Exchange(ExpertPlacement(4, placement.owners, knee=4))
+
+
+@pytest.fixture
+def half() -> Half:
+    return Half()
+
+
+@pytest.fixture
+def prefetcher(half: Half, exchange: Exchange) -> Prefetcher:
+    return Prefetcher(half, exchange, LOAD_ROWS)  # type: ignore[arg-type]
+
+
+def step(prefetcher: Prefetcher, actual: list[int], num_rows: int = 64) -> None:
+    rows_TH = torch.zeros(num_rows, 4)
+    prefetcher.correct(0, torch.tensor(EVEN).unsqueeze(1))
+    prefetcher.expect(0, rows_TH)
+    prefetcher.correct(1, torch.tensor(actual).unsqueeze(1))
+    prefetcher.expect(1, rows_TH)
+
+
+def test_a_copy_is_loaded_when_its_absence_has_cost_a_load(
+    prefetcher: Prefetcher, half: Half, exchange: Exchange
+) -> None:
+    half.next_ids = HOT
+    steps = 0
+    while not exchange.asked:
+        step(prefetcher, HOT)
+        steps += 1
+        assert steps < 50
+    assert steps > LOAD_ROWS / 60  # a step misses fewer rows than it has
+    assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})]
+    for _ in range(20):
+        step(prefetcher, HOT)
+    assert len(exchange.asked) == 1, "all are there"
+    counts = prefetcher.take_counts()
+    assert (counts.num_copies, counts.num_late, counts.num_phase_two) == (3, 0, 0)
+    assert counts.num_forecasts == steps + 20
+    assert prefetcher.take_counts().num_forecasts == 0
+
+
+def test_what_fades_is_never_loaded(prefetcher: Prefetcher, half: Half, exchange: Exchange) -> None:
+    for number in range(200):
+        half.next_ids = HOT if number % 40 == 0 else EVEN
+        step(prefetcher, half.next_ids)
+    assert exchange.asked == []
+
+
+def test_few_rows_make_no_forecast(prefetcher: Prefetcher, half: Half, exchange: Exchange) -> None:
+    half.next_ids = HOT
+    for _ in range(100):
+        step(prefetcher, HOT, num_rows=7)
+    assert exchange.asked == []
+    assert prefetcher.counts.num_forecasts == 0
+
+
+def test_phase_two_loads_only_what_pays_at_once(half: Half, exchange: Exchange) -> None:
+    patient, eager = (Prefetcher(half, exchange, rows) for rows in (LOAD_ROWS, 4))  # type: ignore[arg-type]
+    step(patient, HOT)
+    assert exchange.asked == []
+    assert patient.counts.num_phase_two == 1
+    step(eager, HOT)
+    assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})]
+    assert (eager.counts.num_phase_two, eager.counts.num_late, eager.counts.num_copies) == (1, 3, 0)
+
+
+def test_a_worker_that_is_gone_gets_no_copy(half: Half, exchange: Exchange) -> None:
+    owners = ((0,), (0,), (1,), (1,), (2,), (2,), (0,), (1,))
+    exchange.placement = ExpertPlacement(4, {0: owners, 1: owners}, knee=4)
+    half.next_ids = HOT
+    step(Prefetcher(half, exchange, 4), HOT)  # type: ignore[arg-type]
+    assert exchange.asked == [(1, {0: 5, 1: 5})]
