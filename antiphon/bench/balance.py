@@ -98,6 +98,7 @@ class BalanceRow:
     processor_s: float
     balancedness: float
     placement_changes: int
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class _Pass:
     processor_s: float
     balancedness: float
     placement_changes: int
+    copies: int  # asked for ahead of a layer or with its rows
 
 
 def bench_balance(
@@ -138,6 +140,7 @@ def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
         processor_s=float(np.median([each.processor_s for each in passes])),
         balancedness=float(np.median([each.balancedness for each in passes])),
         placement_changes=max(each.placement_changes for each in passes),
+        copies=max(each.copies for each in passes),
     )
 
 
@@ -167,7 +170,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
             answers = timed_answers(engine, prompts, order.output_tokens, order.model)
             worked_s = _processor_s(engine) - worked_s
         spans = engine.take_spans()
-        changes = engine.stats().placement_changes
+        changes, prefetch = engine.stats().placement_changes, engine.stats().prefetch
     finally:
         engine.stop()
     steps_s = [
@@ -179,7 +182,15 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
     ]
     rate = sum(map(len, answers.token_ids)) / answers.took_s
     per_step_s = worked_s / max(1, len(steps_s)) * order.attention
-    return _Pass(answers.token_ids, rate, steps_s, per_step_s, _balancedness(order, spans), changes)
+    return _Pass(
+        answers.token_ids,
+        rate,
+        steps_s,
+        per_step_s,
+        _balancedness(order, spans),
+        changes,
+        prefetch.num_copies + prefetch.num_late,
+    )
 
 
 def _processor_s(engine: Engine) -> float:

@@ -24,7 +24,18 @@ _MOST = {  # more is a slip of the finger
     **dict.fromkeys(("prompt_tokens", "output_tokens"), MOST_TOKENS),
     "rounds": 1000,
 }
-_COLUMNS = ("case", "policy", "tokens/s", "step ms", "p95 ms", "p95 to off", "processor ms", "balancedness", "moves")
+_COLUMNS = (
+    "case",
+    "policy",
+    "tokens/s",
+    "step ms",
+    "p95 ms",
+    "p95 to off",
+    "processor ms",
+    "balancedness",
+    "moves",
+    "copies",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +126,7 @@ def result_table(rows: list[BalanceRow]) -> Any:
             f"{row.processor_s * 1e3:.2f}",
             f"{row.balancedness:.3f}",
             row.placement_changes,
+            row.copies,
         )
         for row in rows
     ]

@@ -65,6 +65,7 @@ def prefetcher(half: Half, exchange: Exchange) -> Prefetcher:
 
 def step(prefetcher: Prefetcher, actual: list[int], num_rows: int = 64) -> None:
     rows_TH = torch.zeros(num_rows, 4)
+    prefetcher.begin_step([0, num_rows])
     prefetcher.correct(0, torch.tensor(EVEN).unsqueeze(1))
     prefetcher.expect(0, rows_TH)
     prefetcher.correct(1, torch.tensor(actual).unsqueeze(1))
@@ -114,6 +115,20 @@ def test_phase_two_loads_only_what_pays_at_once(half: Half, exchange: Exchange) 
     step(eager, HOT)
     assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})]
     assert (eager.counts.num_phase_two, eager.counts.num_late, eager.counts.num_copies) == (1, 3, 0)
+
+
+def test_a_step_of_two_micro_batches_counts_twice(half: Half, exchange: Exchange) -> None:
+    half.next_ids = HOT
+    loaded_after = []
+    for num_rows in ([64], [0, 64, 64]):
+        exchange.asked.clear()
+        prefetcher, steps = Prefetcher(half, exchange, LOAD_ROWS), 0  # type: ignore[arg-type]
+        while not exchange.asked:
+            prefetcher.begin_step(num_rows)
+            prefetcher.expect(0, torch.zeros(64, 4))
+            steps += 1
+        loaded_after.append(steps)
+    assert loaded_after[0] in (2 * loaded_after[1], 2 * loaded_after[1] - 1)
 
 
 def test_a_worker_that_is_gone_gets_no_copy(half: Half, exchange: Exchange) -> None:

@@ -111,7 +111,10 @@ class AttentionRunner:
             for start in step.starts:
                 self._sampler.add(start)
         self._served.clear()
-        self._first = next((index for index, rows in enumerate(step.micro_batches) if rows), 0)
+        if self._prefetcher is not None:
+            num_rows = [sum(len(each.token_ids) for each in sequences) for sequences in step.micro_batches]
+            self._first = next((index for index, rows in enumerate(num_rows) if rows), 0)
+            self._prefetcher.begin_step(num_rows)
         self._stage_wait_s = 0.0
         if self._moves is not None:
             experts.place(self._moves.named(step.placement))

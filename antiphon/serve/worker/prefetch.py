@@ -37,7 +37,7 @@ from antiphon.placement.split import BoolArray, FloatArray, IntArray
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.specs.placement import ExpertPlacement
 
-_FADING = 1 / 32  # of what a missing copy has cost so far, by step
+_FADING = 1 / 128  # of what a missing copy has cost so far, by step
 
 
 @dataclass
@@ -61,8 +61,15 @@ class Prefetcher:
         self._missed: dict[int, FloatArray] = {}  # by layer [E, W]: rows that a copy would have spared the fullest
         self._forecast: _Forecast | None = None
         self.counts = PrefetchCounts()
+        self._parts = 1.0
         self._placement: ExpertPlacement | None = None
         self._matrices: dict[int, BoolArray] = {}  # of `_placement`
+
+    def begin_step(self, num_rows: list[int]) -> None:
+        """`num_rows`: of each micro-batch. What is chosen with the first one serves all of them."""
+        present = [rows for rows in num_rows if rows]
+        self._parts = sum(present) / present[0] if present else 1.0
+        self._forecast = None
 
     def correct(self, layer: int, ids_TK: Tensor) -> None:
         """Phase two of `layer`: its gate has chosen `ids_TK`, which are about to be dispatched."""
@@ -74,7 +81,7 @@ class Prefetcher:
         if not needs_phase_two(forecast.counts_E, counts_E, ids_TK.shape[1]):
             return
         self.counts.num_phase_two += 1
-        copies = [each for each in self._choose(layer, counts_E) if each.gain >= self._load_rows]
+        copies = [each for each in self._choose(layer, counts_E) if each.gain * self._parts >= self._load_rows]
         self.counts.num_late += len(copies)
         self._ask(layer, copies)
 
@@ -92,7 +99,7 @@ class Prefetcher:
         missed *= 1 - _FADING
         copies = []
         for each in self._choose(following, counts_E):
-            missed[each.expert, each.worker] += each.gain
+            missed[each.expert, each.worker] += each.gain * self._parts
             if missed[each.expert, each.worker] >= self._load_rows:
                 missed[:, each.worker] = 0.0
                 copies.append(each)
