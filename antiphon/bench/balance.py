@@ -8,8 +8,9 @@ row is replaced by a long random vector, whose product with a row is as often fa
 the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour. `recorded`:
 rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has.
 
-1. In float32 all policies must give the same greedy text, else nothing is reported. In other types the last bits depend
-   on which experts share a worker, so texts are not compared.
+1. In float32 all policies must give the same greedy text, but for one request in fifty: a row's sum is added in another
+   order when its experts are elsewhere, and two tokens may be nearly equally likely. Else nothing is reported. In other
+   types rounding decides more often, so texts are not compared.
 2. Each round runs every policy once, in an order that turns, on an engine of its own: a pass in which counts are
    gathered and experts move, then the timed pass.
 3. A step's time is that of the attention workers' step spans, all of them together.
@@ -25,6 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import ne
 from pathlib import Path
 from time import clock_gettime, process_time
 from typing import Literal
@@ -53,6 +55,7 @@ from antiphon.serve.worker_process import WorkerName
 
 Case = Literal["plain", "hot", "slow", "recorded"]
 CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
+_SAME_TEXTS = 0.98  # of the requests, in float32
 _FAR = 1e3  # times the length of a usual router row
 
 
@@ -124,10 +127,18 @@ def bench_balance(
             found[policy].append(_run(order, model, policy))
             if report is not None:
                 report(sum(map(len, found.values())), order.rounds * len(policies))
-        texts = {str(each.token_ids) for passes in found.values() for each in passes}
-        if order.dtype == "float32" and len(texts) > 1:
-            raise UserError(f"{order.model}: the policies give different texts: no time is worth anything")
+        if order.dtype == "float32":
+            _check_texts(order, [each.token_ids for passes in found.values() for each in passes])
     return [_row(order.case, policy, passes) for policy, passes in found.items()]
+
+
+def _check_texts(order: BalanceOrder, texts: list[list[list[int]]]) -> None:
+    different = max(sum(map(ne, texts[0], each)) for each in texts)
+    if different > max(1.0, (1 - _SAME_TEXTS) * order.batch):
+        raise UserError(
+            f"{order.model}: under one policy {different} of {order.batch} requests have other texts: no time is worth "
+            f"anything"
+        )
 
 
 def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
