@@ -97,6 +97,9 @@ def test_copies_ahead_of_a_layer_do_not_change_the_text(
 ) -> None:
     with running(config(tiny_model, layout, balance="predict", expert_slots=4)) as engine:
         assert complete(engine, prompts) == reference
+        moves = [lambda: engine.place(placement(SECOND)), lambda: engine.place(placement(COPIES))]
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(*moves))
+        assert [request.token_ids for request in finished] == reference
         assert complete(engine, prompts) == reference
         counts = engine.stats().prefetch
     assert counts.num_copies > 0

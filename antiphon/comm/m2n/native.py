@@ -171,11 +171,14 @@ class NativeAttentionExchange(_End):
     def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
         """By worker an expert of which it fetches a copy, in place of the one that it fetched before: rows of `layer`
         go there from now on. The request rides on the next dispatch, of this layer or of an earlier one. Only while no
-        rows of this layer are under way. Copies last until the next epoch."""
-        self._prefetched.setdefault(layer, {}).update(copies)
+        rows of this layer are under way, unless it repeats a request. Copies last until the next epoch."""
+        present = self._prefetched.setdefault(layer, {})
+        is_new = any(present.get(worker) != expert for worker, expert in copies.items())
+        present.update(copies)
         for worker, expert in copies.items():
             self._side.prefetch(worker, layer, expert)
-        self._place_layer(layer)
+        if is_new:
+            self._place_layer(layer)
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._step = step

@@ -233,10 +233,13 @@ class AttentionRunner:
         if self._routing is not None:
             self._routing.add(layer, ids_TK)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
-        if self._prefetcher is not None and index == self._first:
+        if self._prefetcher is not None:
             start_ns = time.monotonic_ns()
-            self._prefetcher.correct(layer, ids_TK)
-            self._prefetcher.expect(layer, y_TH)
+            if index == self._first:
+                self._prefetcher.correct(layer, ids_TK)
+                self._prefetcher.expect(layer, y_TH)
+            else:
+                self._prefetcher.repeat(layer)
             recorder.add(PREDICT, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)

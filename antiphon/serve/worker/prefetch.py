@@ -5,7 +5,8 @@ The next layer's router, applied to the input of this layer's experts, says how 
 Expert workers load while they compute; rows of the next layer wait for what has not arrived.
 
 Phase two: when that layer's gate has spoken and its most popular experts are others, copies are chosen again. The
-request goes with the rows themselves, which wait for it, so the copy must be worth its whole load.
+request goes with the rows themselves, which wait for it, so the copy must be worth its whole load. It goes with every
+micro-batch of the layer: an expert worker may have all rows of the second one before those of the first.
 
 Each expert worker has room for one copy of each layer for each attention worker, which alone decides about it. It does
 so once a step, with its first micro-batch: then none of its rows of the next layer are under way. So copies never
@@ -62,6 +63,7 @@ class Prefetcher:
         self._forecast: _Forecast | None = None
         self.counts = PrefetchCounts()
         self._parts = 1.0
+        self._late: dict[int, dict[int, int]] = {}  # of this step, by layer and worker
         self._placement: ExpertPlacement | None = None
         self._matrices: dict[int, BoolArray] = {}  # of `_placement`
 
@@ -70,6 +72,12 @@ class Prefetcher:
         present = [rows for rows in num_rows if rows]
         self._parts = sum(present) / present[0] if present else 1.0
         self._forecast = None
+        self._late.clear()
+
+    def repeat(self, layer: int) -> None:
+        """A later micro-batch is about to be dispatched: what phase two of `layer` asked for goes with it, too."""
+        if copies := self._late.get(layer):
+            self._exchange.prefetch(layer, copies)
 
     def correct(self, layer: int, ids_TK: Tensor) -> None:
         """Phase two of `layer`: its gate has chosen `ids_TK`, which are about to be dispatched."""
@@ -83,7 +91,7 @@ class Prefetcher:
         self.counts.num_phase_two += 1
         copies = [each for each in self._choose(layer, counts_E) if each.gain * self._parts >= self._load_rows]
         self.counts.num_late += len(copies)
-        self._ask(layer, copies)
+        self._late[layer] = self._ask(layer, copies)
 
     def expect(self, layer: int, y_TH: Tensor) -> None:
         """Phase one of the layer with experts after `layer`, from the rows `y_TH` that are about to be dispatched."""
@@ -128,9 +136,11 @@ class Prefetcher:
         speeds_W = np.array(placement.speeds or (1.0,) * num_workers)
         return choose_prefetches(counts_E, held_EW, open_W, speeds_W, placement.knee)
 
-    def _ask(self, layer: int, copies: list[Prefetch]) -> None:
-        if copies:
-            self._exchange.prefetch(layer, {each.worker: each.expert for each in copies})
+    def _ask(self, layer: int, copies: list[Prefetch]) -> dict[int, int]:
+        wanted = {each.worker: each.expert for each in copies}
+        if wanted:
+            self._exchange.prefetch(layer, wanted)
+        return wanted
 
     def take_counts(self) -> PrefetchCounts:
         """Then counting begins anew."""
@@ -152,12 +162,15 @@ class PrefetchSlots:
         self._thread = ThreadPoolExecutor(1, "prefetch", initializer=_native.work_alone) if self.num_slots else None
 
     def start(self, wanted: Iterable[tuple[int, int, int]]) -> None:
-        """Begin to load for (attention worker, layer, expert); what that worker had there before is gone."""
+        """Begin to load for (attention worker, layer, expert), unless it is there; what it had before is gone."""
         for source, layer, expert in wanted:
             assert self._thread is not None, f"attention[{source}] asks for a copy, and there is no room for any"
             slot = len(self.half.expert_ids[layer]) - self.num_slots + source
             assert source < self.num_slots, f"a copy for attention[{source}] of {self.num_slots}"
             assert expert < self.half.spec.router.num_experts, f"expert {expert} of layer {layer}"
+            there = self._loading.get(layer, {}).get(slot)
+            if expert == (self.half.expert_ids[layer][slot] if there is None else there[0]):
+                continue
             self.half.hold(layer, slot, FREE)
             loaded = self._thread.submit(partial(self.load, layer, expert, slot))
             self._loading.setdefault(layer, {})[slot] = (expert, loaded)
@@ -167,6 +180,11 @@ class PrefetchSlots:
         for slot, (expert, loaded) in self._loading.pop(layer, {}).items():
             loaded.result()
             self.half.hold(layer, slot, expert)
+
+    def check(self, layer: int, ids_RK: Tensor, local_RK: Tensor) -> None:
+        """Rows came for what is not here: a bug, and no placement tells."""
+        missing_RK = (local_RK.cpu() < 0) & (ids_RK >= 0)
+        assert not missing_RK.any(), f"rows of layer {layer} for experts {sorted(set(ids_RK[missing_RK].tolist()))}"
 
     def forget(self) -> None:
         """A new epoch: nobody knows of any copy."""

@@ -141,9 +141,11 @@ class ExpertRanks:
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         half, device = self.half, self.half.backend.device
         self._moves.prefetched.settle(layer)
+        local_RK = half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device))
+        if self._moves.prefetched.num_slots:
+            self._moves.prefetched.check(layer, ids_RK, local_RK)
         if device.type == "cpu":
-            return half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
-        local_RK = half.to_local(layer, ids_RK.to(device))
+            return half.forward(layer, rows_RH, local_RK, weights_RK)
         return half.forward(layer, rows_RH.to(device), local_RK, weights_RK.to(device)).cpu()
 
 
