@@ -8,18 +8,20 @@ of ranks belong in modules that do not import transformers.
 import multiprocessing
 import queue
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store as _default_store
 
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 TIMEOUT_S = 280
 PRELOADED = ["tests.comm.preloaded"]
 
@@ -60,6 +62,14 @@ def begin_anew() -> None:
     dist.barrier()
     dist.destroy_process_group()
     _begin(PrefixStore("anew", store), world_size, rank)
+
+
+def made_once(keys: Sequence[Key], make: Callable[[Key], Made]) -> dict[Key, Made]:
+    """`make` of each key, on one rank, sent to all. Every rank calls it with the same keys."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: list[dict[Key, Made]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(found, {key: make(key) for key in keys[rank::world_size]})
+    return {key: made for of_rank in found for key, made in of_rank.items()}
 
 
 def _begin(store: Any, world_size: int, rank: int) -> None:

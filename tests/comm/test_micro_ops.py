@@ -186,14 +186,30 @@ class SeveralRanks:
         return [op for op in policy.in_flight if all(op in launched for launched in self.launched)]
 
 
-@given(
+ANY_PROGRAM = given(
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(["all_reduce", "all_to_all"]), st.integers(1, 35)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=300, deadline=None)
+
+
+@ANY_PROGRAM
+@settings(max_examples=75, deadline=None)
 def test_ranks_never_wait_in_a_circle(num_ranks: int, program: list[tuple[str, int]], chance: random.Random) -> None:
     """Whatever the pace of each rank. A rank whose all-to-all waited for its all-reduce in flight would end here."""
+    never_wait_in_a_circle(num_ranks, program, chance)
+
+
+@pytest.mark.slow
+@ANY_PROGRAM
+@settings(max_examples=1000, deadline=None)
+def test_ranks_never_wait_in_a_circle_often(
+    num_ranks: int, program: list[tuple[str, int]], chance: random.Random
+) -> None:
+    never_wait_in_a_circle(num_ranks, program, chance)
+
+
+def never_wait_in_a_circle(num_ranks: int, program: list[tuple[str, int]], chance: random.Random) -> None:
     ranks = SeveralRanks(num_ranks, program)
     while events := ranks.events():
         ranks.happen(*chance.choice(events))

@@ -20,7 +20,9 @@ from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 PATIENCE_S = 60.0  # of processor time, on a machine that is shared; a loop over nodes takes minutes
 FP8 = PrecisionSpec(weights="fp8", kv="fp8", dispatch="fp8", compute="fp8")
+DECODE: tuple[PhaseName, ...] = ("decode",)
 BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
+slow = pytest.mark.slow
 
 
 def cluster_of(num_devices: int) -> ClusterSpec:
@@ -33,15 +35,17 @@ def workload(requests_per_s: float | None) -> WorkloadSpec:
     return replace(shipped.workload("chat"), requests_per_s=requests_per_s, slo=SloSpec(tpot_s=0.1))
 
 
-@pytest.mark.parametrize("skew", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-def test_a_million_devices_in_seconds(skew: float) -> None:
+@pytest.mark.parametrize(
+    ("skew", "phases"), [(0.5, DECODE), *(pytest.param(skew, BOTH, marks=slow) for skew in (0.0, 0.5))], ids=str
+)
+def test_a_million_devices_in_seconds(skew: float, phases: tuple[PhaseName, ...]) -> None:
     started_s = time.process_time()
     result = make_plan(
         shipped.model("deepseek-v3"),
         model_name="deepseek-v3",
         cluster=cluster_of(1_000_000),
         workload=replace(workload(None), expert_skew=skew),
-        phases=BOTH,
+        phases=phases,
         precision=FP8,
     )
     assert time.process_time() - started_s < PATIENCE_S
@@ -51,14 +55,15 @@ def test_a_million_devices_in_seconds(skew: float) -> None:
     assert 440_000 < max(used.values()) <= 500_000
 
 
-def test_the_smallest_cluster_for_millions_of_requests() -> None:
+@pytest.mark.parametrize("phases", [DECODE, pytest.param(BOTH, marks=slow)])
+def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, ...]) -> None:
     started_s = time.process_time()
     found = smallest_cluster(
         shipped.model("deepseek-v3"),
         model_name="deepseek-v3",
         cluster=cluster_of(1_000_000),
         workload=workload(1e6),
-        phases=BOTH,
+        phases=phases,
         precision=FP8,
     )
     assert time.process_time() - started_s < PATIENCE_S

@@ -2,20 +2,40 @@
 
     python -m tests.serve.box_engine JSON        # model, join, layout, joined, ranks_here, prompts
 
-The first round is undisturbed; then it prints `ready` and waits for a line. In the second round, in which workers may
-be killed, it prints `tokens N` after each output, and at the end `done` and JSON: the tokens of both rounds, and how
-often a worker was started again.
+The first round is undisturbed; then it prints `ready` and waits for a line. In the second round it stops its workers
+once there are some tokens, prints `paused` and waits for a line: who reads that may kill workers, however late it
+reads. At the end it prints `done` and JSON: the tokens of both rounds, and how often a worker was started again.
 """
 
 import gc
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from tests.serve.engine_harness import GREEDY, Run, TinyModel, complete, config
 
 SECRET = b"only for a test, on a private network"
+
+
+ENOUGH_TOKENS = 200
+
+
+def pause_once(engine: Engine) -> Callable[[int], None]:
+    """What to call with the number of tokens so far."""
+    paused: list[int] = []
+
+    def on_output(num_tokens: int) -> None:
+        if num_tokens > ENOUGH_TOKENS and not paused:
+            paused.append(num_tokens)
+            engine.pause_workers()
+            print("paused", flush=True)
+            sys.stdin.readline()
+            engine.resume_workers()
+
+    return on_output
 
 
 def main() -> None:
@@ -34,7 +54,7 @@ def main() -> None:
         first = complete(engine, asked["prompts"])
         print("ready", flush=True)
         sys.stdin.readline()
-        finished = Run(engine, asked["prompts"], GREEDY).finish(lambda count: print(f"tokens {count}", flush=True))
+        finished = Run(engine, asked["prompts"], GREEDY).finish(pause_once(engine))
         second = [request.token_ids for request in finished]
         errors = [request.error for request in finished]
         restarts = engine.stats().num_worker_restarts

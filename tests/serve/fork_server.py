@@ -3,7 +3,9 @@
 Tests and the engine start programs with `subprocess.Popen`; `ForkServer.Popen` stands in its place.
 
 1. The fork server is a child of the test process. It imports what the programs import, each when it is first asked for,
-   and waits. It starts no thread (NumPy's BLAS has one and takes it down around a fork).
+   and waits. It starts no thread (NumPy's BLAS has one and takes it down around a fork). What it says itself (Python
+   warns as it compiles a module or forks) is kept for the error of its end: standard error is the test's that happens
+   to be the first to ask.
 2. A request carries the program's descriptors, its arguments, folder and environment. The server forks twice and the
    one in between ends, so that the program becomes a child of who asked: that is a subreaper for as long.
 3. The program runs its `main`, as after `python -m`, or its text, as after `python -c`. Signals, exit codes and waits
@@ -30,13 +32,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import msgspec
 import psutil
@@ -95,6 +98,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: tuple[Callable[[], object], socket.socket] | None = None
+        self._said: IO[bytes] | None = None  # by the server itself
         self._executable = sys.executable
         self._environment = dict(os.environ)
 
@@ -137,7 +141,9 @@ class ForkServer:
             _be_subreaper(True)
             try:
                 socket.send_fds(control, [msgspec.msgpack.encode(request)], list(descriptors))
-                return int(control.recv(64))
+                if reply := control.recv(64):
+                    return int(reply)
+                raise RuntimeError(f"the fork server ended: {self._last_words()}")
             finally:
                 _be_subreaper(False)
 
@@ -145,8 +151,13 @@ class ForkServer:
         if self._server is None:
             ours, theirs = _control()
             command = [self._executable, __file__, str(theirs.fileno())]
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115
             process = subprocess.Popen(
-                command, env=self._environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+                command,
+                env=self._environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=self._said,
             )
             theirs.close()
             self._server = lambda: process.wait(_REPLY_TIMEOUT_S), ours
@@ -170,6 +181,14 @@ class ForkServer:
             control.close()
             wait()
             self._server = None
+            if self._said is not None:
+                self._said.close()
+
+    def _last_words(self) -> str:
+        if self._said is None:
+            return "what it said stands before this"
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")
 
 
 class _Forked(subprocess.Popen[Any]):

@@ -58,18 +58,20 @@ def both_rounds(
 ) -> tuple[dict[str, Any], bool]:
     """What the engine says at the end, and whether `in_second` was called, in the middle of the second round."""
     result, was_called = dict[str, Any](), False
+    assert engine.stdin is not None
     for line in lines_of(engine):
-        word, _, rest = line.partition(" ")
-        if word == "ready\n":
-            between()
-            assert engine.stdin is not None
-            engine.stdin.write(b"go\n")
-            engine.stdin.flush()
-        elif word == "done":
+        word, _, rest = line.strip().partition(" ")
+        if word == "done":
             result = json.loads(rest)
-        elif word == "tokens" and not was_called and int(rest) > 200:
+            continue
+        if word == "ready":
+            between()
+        else:
+            assert word == "paused", line
             was_called = True
             in_second()
+        engine.stdin.write(b"go\n")
+        engine.stdin.flush()
     return result, was_called
 
 

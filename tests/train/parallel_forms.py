@@ -1,6 +1,7 @@
 """Ways to share a model between four ranks, and how far each is from one process. `test_parallel` runs it on ranks."""
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from antiphon.train.setup import connect_tiles
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
-from tests.comm.ranks import begin_anew
+from tests.comm.ranks import begin_anew, made_once
 
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 PLAIN = CommunicationConfig()
@@ -146,6 +147,21 @@ SOME_FAMILIES = (
 )
 
 
+def pairs_of(form: Form) -> set[tuple[tuple[str, Any], ...]]:
+    """Every two settings that it has together."""
+    return set(combinations(vars(form).items(), 2))
+
+
+def pairwise() -> list[Form]:
+    """Of `SOME_FAMILIES` as many as it takes to meet every two settings that are met together in one of all forms."""
+    left = set[Any]().union(*map(pairs_of, SOME_FAMILIES)).difference(*map(pairs_of, EVERY_FAMILY))
+    chosen = []
+    while left:
+        chosen.append(max(SOME_FAMILIES, key=lambda form: (len(pairs_of(form) & left), -form.num_layers)))
+        left -= pairs_of(chosen[-1])
+    return chosen
+
+
 def batch_of(rows: slice) -> Batch:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
@@ -204,8 +220,18 @@ def differences(
     models: dict[str, tuple[dict[int, dict[str, Any]], tuple[Form, ...]]], rank: int
 ) -> dict[Any, Difference]:
     """By model and form; of `models` are given their `config.json` by number of layers, and their forms."""
-    found, expected = {}, dict[Any, tuple[dict[str, Tensor], PassResult, Tensor]]()
     alone = connect(Sizes(), 0)
+    alike: dict[Any, tuple[str, Form]] = {}  # of forms that are one in one process, the first
+    for form in (*EVERY_FAMILY, *SOME_FAMILIES):
+        for name in (name for name, (_, forms) in models.items() if form in forms):
+            alike.setdefault(_in_one_process(name, form), (name, form))
+
+    def reference(key: Any) -> tuple[dict[str, Tensor], PassResult, Tensor]:
+        name, form = alike[key]
+        pieces, passed, norm = one_step(model_spec(models[name][0][form.num_layers]), alone, form)
+        return {piece.name: _gradient(piece) for piece in pieces}, passed, norm
+
+    found, expected = {}, made_once(list(alike), reference)
     for form in (*EVERY_FAMILY, *SOME_FAMILIES):
         if not any(form in forms for _, forms in models.values()):
             continue
@@ -214,14 +240,16 @@ def differences(
         for name, (configs, forms) in models.items():
             if form not in forms:
                 continue
-            spec, key = model_spec(configs[form.num_layers]), (name, form.num_layers, form.micro_batches, form.losses)
-            if key not in expected:
-                one, passed, norm = one_step(spec, alone, form)
-                expected[key] = ({piece.name: _gradient(piece) for piece in one}, passed, norm)
-            found[name, form] = _difference(*one_step(spec, mesh, form), *expected[key])
+            spec = model_spec(configs[form.num_layers])
+            found[name, form] = _difference(*one_step(spec, mesh, form), *expected[_in_one_process(name, form)])
         mesh.close()
         begin_anew()
     return found
+
+
+def _in_one_process(name: str, form: Form) -> Any:
+    """What one process computes in another way."""
+    return name, form.num_layers, form.micro_batches, form.losses
 
 
 def _difference(

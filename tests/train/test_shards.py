@@ -24,7 +24,7 @@ from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Spans
 from antiphon.train.weights import FirstValues
-from tests.comm.ranks import begin_anew, on_ranks
+from tests.comm.ranks import begin_anew, made_once, on_ranks
 from tests.train.harness import CONFIG, LATENT
 from tests.train.parallel_forms import LOSSES, RANKS, batch_of
 
@@ -169,22 +169,31 @@ def by_formula(spec: ModelSpec, sizes: Sizes, rank: int, zero: int, num_passes: 
     }
 
 
+def sizes_of(form: Form) -> Sizes:
+    return Sizes(world_size=RANKS, **dict(form.axes))
+
+
+def in_one_process(form: Form) -> tuple[str, str, int, str]:
+    """What one process computes in another way: model, optimizer, passes, type."""
+    return form.model, form.optimizer, 1 if sizes_of(form).data == 4 else 2, form.dtype
+
+
 def differences(quick: bool, rank: int) -> dict[Form, tuple[float, float, str, dict[str, float], dict[str, float]]]:
     """By form: the largest difference of losses and norms, and of values, with the parameter's name; bytes sent in a
     step for gradients and parameters, and those by formula."""
-    found = {}
-    expected: dict[tuple[str, str, int, str], tuple[list[float], dict[str, Tensor]]] = {}
-    for form in FORMS:
-        if (form in QUICK) != quick:
-            continue
-        spec, sizes = model_spec(MODELS[form.model]), Sizes(world_size=RANKS, **dict(form.axes))
-        key = form.model, form.optimizer, 1 if sizes.data == 4 else 2, form.dtype
-        if key not in expected:
-            mesh = connect(Sizes(), 0)
-            theirs, shards = some_steps(
-                spec, mesh, 0, form.optimizer, batches_of(mesh.sizes, 0, key[2]), dtype=form.dtype
-            )
-            expected[key] = theirs, wholes_of(shards)
+    forms = [form for form in FORMS if (form in QUICK) == quick]
+
+    def reference(key: tuple[str, str, int, str]) -> tuple[list[float], dict[str, Tensor]]:
+        model, optimizer, num_passes, dtype = key
+        mesh = connect(Sizes(), 0)
+        batches = batches_of(mesh.sizes, 0, num_passes)
+        numbers, shards = some_steps(model_spec(MODELS[model]), mesh, 0, optimizer, batches, dtype=dtype)
+        return numbers, wholes_of(shards)
+
+    found, expected = {}, made_once(list(dict.fromkeys(map(in_one_process, forms))), reference)
+    for form in forms:
+        spec, sizes = model_spec(MODELS[form.model]), sizes_of(form)
+        key = in_one_process(form)
         mesh = connect(sizes, rank, 60)
         batches = batches_of(sizes, rank, key[2])
         mesh.ledger.take()
