@@ -47,7 +47,7 @@ class Balancer:
         self._layers = tuple(first.owners)
         num_experts = len(first.owners[self._layers[0]])
         self._shape = (len(self._layers), num_experts)
-        self._speeds = WorkerSpeeds(first.num_workers, num_experts, first.knee)
+        self._speeds = WorkerSpeeds(first.num_workers, first.knee)
         self._window: deque[list[bytes]] = deque(maxlen=WINDOW_STEPS)  # by step, of each attention worker
         self._step = 0
         self._num_steps = 0
@@ -71,13 +71,14 @@ class Balancer:
 
     def note_busy(self, report: ExpertReport) -> None:
         """What an expert worker did since its last report."""
-        self._speeds.add(report.index, report.num_batches, sum(report.rows_per_layer.values()), report.busy_s)
+        rows = [of_layer.values() for of_layer in report.rows_per_expert.values()]
+        self._speeds.add(report.index, report.num_batches, rows, report.busy_s)
 
     def advance(self, placing: PlacementControl) -> None:
         """Begin a plan if it is time for one; hand over one that is ready. Never waits."""
         if placing.current is not self._current:
-            if placing.current.owners != self._current.owners:
-                self._speeds.forget_equals()
+            if (placing.current.owners, placing.current.speeds) != (self._current.owners, self._current.speeds):
+                self._speeds.forget()
             self._current = placing.current
         if self._plan is not None and self._plan.done():
             target, self._plan = self._plan.result(), None

@@ -80,10 +80,14 @@ def test_speeds_are_measured_anew_when_experts_moved() -> None:
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=None)
     made = Balancer("window", FIRST, num_micro_batches=1)
     for worker, busy_s in enumerate((1.0, 2.0)):
-        made._speeds.add(worker, num_batches=100, num_rows=10_000, busy_s=busy_s)
+        made._speeds.add(worker, num_batches=100, rows=[[10_000]], busy_s=busy_s)
     placing.current = replace(FIRST, version=1)
     made.advance(placing)
     assert made._speeds._busy_s == [1.0, 2.0], "only the version is new"
     placing.current = replace(FIRST, version=2, owners={3: ((0, 1), (0,), (1,), (1,))})
     made.advance(placing)
     assert made._speeds._busy_s == [0.0, 0.0]
+    made._speeds.add(0, num_batches=100, rows=[[10_000]], busy_s=1.0)
+    placing.current = replace(placing.current, version=3, speeds=(1.0, 0.5))
+    made.advance(placing)
+    assert made._speeds._busy_s == [0.0, 0.0], "rows are split anew"
