@@ -4,7 +4,8 @@
     static    once, from the first `WINDOW_STEPS` steps
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
 
-A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay (`placement.place`).
+A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay and it gains more than
+chance makes of even counts (`placement.place`).
 While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
 interpreter's lock. Plans of large models take long, so the thread rests in proportion.
 Rejected: a process for the plan. It costs memory and a start, and with short turns steps hardly notice the thread.
@@ -19,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
+from antiphon.placement.place import chance_of, matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.worker_speeds import WorkerSpeeds
@@ -34,6 +35,7 @@ PLANNING_SHARE = 0.05  # of the time, at most
 _TURN_S, _SHORT_TURN_S = sys.getswitchinterval(), 5e-4
 NEW_SPEED = 0.1  # of the fastest worker's speed; less is no news
 MOVE_COST = 0.02  # of an even load: what the busiest worker must gain for each expert that moves
+NOISE = 2.0  # standard deviations of an even load, which it must gain besides: of many workers one is busy by chance
 
 
 class Balancer:
@@ -116,6 +118,7 @@ class Balancer:
         loads = recent_loads(self._rows_of(window))
         held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
         even = float(loads.sum(axis=1).mean()) / now.num_workers
+        even_cost = float(np.maximum(loads, self._floor).sum(axis=1).mean()) / now.num_workers
         wanted = place(
             loads,
             now.num_workers,
@@ -123,7 +126,8 @@ class Balancer:
             speeds=np.array(speeds),
             floor=self._floor,
             present=held,
-            move_cost=MOVE_COST * even,
+            move_cost=MOVE_COST * even_cost,
+            noise=NOISE * chance_of(even, len(window)),
         )
         if (wanted == held).all() and not _differ(speeds, now.speeds):
             return None

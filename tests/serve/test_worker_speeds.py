@@ -1,4 +1,4 @@
-"""Speeds of expert workers from what they did: a slow one is found once and stays found, load and chance make none slow."""
+"""Speeds of expert workers from what they did: a slow one is found and stays found, load and chance make none slow."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,32 +1,32 @@
 """How fast each expert worker computes, compared with the others, from what it was sent and for how long it was busy.
 
-    work of a batch = sum over the experts held of max(r, knee (1 - exp(-r))),   speed = work / busy time
+    work = max(t, knee x touched),   touched = held (1 - exp(-t / held)),   speed = batches x work / busy time
 
-r are an expert's rows in a mean batch. One that gets rows costs as much as `knee` of them, since its weights are read.
-Without this a worker that gets few rows would look slow, get fewer, and look slower still.
+t are the rows of all its experts in a mean batch. An expert costs as much as `knee` rows however few it gets, since its
+weights are read, and a batch of t rows touches `touched` of the `held` experts. Without this a worker that gets few rows
+would look slow, get fewer, and look slower still.
 
 The formula is not the truth. With twice the work a batch takes more than twice as long on a part of a core, which is
-halted in the middle, and less than twice as long where each batch has fixed costs. So a speed changes only if that holds
-whatever batches cost:
+halted in the middle, and less than twice as long where each batch has fixed costs. So shares follow rules that hold
+whatever a batch costs:
 
 - A worker counts as slow if its batches take longer than those of a peer that has at least about as much work. The
   worker of a hot expert is not slow for its load, and one with few rows is not slow for its fixed costs.
-- A slow worker gets less work, and then it may look fast. It stays slow until it has looked faster all through
-  `_PATIENCE_S` of busy time, twice as long after each time that this was wrong. What it could compute meanwhile is
-  little; too much work on it would hold up everybody.
+- A slow worker gets less work, and may look fast with that. It stays slow until it has looked faster all through
+  `_PATIENCE_S` of busy time, and twice as long each further time. A worker with too little work costs the others a
+  little, one with too much holds up everybody.
 - When loads change, what was measured before is forgotten.
 
-Shares are of the fastest peer's speed. Changes of less than a fifth are chance. A worker that was busy for less than
-`_LEAST_S` counts as before; its peers may have idled more. Numbers fade by half whenever `_WINDOW_S` of busy time has
-come together. Rejected: a line of time over rows fitted to each worker's reports. Its load is the same for minutes, and
-while it is prompts differ from decoding in more than rows.
+Shares are of the fastest peer's speed. A worker that was busy for less than `_LEAST_S` counts as before; its peers may
+have idled more. Numbers fade by half whenever `_WINDOW_S` of busy time has come together. Rejected: a line of time over
+rows, fitted to each worker's reports. Its load is the same for minutes, and a prompt differs in more than its rows.
 """
 
 import math
 from collections.abc import Collection
 
-_NEWS = 0.8  # what differs by less is the same
-_FASTER = 0.9  # all the time is seldom chance
+_NEWS = 0.8  # a share of another number above this is chance
+_FASTER = 0.9  # above this, if it is so all the time
 _LOWEST = 0.1
 _LEAST_S = 1.0  # a few hundred halts of some milliseconds
 _LEAST_OF_PEER_S = 0.2
@@ -48,11 +48,11 @@ class WorkerSpeeds:
 
     def add(self, worker: int, num_batches: int, rows: Collection[Collection[int]], busy_s: float) -> None:
         """What one worker did since its last report; `rows` of each expert that it holds, by layer."""
-        if not num_batches or not rows:
+        if not num_batches or not any(rows):
             return
-        of_layer = num_batches / len(rows)
-        means = (count / of_layer for layer in rows for count in layer)
-        self._work[worker] += of_layer * sum(max(mean, self._knee * (1 - math.exp(-mean))) for mean in means)
+        of_batch, held = sum(map(sum, rows)) / num_batches, sum(map(len, rows)) / len(rows)
+        touched = held * (1 - math.exp(-of_batch / held))
+        self._work[worker] += num_batches * max(of_batch, self._knee * touched)
         self._batches[worker] += num_batches
         self._busy_s[worker] += busy_s
         self._fast_s[worker] += busy_s
