@@ -3,7 +3,7 @@
     work = max(t, knee x touched),   touched = held (1 - exp(-t / held)),   speed = batches x work / busy time
 
 t are the rows of all its experts in a mean batch. An expert costs as much as `knee` rows however few it gets, since its
-weights are read, and a batch of t rows touches `touched` of the `held` experts. Without this a worker that gets few rows
+weights are read, and a batch of t rows touches `touched` of the `held` experts. Without this one that gets few rows
 would look slow, get fewer, and look slower still.
 
 The formula is not the truth. With twice the work a batch takes more than twice as long on a part of a core, which is
