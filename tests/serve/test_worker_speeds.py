@@ -78,6 +78,17 @@ def test_a_slow_worker_stays_slow_when_loads_change_and_is_measured_anew() -> No
     assert speeds.shares() == (1.0, 0.25, 1.0), "it has become slower"
 
 
+def test_a_slow_worker_that_looks_fast_makes_no_other_slow() -> None:
+    speeds = WorkerSpeeds(3, 1)
+    for worker, busy_s in enumerate((2.0, 1.0, 1.0)):
+        add_even(speeds, worker, 100_000, busy_s)
+    assert speeds.shares() == (0.5, 1.0, 1.0)
+    speeds.forget()
+    for worker, busy_s in enumerate((1.0, 2.0, 2.1)):
+        add_even(speeds, worker, 100_000, busy_s)
+    assert speeds.shares() == (0.5, 1.0, 1.0)
+
+
 def test_a_moment_says_nothing() -> None:
     speeds = WorkerSpeeds(2, 1)
     add_even(speeds, 0, 10_000, 0.1)

@@ -11,7 +11,8 @@ halted in the middle, and less than twice as long where each batch has fixed cos
 whatever a batch costs:
 
 - A worker counts as slow if its batches take longer than those of a peer that has at least about as much work. The
-  worker of a hot expert is not slow for its load, and one with few rows is not slow for its fixed costs.
+  worker of a hot expert is not slow for its load, and one with few rows is not slow for its fixed costs. A slower one
+  is no peer.
 - A slow worker gets less work, and may look fast with that. It stays slow until it has looked faster all through
   `_PATIENCE_S` of busy time, and twice as long each further time. A worker with too little work costs the others a
   little, one with too much holds up everybody.
@@ -72,7 +73,8 @@ class WorkerSpeeds:
         ]
         for worker in known:
             if self._busy_s[worker] >= _LEAST_S:
-                self._judge(worker, [each for each in known if each != worker])
+                share = self._shares[worker]
+                self._judge(worker, [each for each in known if each != worker and self._shares[each] >= share])
         return tuple(self._shares)
 
     def _judge(self, worker: int, others: list[int]) -> None:
