@@ -13,7 +13,8 @@
    busiest worker change places or replace others' second copies, as long as that helps.
 4. What is there now is changed in the same way, one change after another. Each map's time counts with the cost of the
    moves to it, and the best one wins: what is there now, what it became, or the new map. So counts that are only noisy
-   move little. Layers whose load is even but for the cost of one move stay as they are, and cost no search.
+   move little, and the caller can say how much chance alone makes, which no change is worth. Layers whose load is even
+   but for that and the cost of one move stay as they are, and cost no search.
 
 All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
 `placement.balance` is the planner's, quicker and coarser; it says why both are there.
@@ -30,6 +31,7 @@ from antiphon.specs.placement import Owners
 
 SPREAD = 0.15  # surcharge, in mean loads of a worker, for each expert that two workers share already
 CLOSE = 1.01
+HALF_LIFE_STEPS = 4.0
 NUM_TRIED = 24  # changes of a map whose split is computed
 BEAM = 6  # maps that are changed further
 BEAM_NUMBERS = 1024  # experts times workers, up to which all of them are
@@ -44,12 +46,13 @@ def place(
     floor: float = 0.0,
     present: BoolArray | None = None,
     move_cost: float = 0.0,
+    noise: float = 0.0,
 ) -> BoolArray:
     """Who holds a copy: [L, E, W] from `loads` [L, E] (or [E, W] from [E]), at most `slots` experts on a worker.
 
     `speeds` [W]: loads a worker gets done in a second (None: all 1); `floor`: K. `present`: who holds what now.
-    `move_cost`: what moving one expert costs, as time of the busiest worker in one step. `UserError` if the experts do
-    not fit."""
+    `move_cost`: what moving one expert costs, as time of the busiest worker in one step; `noise`: what any change must
+    gain besides, because chance alone makes as much. `UserError` if the experts do not fit."""
     costs = np.maximum(np.atleast_2d(np.asarray(loads, dtype=np.float64)), floor)
     num_experts = costs.shape[1]
     check_fit(num_experts, num_workers, slots)
@@ -60,17 +63,20 @@ def place(
     else:
         held = np.broadcast_to(present, (len(costs), num_experts, num_workers)).copy()
         even = costs.sum(axis=1) / speeds.sum()
-        (open_,) = np.nonzero(_worst(costs, held, speeds) > even + move_cost)  # elsewhere not even one move pays
+        (open_,) = np.nonzero(_worst(costs, held, speeds) > even + move_cost + noise)  # elsewhere not one move pays
         if open_.size:
-            held[open_] = _changed_or_new(costs[open_], slots, speeds, held[open_], move_cost)
+            held[open_] = _changed_or_new(costs[open_], slots, speeds, held[open_], move_cost, noise)
     return held.reshape(*np.shape(loads), num_workers)
 
 
-def _changed_or_new(costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray, move_cost: float) -> BoolArray:
+def _changed_or_new(
+    costs: FloatArray, slots: int, speeds: FloatArray, now: BoolArray, move_cost: float, noise: float
+) -> BoolArray:
     """Step 4."""
     changed = np.stack([_improve(costs[layer], now[layer], slots, speeds, move_cost) for layer in range(len(costs))])
     maps = np.stack([now, changed, _new(costs, slots, speeds, now, move_cost)])
     prices = np.stack([_worst(costs, each, speeds) + move_cost * num_moves(now, each) for each in maps])
+    prices[1:] += noise
     best: BoolArray = maps[np.argmin(prices, axis=0), np.arange(len(costs))]  # of equals the first
     return best
 
@@ -103,13 +109,23 @@ def num_moves(before: BoolArray, after: BoolArray) -> IntArray:
     return moves
 
 
-def recent_loads(window: FloatArray, half_life_steps: float = 4.0) -> FloatArray:
+def recent_loads(window: FloatArray, half_life_steps: float = HALF_LIFE_STEPS) -> FloatArray:
     """Loads [L, E] to place for: the mean of counts [T, L, E] of the last T steps, where a step counts half of one
     `half_life_steps` later. Popularity drifts, so an even mean over the window is stale."""
     steps = np.asarray(window, dtype=np.float64)
-    weights = 0.5 ** (np.arange(len(steps))[::-1] / half_life_steps)
-    loads: FloatArray = np.tensordot(weights / weights.sum(), steps, axes=1)
+    loads: FloatArray = np.tensordot(_weights(len(steps), half_life_steps), steps, axes=1)
     return loads
+
+
+def chance_of(load: float, num_steps: int) -> float:
+    """Standard deviation of one of `recent_loads`, if its rows came independently of each other."""
+    return float(np.sqrt(load * (_weights(num_steps, HALF_LIFE_STEPS) ** 2).sum()))
+
+
+def _weights(num_steps: int, half_life_steps: float) -> FloatArray:
+    weights = 0.5 ** (np.arange(num_steps)[::-1] / half_life_steps)
+    shares: FloatArray = weights / weights.sum()
+    return shares
 
 
 def _worst(costs: FloatArray, held: BoolArray, speeds: FloatArray) -> FloatArray:

@@ -5,7 +5,8 @@
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
     predict   as `window`; besides, attention workers ask for copies in the middle of a step (`worker/prefetch`)
 
-A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay (`placement.place`).
+A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay and it gains more than
+chance makes of even counts (`placement.place`).
 While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
 interpreter's lock. Plans of large models take long, so the thread rests in proportion.
 Rejected: a process for the plan. It costs memory and a start, and with short turns steps hardly notice the thread.
@@ -20,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
+from antiphon.placement.place import chance_of, matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.worker_speeds import WorkerSpeeds
@@ -35,6 +36,7 @@ PLANNING_SHARE = 0.05  # of the time, at most
 _TURN_S, _SHORT_TURN_S = sys.getswitchinterval(), 5e-4
 NEW_SPEED = 0.1  # of the fastest worker's speed; less is no news
 MOVE_COST = 0.02  # of an even load: what the busiest worker must gain for each expert that moves
+NOISE = 2.0  # standard deviations of an even load, which it must gain besides: of many workers one is busy by chance
 
 
 class Balancer:
@@ -48,7 +50,7 @@ class Balancer:
         self._layers = tuple(first.owners)
         num_experts = len(first.owners[self._layers[0]])
         self._shape = (len(self._layers), num_experts)
-        self._speeds = WorkerSpeeds(first.num_workers, num_experts, first.knee)
+        self._speeds = WorkerSpeeds(first.num_workers, first.knee)
         self._window: deque[list[bytes]] = deque(maxlen=WINDOW_STEPS)  # by step, of each attention worker
         self._step = 0
         self._num_steps = 0
@@ -72,13 +74,14 @@ class Balancer:
 
     def note_busy(self, report: ExpertReport) -> None:
         """What an expert worker did since its last report."""
-        self._speeds.add(report.index, report.num_batches, sum(report.rows_per_layer.values()), report.busy_s)
+        rows = [of_layer.values() for of_layer in report.rows_per_expert.values()]
+        self._speeds.add(report.index, report.num_batches, rows, report.busy_s)
 
     def advance(self, placing: PlacementControl) -> None:
         """Begin a plan if it is time for one; hand over one that is ready. Never waits."""
         if placing.current is not self._current:
-            if placing.current.owners != self._current.owners:
-                self._speeds.forget_equals()
+            if (placing.current.owners, placing.current.speeds) != (self._current.owners, self._current.speeds):
+                self._speeds.forget()
             self._current = placing.current
         if self._plan is not None and self._plan.done():
             target, self._plan = self._plan.result(), None
@@ -116,6 +119,7 @@ class Balancer:
         loads = recent_loads(self._rows_of(window))
         held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
         even = float(loads.sum(axis=1).mean()) / now.num_workers
+        even_cost = float(np.maximum(loads, self._floor).sum(axis=1).mean()) / now.num_workers
         wanted = place(
             loads,
             now.num_workers,
@@ -123,7 +127,8 @@ class Balancer:
             speeds=np.array(speeds),
             floor=self._floor,
             present=held,
-            move_cost=MOVE_COST * even,
+            move_cost=MOVE_COST * even_cost,
+            noise=NOISE * chance_of(even, len(window)),
         )
         if (wanted == held).all() and not _differ(speeds, now.speeds):
             return None

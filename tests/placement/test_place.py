@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.placement.balance import contiguous
-from antiphon.placement.place import num_moves, place, recent_loads
+from antiphon.placement.place import chance_of, num_moves, place, recent_loads
 from antiphon.placement.split import balancedness, split_loads
 
 
@@ -142,6 +142,20 @@ def test_layers_that_no_move_can_help_are_not_searched(monkeypatch: pytest.Monke
     assert searched == [], "the busiest worker has 0.75 more than an even load"
     place(loads, 4, 3, present=now, move_cost=0.5)
     assert searched == [1]
+
+
+def test_noise_is_what_a_change_must_gain_besides_its_moves() -> None:
+    now = contiguous(8, 4) > 0
+    loads = np.full(8, 10.0)
+    loads[0] = 18.0  # 28 on the busiest worker, 22 would be even
+    assert num_moves(now[None], place(loads, 4, 3, present=now, move_cost=0.1, noise=3.0)[None]) > 0
+    assert (place(loads, 4, 3, present=now, move_cost=0.1, noise=6.0) == now).all()
+
+
+def test_chance_of_a_recent_load_is_its_deviation() -> None:
+    counts = np.random.default_rng(0).poisson(50.0, (4000, 40, 1, 1)).astype(float)
+    found = np.std([recent_loads(window)[0, 0] for window in counts])
+    assert found == pytest.approx(chance_of(50.0, 40), rel=0.05)
 
 
 def test_recent_steps_count_more() -> None:

@@ -47,6 +47,29 @@ def test_what_one_worker_counts_is_not_all() -> None:
     assert planned([90, 5, 5, 0], [0, 5, 5, 90]) == [], "together they are even"
 
 
+@pytest.mark.parametrize("rows", [16, 256, 4096])
+def test_chance_moves_no_expert(rows: int) -> None:
+    first = replace(contiguous_placement(16, 4, range(8)), knee=8)
+    made = Balancer("window", first, num_micro_batches=2)
+    random = np.random.default_rng(rows)
+    for _ in range(10):
+        counts = random.multinomial(rows, np.full(16, 1 / 16), (balancer.WINDOW_STEPS, 8)).astype(np.uint32)
+        assert made._make_plan([[step.tobytes()] for step in counts], first, 5, (1.0,) * 4) is None
+
+
+def test_a_slow_worker_s_experts_move_once() -> None:
+    now = replace(contiguous_placement(16, 4, range(8)), knee=8)
+    made = Balancer("window", now, num_micro_batches=2)
+    random = np.random.default_rng(0)
+    planned = []
+    for _ in range(6):
+        counts = random.multinomial(256, np.full(16, 1 / 16), (balancer.WINDOW_STEPS, 8)).astype(np.uint32)
+        planned.append(made._make_plan([[step.tobytes()] for step in counts], now, 5, (0.5, 1.0, 1.0, 1.0)))
+        now = planned[-1] or now
+    assert planned[0] is not None
+    assert planned[1:] == [None] * 5
+
+
 def test_threads_take_short_turns_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     usual = sys.getswitchinterval()
@@ -80,10 +103,14 @@ def test_speeds_are_measured_anew_when_experts_moved() -> None:
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=None)
     made = Balancer("window", FIRST, num_micro_batches=1)
     for worker, busy_s in enumerate((1.0, 2.0)):
-        made._speeds.add(worker, num_batches=100, num_rows=10_000, busy_s=busy_s)
+        made._speeds.add(worker, num_batches=100, rows=[[10_000]], busy_s=busy_s)
     placing.current = replace(FIRST, version=1)
     made.advance(placing)
     assert made._speeds._busy_s == [1.0, 2.0], "only the version is new"
     placing.current = replace(FIRST, version=2, owners={3: ((0, 1), (0,), (1,), (1,))})
     made.advance(placing)
     assert made._speeds._busy_s == [0.0, 0.0]
+    made._speeds.add(0, num_batches=100, rows=[[10_000]], busy_s=1.0)
+    placing.current = replace(placing.current, version=3, speeds=(1.0, 0.5))
+    made.advance(placing)
+    assert made._speeds._busy_s == [0.0, 0.0], "rows are split anew"
