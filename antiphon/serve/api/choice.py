@@ -10,8 +10,7 @@ from functools import partial
 
 from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.text.output_text import StopStringMatcher
-from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer import StopStringMatcher, TextTokenizer
 from antiphon.serve.text.tool_calls import CallPiece, ToolCallReader
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
