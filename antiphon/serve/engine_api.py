@@ -9,13 +9,14 @@ from typing import Literal, Protocol
 
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
-from antiphon.serve.events import EngineEvent
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 # "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
 FinishReason = Literal["stop", "length", "abort", "error", "grammar"]
+# "standstill": the step was given up and the group's workers begin anew; "going on": they step again.
+EventKind = Literal["ready", "lost", "failed", "standstill", "going on", "placement"]
 
 
 class QueueFull(UserError):
@@ -67,6 +68,17 @@ class EngineInfo:
     num_expert_parts: int  # that the experts of an instance are dealt into: by workers, or by ranks that share them
     num_micro_batches: int
     max_waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEvent:
+    """`number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns several."""
+
+    number: int
+    time_s: float
+    kind: EventKind
+    worker: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.dashboard_reading import DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.status import dashboard_page
-from antiphon.serve.events import EventLog
+from antiphon.serve.statistics import EventLog
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.fake_engine import FakeEngine
