@@ -1,10 +1,12 @@
-"""Building an `AttentionBatch` from the scheduler's plain integers: a handful of numpy calls, one copy to the device.
+"""What attention has to know of a micro-batch: an `AttentionBatch` from the scheduler's plain integers.
 
-Letters as in `antiphon.kernels.api`.
+A handful of numpy calls, and one copy to the device. Letters as in `antiphon.kernels.api`; B blocks of the longest
+sequence.
 """
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,52 @@ from antiphon.kernels.api import AttentionBatch
 Ints = npt.NDArray[np.int32]
 
 
+class SequenceRows(Protocol):
+    """New rows of one sequence, from position `start` on, and the blocks that its table gets for them."""
+
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def first_new_block(self) -> int: ...
+
+    @property
+    def new_blocks(self) -> Sequence[int]: ...
+
+
+class BlockTables:
+    """A worker's copy of every request's block table, and the attention metadata built from it.
+
+    The engine sends only newly appended blocks. One row per slot of the scheduler; `num_slots` bounds the number of
+    running requests. All tables are one int32 matrix, so that the metadata of a micro-batch of a thousand sequences is
+    a few array operations instead of a Python loop."""
+
+    def __init__(self, block_size: int, num_slots: int, max_blocks_per_request: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._table = np.zeros((num_slots, max_blocks_per_request), dtype=np.int32)
+
+    def update(self, sequence: SequenceRows) -> None:
+        """Write the blocks that came with a step; writing the same step twice changes nothing."""
+        if sequence.new_blocks:
+            first = sequence.first_new_block
+            self._table[sequence.slot, first : first + len(sequence.new_blocks)] = sequence.new_blocks
+
+    def attention_batch(self, sequences: Sequence[SequenceRows]) -> AttentionBatch:
+        """Metadata of one micro-batch; its rows are the sequences' tokens, one sequence after the other."""
+        queries = np.fromiter((len(s.token_ids) for s in sequences), np.int32, len(sequences))
+        contexts = np.fromiter((s.start for s in sequences), np.int32, len(sequences)) + queries
+        slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
+        tables = self._table[slots, : -(-int(contexts.max()) // self._block_size)]
+        return _batch(queries, contexts, tables, self._block_size, self._device)
+
+
 def make_attention_batch(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
@@ -24,24 +72,27 @@ def make_attention_batch(
     device: torch.device | str,
 ) -> AttentionBatch:
     """Rows of sequence s are its last `query_lens[s]` of `context_lens[s]` tokens; its blocks must cover them all."""
-    num_sequences = len(query_lens)
-    queries = np.fromiter(query_lens, np.int32, num_sequences)
-    contexts = np.fromiter(context_lens, np.int32, num_sequences)
-    tables = _padded_tables(block_tables)
-    starts = np.zeros(num_sequences + 1, np.int32)
+    queries = np.fromiter(query_lens, np.int32, len(query_lens))
+    contexts = np.fromiter(context_lens, np.int32, len(query_lens))
+    return _batch(queries, contexts, _padded_tables(block_tables), block_size, torch.device(device))
+
+
+def _batch(queries: Ints, contexts: Ints, tables: Ints, block_size: int, device: torch.device) -> AttentionBatch:
+    """`tables` [S, B]."""
+    starts = np.zeros(len(queries) + 1, np.int32)
     np.cumsum(queries, out=starts[1:])
-    owners = np.repeat(np.arange(num_sequences, dtype=np.int32), queries)
+    owners = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
     positions = np.arange(starts[-1], dtype=np.int32) + (contexts - queries - starts[:-1])[owners]
     slots = tables[owners, positions // block_size] * np.int32(block_size) + positions % block_size
-    flat = _to_device([positions, slots, starts, contexts, tables.reshape(-1)], torch.device(device))
+    flat = _to_device([positions, slots, starts, contexts, tables.reshape(-1)], device)
     return AttentionBatch(
         positions_T=flat[0],
         slots_T=flat[1],
         query_starts=flat[2],
         context_lens_S=flat[3],
-        block_tables_SB=flat[4].view(num_sequences, tables.shape[1]),
-        query_lens=tuple(query_lens),
-        context_lens=tuple(context_lens),
+        block_tables_SB=flat[4].view(tables.shape),
+        query_lens=tuple(queries.tolist()),
+        context_lens=tuple(contexts.tolist()),
     )
 
 

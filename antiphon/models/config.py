@@ -28,8 +28,8 @@ from antiphon.models.families.refused import refusal
 from antiphon.models.files import read_json
 from antiphon.models.names import TensorNames
 from antiphon.models.quantization import check_quantization, refuse_gguf
+from antiphon.models.shard_index import evidence_of
 from antiphon.models.spec_checks import check_spec, check_tokens
-from antiphon.models.stored_sizes import evidence_of
 from antiphon.specs.model import ModelSpec
 
 

@@ -12,7 +12,7 @@ from antiphon.base.errors import CheckpointError
 from antiphon.models import dequantize
 from antiphon.models.checkpoint import Checkpoint, Cut, Rows
 from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, PerExpertLayout, StackedLayout, TensorNames
-from antiphon.models.stored_sizes import stored_counts
+from antiphon.models.shard_index import stored_counts
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 
 _OTHER_MODEL = "weights and config.json are of different models, download both again"

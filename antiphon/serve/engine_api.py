@@ -11,13 +11,14 @@ import msgspec
 
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
-from antiphon.serve.events import EngineEvent
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 # "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
 FinishReason = Literal["stop", "length", "abort", "error", "grammar"]
+# "standstill": the step was given up and the group's workers begin anew; "going on": they step again.
+EventKind = Literal["ready", "lost", "failed", "standstill", "going on", "placement"]
 
 
 class QueueFull(UserError):
@@ -85,6 +86,17 @@ class PrefetchCounts(msgspec.Struct):
         self.num_phase_two += other.num_phase_two
         self.num_copies += other.num_copies
         self.num_late += other.num_late
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEvent:
+    """`number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns several."""
+
+    number: int
+    time_s: float
+    kind: EventKind
+    worker: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ for it.
 A worker may be a group of ranks (`worker/ranks`). Its leader has the worker's name and its steps; all ranks belong to
 the epoch, and the worker takes part once all of them have joined it. The loss of one is the loss of the worker.
 
-A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
+A failed step may be a request's doing: the group names whose it can be, and the engine judges (`request_desk`).
 What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
 others wait, cannot be told.
 """

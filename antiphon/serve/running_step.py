@@ -6,15 +6,22 @@ workers is the group's business (`group.py`), what it means for the requests the
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.policy.micro_batches import micro_batch_steps
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.policy.step import SequenceStep, StepPlan
-from antiphon.serve.policy.suspects import Blamed
 from antiphon.serve.worker.messages import RunStep, StepResult
 from antiphon.serve.worker_process import WorkerName
+
+
+class Blamed(NamedTuple):
+    """A request of a failed step, which would have computed its first `num_tokens` tokens."""
+
+    request: Request
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,20 +7,48 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 """
 
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 
 import numpy as np
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.placement.split import balancedness
+<<<<<<< HEAD
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.events import EventLog
+=======
+from antiphon.serve.engine_api import EngineEvent, EventKind
+>>>>>>> dc254cbd10f0e63e0b2f74dfd2ffd345a4a3e8f7
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _log = get_logger("engine")
 _WINDOW_S = 30.0
+_MAX_EVENTS = 200
 _MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
+
+
+class EventLog:
+    """What happened to the workers, the newest `_MAX_EVENTS`, for people who watch them. The log says more."""
+
+    def __init__(self) -> None:
+        self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
+        self._num_noted = 0
+        self._lock = threading.Lock()
+
+    def note(self, kind: EventKind, text: str, worker: str = "") -> None:
+        """It happened now."""
+        with self._lock:
+            self._num_noted += 1
+            self._events.append(
+                EngineEvent(number=self._num_noted, time_s=time.time(), kind=kind, worker=worker, text=text)
+            )
+
+    def newest(self) -> tuple[EngineEvent, ...]:
+        """Those that are kept, oldest first."""
+        with self._lock:
+            return tuple(self._events)
 
 
 class EngineStatistics:

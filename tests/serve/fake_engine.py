@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, PrefetchCounts, ShuttingDown
-from antiphon.serve.events import EventLog
+from antiphon.serve.statistics import EventLog
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement

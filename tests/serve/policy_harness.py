@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from antiphon.serve.policy.blocks import BlockPool
+from antiphon.serve.policy.occupancy import BlockPool
 from antiphon.serve.policy.request import Request, SchedulerConfig, check_request, new_request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.policy.step import RequestOutput, SequenceStart, StepPlan

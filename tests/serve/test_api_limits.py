@@ -38,7 +38,7 @@ def server(shared_server: Live) -> Live:
 
 
 def limits_for(max_model_len: int, tokenizer: TextTokenizer | None = None, **settings: Any) -> InputLimits:
-    return input_limits(ServerSettings(**settings), max_model_len, tokenizer or small_tokenizer())
+    return input_limits(ServerSettings(**settings), max_model_len, 1000, tokenizer or small_tokenizer())
 
 
 def max_characters() -> int:

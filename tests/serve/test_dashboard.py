@@ -9,12 +9,12 @@ import pytest
 
 from antiphon.report.colours import BATCH_COLOURS, HEAT_COLOURS, MARK
 from antiphon.report.page import render
-from antiphon.serve import events as events_module
+from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.dashboard_reading import DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.status import dashboard_page
-from antiphon.serve.events import EventLog
+from antiphon.serve.statistics import EventLog
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.fake_engine import FakeEngine
@@ -124,8 +124,8 @@ def test_the_history_is_rates_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_events_are_numbered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog()
     assert log.newest() == ()
-    for index in range(events_module._MAX_EVENTS + 3):
+    for index in range(statistics_module._MAX_EVENTS + 3):
         log.note("ready", str(index), "attention[0]")
     newest = log.newest()
-    assert len(newest) == events_module._MAX_EVENTS
-    assert (newest[0].number, newest[0].text, newest[-1].number) == (4, "3", events_module._MAX_EVENTS + 3)
+    assert len(newest) == statistics_module._MAX_EVENTS
+    assert (newest[0].number, newest[0].text, newest[-1].number) == (4, "3", statistics_module._MAX_EVENTS + 3)

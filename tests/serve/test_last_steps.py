@@ -1,6 +1,6 @@
 """The bars of the dashboard from spans: which steps are drawn, and what of them."""
 
-from antiphon.serve.api.last_steps import last_steps
+from antiphon.serve.api.dashboard import last_steps
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, RECEIVE, SAMPLE, STEP
 from tests.serve.span_examples import joined, recorded
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from antiphon.serve.worker.row_sampler import prompt_logprobs, sample_tokens, token_logprobs
 from antiphon.serve.worker.sampling import (
+    GrammarMask,
+    SamplingState,
     counter_uniform,
     draw_tokens,
+    edit_logits,
     filtered_probabilities,
-    prompt_logprobs,
-    sample_tokens,
-    token_logprobs,
 )
-from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState, edit_logits
 from antiphon.specs.sampling import SamplingParams
 
 EOS = 2

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.kernels.api import AttentionBatch
+from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.step import SequenceStep
-from antiphon.serve.worker.block_tables import BlockTables
 
 CPU = torch.device("cpu")
 

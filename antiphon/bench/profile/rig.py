@@ -22,7 +22,7 @@ from torch import Tensor
 from antiphon.bench.profile.orders import Open, Times, Work
 from antiphon.kernels.api import KVCache
 from antiphon.kernels.select import make_backend, resolve_dtype
-from antiphon.models.batch import make_attention_batch
+from antiphon.models.batch import BlockTables, make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
@@ -30,7 +30,6 @@ from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
-from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.experts import LocalExperts
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.row_sampler import RowSampler

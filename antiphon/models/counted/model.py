@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.models.counted.keys import Keys
-from antiphon.models.counted.layers import moe_layers, state_layers, windowed_layers
-from antiphon.models.counted.states import state_spec
+from antiphon.models.counted.layers import moe_layers, state_layers, state_spec, windowed_layers
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec, SparseSpec
 

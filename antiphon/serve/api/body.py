@@ -15,7 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from antiphon.serve.api.context import ApiContext, context_of
+from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.harmless import HARMLESS
 from antiphon.serve.api.input_limits import InputLimits, StructureCount, body_too_large
@@ -29,11 +29,10 @@ _MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
 _TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
 
 
-async def read_request(request: Request, model: type[AnyRequest]) -> AnyRequest:
+async def read_request(context: ApiContext, request: Request, model: type[AnyRequest]) -> AnyRequest:
     """The validated request; `ApiError` 400, 404 (not the served model), 408, 413 or 415 with a message that names the
     parameter."""
-    context = context_of(request)
-    body = await _read_body(request, model, context)
+    body = await _read_body(context, request, model)
     check_model_name(context, body.model)
     return body
 
@@ -49,7 +48,7 @@ def check_model_name(context: ApiContext, name: str | None) -> None:
         )
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytearray:
+async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> bytearray:
     """A JSON body of at most `max_bytes` as it came, for a route that decodes it strictly itself; errors as above."""
     _check_headers(request, max_bytes)
 
@@ -57,10 +56,10 @@ async def read_bytes(request: Request, max_bytes: int) -> bytearray:
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)
 
-    return await _in_time(_received(request, lambda _, body: check(body)), context_of(request))
+    return await _in_time(_received(request, lambda _, body: check(body)), context)
 
 
-async def _read_body(request: Request, model: type[_Model], context: ApiContext) -> _Model:
+async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
     limits = context.limits
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)

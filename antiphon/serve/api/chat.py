@@ -5,16 +5,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
-from antiphon.serve.api.choice import ChoiceDelta
+from antiphon.serve.api.choice import ChoiceDelta, TokenEntry, finite
 from antiphon.serve.api.context import context_of
 from antiphon.serve.api.generation import generation_for
-from antiphon.serve.api.logprobs import chat_logprobs
+from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import respond
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
-from antiphon.serve.api.sampling import chat_sampling, check_request, compile_grammar
-from antiphon.serve.api.tools import tool_use
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tool_calls import CallPiece
 
@@ -56,10 +54,29 @@ class ChatShape:
         return {
             "index": delta.index,
             key: content,
-            "logprobs": chat_logprobs(delta.entries, self._tokenizer) if self._with_logprobs else None,
+            "logprobs": _logprobs(delta.entries, self._tokenizer) if self._with_logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+
+
+def _logprobs(entries: list[TokenEntry], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Token logprobs: each token with its bytes and its alternatives, best first."""
+    content = []
+    for entry in entries:
+        assert entry.logprob is not None, "chat has no echo"
+        described = _chat_token(entry.token_id, entry.logprob.logprob, tokenizer)
+        described["top_logprobs"] = [_chat_token(*alternative, tokenizer) for alternative in entry.logprob.top]
+        content.append(described)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token_id: int, logprob: float, tokenizer: TextTokenizer) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_string(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes.of(token_id)),
+    }
 
 
 def _streamed_call(piece: CallPiece) -> dict[str, Any]:
@@ -87,7 +104,7 @@ def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
 )
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
-    body = await read_request(request, ChatCompletionRequest)
+    body = await read_request(context, request, ChatCompletionRequest)
     async with generation_for(context, body, "chatcmpl") as generation:
         check_request(context, body, 1)
         tools = tool_use(context, body)
@@ -96,4 +113,4 @@ async def create_chat_completion(request: Request) -> Response:
         params = chat_sampling(context, body, len(prompt.token_ids), grammar)
         generation.submit([prompt], [params], body, tools=tools)
         shape = ChatShape(context.tokenizer, with_logprobs=bool(body.logprobs))
-        return await respond(request, generation, shape, body)
+        return await respond(context, request, generation, shape, body)

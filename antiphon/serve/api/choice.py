@@ -5,17 +5,23 @@ with it. Logprobs cover every generated token, the ending one included (tools th
 holds the stop string, the stop token and special tokens only when the request asks for them.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
 from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.text.output_text import StopStringMatcher
-from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer import StopStringMatcher, TextTokenizer
 from antiphon.serve.text.tool_calls import CallPiece, ToolCallReader
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 _LONGEST_CHARACTER_BYTES = 4
+_IMPOSSIBLE = -9999.0  # JSON has no infinity; OpenAI writes this for tokens that cannot come
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as it is sent."""
+    return logprob if math.isfinite(logprob) else _IMPOSSIBLE
 
 
 @dataclass(slots=True)

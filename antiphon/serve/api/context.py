@@ -41,7 +41,7 @@ class ApiContext:
         self.tokenizer = tokenizer
         self.texts = texts
         self.settings = settings
-        self.limits = input_limits(settings, engine.info.max_model_len, tokenizer)
+        self.limits = input_limits(settings, engine.info.max_model_len, engine.info.vocab_size, tokenizer)
         self.large_body = asyncio.Lock()
         self.trimmer = MemoryTrimmer()
         self.metrics = metrics

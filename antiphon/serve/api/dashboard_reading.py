@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from antiphon.serve.events import EventKind
+from antiphon.serve.engine_api import EventKind
 
 SpanKind = Literal["attention", "to experts", "experts", "waiting", "to attention", "sampling"]
 

@@ -18,10 +18,9 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.api.choice import Choice, ChoiceDelta
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.metrics import RequestClock
+from antiphon.serve.api.parameters import ToolUse, with_seed
 from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.api.requests import GenerationRequest
-from antiphon.serve.api.sampling import with_seed
-from antiphon.serve.api.tools import ToolUse
 from antiphon.serve.engine_api import AsyncEngine, EngineOutput
 from antiphon.specs.sampling import SamplingParams
 

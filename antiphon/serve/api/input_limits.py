@@ -47,6 +47,7 @@ class InputLimits:
     max_truncated_characters: int
     max_prompts: int
     max_stop_strings: int
+    vocab_size: int
     max_messages: int = _MAX_MESSAGES
     max_objects: int = _MAX_OBJECTS
     max_object_names: int = _MAX_OBJECT_NAMES
@@ -99,6 +100,12 @@ class InputLimits:
             message = f"{param} has {num_tokens} tokens, the limit is {self.max_prompt_tokens}: shorten it"
             raise too_long(message, param)
 
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        """`ApiError` 400 when an id is outside the model's vocabulary."""
+        largest = max(token_ids, default=0)
+        if largest >= self.vocab_size:
+            raise bad_request(f"{param} holds token id {largest}: ids must be below {self.vocab_size}", param=param)
+
     def check_text(self, text: str, param: str, *, truncated: bool) -> None:
         """`ApiError` 400 when a text cannot fit, or is too long to keep only the last of its tokens."""
         if truncated and len(text) > self.max_truncated_characters:
@@ -115,7 +122,9 @@ class InputLimits:
             )
 
 
-def input_limits(settings: ServerSettings, max_model_len: int, tokenizer: TextTokenizer) -> InputLimits:
+def input_limits(
+    settings: ServerSettings, max_model_len: int, vocab_size: int, tokenizer: TextTokenizer
+) -> InputLimits:
     """The limits that follow from the operator's settings, the context and the vocabulary."""
     max_tokens = min(max_model_len, settings.max_prompt_tokens or max_model_len)
     # Special tokens that the tokenizer adds are few, and take no character.
@@ -130,6 +139,7 @@ def input_limits(settings: ServerSettings, max_model_len: int, tokenizer: TextTo
         max_truncated_characters=max(max_characters, _TRUNCATED_CHARACTERS),
         max_prompts=settings.max_prompts_per_request,
         max_stop_strings=settings.max_stop_strings,
+        vocab_size=vocab_size,
     )
 
 

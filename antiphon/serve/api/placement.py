@@ -23,8 +23,8 @@ MAX_BYTES = 8 * 2**20  # 100 layers of 512 experts with 16 copies each
 )
 async def place(request: Request) -> JSONResponse:
     """Refused whole if it does not fit model, workers or slots; else the move begins, and serving goes on."""
-    body = await read_bytes(request, MAX_BYTES)
     context = context_of(request)
+    body = await read_bytes(context, request, MAX_BYTES)
     async with context.large_body:  # a map of a hundred layers takes a while to read
         placement = await asyncio.to_thread(placement_from_json, bytes(body), "the body")
         num_moves = await asyncio.to_thread(context.engine.place, placement)

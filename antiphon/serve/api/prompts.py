@@ -1,21 +1,34 @@
 """From what a request says to the token ids of its prompts, within the limits of model and operator.
 
+A chat becomes one text through the model's chat template. Templates differ in what they read. What one does not read
+would be dropped in silence, so it is refused here, by name: tools, calls in earlier turns, results of tools, names,
+variables.
+
 Short texts are tokenized here, in a few milliseconds at most; long ones, and every chat template, in the processes of
 `text_service`. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then cut:
 tokenizing only its end could split the first kept token differently.
 """
 
+import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from antiphon.base.errors import UserError
+from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.conversation import render_conversation
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.input_limits import too_long
-from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, Prompt
+from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
 from antiphon.serve.engine_api import RequestTooLong
+from antiphon.serve.text.chat_rendering import settable_variables, variables_read
+from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 _SHORT_CHARACTERS = 2048  # of all texts of a request together
 _SHORT_TOKENS = 8192
+# Stands behind the last message while it is rendered, so that the text can be cut there.
+_CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
 
 
 @dataclass(frozen=True)
@@ -62,14 +75,6 @@ async def decode_ids(context: ApiContext, token_ids: list[int], *, skip_special_
     return await context.texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def check_token_ids(context: ApiContext, token_ids: list[int], param: str) -> None:
-    """`ApiError` 400 when an id is outside the model's vocabulary."""
-    vocab_size = context.engine.info.vocab_size
-    largest = max(token_ids, default=0)
-    if largest >= vocab_size:
-        raise bad_request(f"{param} holds token id {largest}: ids must be below {vocab_size}", param=param)
-
-
 async def completion_prompts(context: ApiContext, request: CompletionRequest) -> list[TokenizedPrompt]:
     """The request's prompts in order, truncated if it asked for that, none too long or empty."""
     num_kept = request.truncate_prompt_tokens
@@ -89,7 +94,7 @@ async def completion_prompts(context: ApiContext, request: CompletionRequest) ->
         if isinstance(part, str):
             token_ids = next(ids_of_texts)
         else:
-            check_token_ids(context, part, "prompt")
+            context.limits.check_token_ids(part, "prompt")
             token_ids = part
         kept = _truncate(token_ids, num_kept)
         if isinstance(part, str) and len(kept) == len(token_ids):
@@ -119,15 +124,6 @@ async def chat_prompt(context: ApiContext, request: ChatCompletionRequest, *, of
     return _within_limits(context, TokenizedPrompt(kept, text), "messages")
 
 
-def split_prompts(prompt: Prompt) -> list[str | list[int]]:
-    """The single prompts in the four forms a completion's `prompt` has."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [[item for item in prompt if isinstance(item, int)]]
-    return [item for item in prompt if not isinstance(item, int)]
-
-
 def _truncate(token_ids: list[int], num_kept: int | None) -> list[int]:
     return token_ids if num_kept is None else token_ids[-num_kept:]
 
@@ -137,3 +133,164 @@ def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> 
         raise bad_request(f"{param} has no tokens: write at least one", param=param)
     context.limits.check_num_tokens(len(prompt.token_ids), param)
     return prompt
+
+
+async def render_conversation(
+    context: ApiContext,
+    messages: list[Message],
+    options: TemplateOptions,
+    *,
+    offers_tools: bool = True,
+    reasoning_effort: str | None = None,
+    truncated: bool = False,
+) -> str:
+    """The conversation as one text, ready for the assistant's turn, or in the middle of it.
+
+    `offers_tools` false leaves out `options.tools`. `truncated`: as for `encode_text`. `ApiError` 400 or
+    `UserError` for what the template cannot do, and for a text that cannot fit the context.
+    """
+    tokenizer = context.tokenizer
+    continues = bool(options.continue_final_message)
+    if continues and options.add_generation_prompt:
+        raise bad_request(
+            "add_generation_prompt and continue_final_message exclude each other: send one",
+            param="add_generation_prompt",
+        )
+    limits = context.limits
+    render = partial(
+        context.texts.render,
+        max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
+        add_generation_prompt=not continues and options.add_generation_prompt is not False,
+        tools=_described(tokenizer, options.tools) if options.tools and offers_tools else None,
+        template_kwargs=_variables(tokenizer, options.chat_template_kwargs or {}, reasoning_effort),
+    )
+    turns = [_turn(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
+    if continues:
+        _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
+    try:
+        text = await _rendered(render, turns)
+    except RequestTooLong as error:
+        raise too_long(f"messages {error}", "messages") from None
+    if not continues:
+        return text
+    if _CUT_HERE not in text:
+        raise bad_request("this model's chat template cannot end in a message", param="continue_final_message")
+    return text[: text.rindex(_CUT_HERE)]
+
+
+async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns: list[ChatMessage]) -> str:
+    """Most templates write the arguments of calls as JSON themselves; a few append them to a text, and fail else."""
+    try:
+        return await render(turns)
+    except UserError as error:
+        if type(error) is not UserError or not any("tool_calls" in turn for turn in turns):
+            raise
+        try:
+            return await render(_with_arguments_as_text(turns))
+        except UserError:
+            raise error from None
+
+
+def _described(tokenizer: TextTokenizer, tools: list[Tool]) -> list[dict[str, Any]]:
+    if "tools" not in variables_read(tokenizer.chat_template):
+        raise bad_request("tools: this model's chat template does not read tools; leave them out", param="tools")
+    described = []
+    for tool in tools:
+        function: dict[str, Any] = {"name": tool.function.name}
+        if tool.function.description is not None:
+            function["description"] = tool.function.description
+        function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+        described.append({"type": "function", "function": function})
+    return described
+
+
+def _variables(tokenizer: TextTokenizer, asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
+    settable = settable_variables(tokenizer.chat_template)
+    for name in asked:
+        if name not in settable:
+            readable = ", ".join(sorted(settable)) or "none"
+            raise bad_request(
+                f"chat_template_kwargs has {name[:60]!r}: the variables of this model's chat template that requests can"
+                f" set are: {readable}",
+                param="chat_template_kwargs",
+            )
+    if reasoning_effort is None or "reasoning_effort" in asked:
+        return asked
+    if "reasoning_effort" in settable:
+        return asked | {"reasoning_effort": reasoning_effort}
+    if reasoning_effort == "none":
+        return asked
+    raise bad_request(
+        f"reasoning_effort is {reasoning_effort!r}: this model's chat template does not read it; leave it out or send"
+        ' null or "none"',
+        param="reasoning_effort",
+    )
+
+
+def _turn(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMessage:
+    """One message as templates want it; text parts are joined by line breaks."""
+    role: str = message.role
+    if role == "developer" and not tokenizer.template_reads("developer"):
+        role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
+    turn: ChatMessage = {"role": role, "content": _text(message.content)}
+    if isinstance(message, ToolMessage):
+        if not tokenizer.template_reads("tool"):
+            raise _not_read(f"{param}.role", "results of tools")
+        turn["tool_call_id"] = message.tool_call_id
+    elif isinstance(message, AssistantMessage) and message.tool_calls:
+        if not tokenizer.template_reads("tool_calls"):
+            raise _not_read(f"{param}.tool_calls", "calls of tools")
+        turn["tool_calls"] = _calls(message, param)
+    elif message.content is None:
+        raise bad_request(f"{param}.content is missing: send a text, or tool_calls", param=f"{param}.content")
+    if message.name is not None:
+        if tokenizer.template_reads("name"):
+            turn["name"] = message.name
+        elif not isinstance(message, ToolMessage):  # the call's id says it too
+            raise _not_read(f"{param}.name", "names")
+    return turn
+
+
+def _text(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def _not_read(param: str, what: str) -> Exception:
+    return bad_request(f"{param}: this model's chat template does not read {what}; leave it out", param=param)
+
+
+def _calls(message: AssistantMessage, param: str) -> list[dict[str, Any]]:
+    calls = []
+    for number, call in enumerate(message.tool_calls or ()):
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            where = f"{param}.tool_calls[{number}].function.arguments"
+            raise bad_request(f"{where} is not a JSON object as text: send one", param=where)
+        function = {"name": call.function.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
+
+
+def _with_arguments_as_text(turns: list[ChatMessage]) -> list[ChatMessage]:
+    copies = []
+    for turn in turns:
+        calls = [
+            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in turn.get("tool_calls", ())
+        ]
+        copies.append(turn | {"tool_calls": calls} if calls else turn)
+    return copies
+
+
+def _mark_end(message: Message, turn: ChatMessage, param: str) -> None:
+    if message.role != "assistant" or "tool_calls" in turn or not turn["content"]:
+        raise bad_request(
+            f"continue_final_message: {param} must be the assistant's and have text, and no calls",
+            param="continue_final_message",
+        )
+    turn["content"] += _CUT_HERE

@@ -2,7 +2,7 @@
 
 Types are strict (a string where a number is due is refused) and unknown names are refused. None means absent, as the
 official clients send null for what was not set. Limits that depend on the model or on the operator's settings are
-checked later, in `sampling` and `prompts`.
+checked later, in `parameters` and `prompts`.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,6 +35,15 @@ def _check_prompt(value: object) -> Prompt:
     raise PydanticCustomError(
         "prompt", "it must be a text, a list of texts, a list of token ids, or a list of lists of token ids, not empty"
     )
+
+
+def split_prompts(prompt: Prompt) -> list[str | list[int]]:
+    """The single prompts in the four forms a completion's `prompt` has."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [[item for item in prompt if isinstance(item, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
 
 
 def _check_stop(value: object) -> list[str]:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.choice import ChoiceDelta
-from antiphon.serve.api.context import ApiContext, context_of
+from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.requests import GenerationRequest, StreamOptions
@@ -150,13 +150,13 @@ class AnswerShape(Protocol):
 
 
 async def respond(
+    context: ApiContext,
     request: Request,
     generation: Generation,
     shape: AnswerShape,
     body: GenerationRequest,
 ) -> Response:
     """The response for a submitted generation, which is closed when the response is out or the client gone."""
-    context = context_of(request)
     header = {"id": generation.request_id, "created": generation.created_s, "model": context.model_name}
     if body.stream:
         return EventStream(context, generation, shape, header, body.stream_options)

@@ -11,9 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.conversation import render_conversation
 from antiphon.serve.api.errors import bad_request
-from antiphon.serve.api.prompts import check_token_ids, decode_ids, encode_text
+from antiphon.serve.api.prompts import decode_ids, encode_text, render_conversation
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from antiphon.serve.api.responses import (
     GENERATION_ERRORS,
@@ -36,7 +35,7 @@ _TOKENS_A_TURN = 4096
 )
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
-    body = await read_request(request, TokenizeRequest)
+    body = await read_request(context, request, TokenizeRequest)
     with context.running():
         token_ids = await _token_ids(context, body)
         strings = await _token_strings(context, token_ids) if body.return_token_strs else None
@@ -80,9 +79,9 @@ async def _token_strings(context: ApiContext, token_ids: list[int]) -> list[str]
 )
 async def detokenize(request: Request) -> Response:
     context = context_of(request)
-    body = await read_request(request, DetokenizeRequest)
+    body = await read_request(context, request, DetokenizeRequest)
     with context.running():
-        check_token_ids(context, body.tokens, "tokens")
+        context.limits.check_token_ids(body.tokens, "tokens")
         text = await decode_ids(context, body.tokens, skip_special_tokens=False)
     return _answer({"prompt": text})
 

@@ -8,12 +8,14 @@ Nothing here limits time or memory. A template is a program that may do anything
 """
 
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -22,10 +24,52 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from antiphon.base.errors import UserError
 from antiphon.serve.text.tokenizer import ChatMessage
 
+# Hugging Face's tag around generated text; it changes nothing about what is read.
+_GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+# What the server itself gives to a template, or to the function that renders it.
+_NOT_FOR_REQUESTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "strftime_now",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 # What a template receives by these names is not for a client to replace.
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # A message's reasoning has had several names; templates read one of the first two.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+@lru_cache(maxsize=8)
+def variables_read(template: str) -> frozenset[str]:
+    """All variables that `template` reads without setting them; none when it cannot be parsed (rendering says why)."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template))))
+    except (jinja2.TemplateSyntaxError, RecursionError):
+        return frozenset()
+
+
+def settable_variables(template: str) -> frozenset[str]:
+    """The variables that a request may set, found by parsing the template; nothing of it is run. A value for a variable
+    that the template does not read would be dropped in silence. Not the conversation, the tools, or the tokenizer's
+    special tokens."""
+    names = variables_read(template) - _NOT_FOR_REQUESTS
+    return frozenset(name for name in names if not name.endswith("_token"))
 
 
 class TooMuchText(UserError):

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.files import open_regular, read_json
-from antiphon.serve.text.output_text import byte_level_alphabet
+from antiphon.serve.text.tokenizer import byte_level_alphabet
 
 FILE_NAME = "tiktoken.model"
 CONFIG_NAME = "tokenizer_config.json"

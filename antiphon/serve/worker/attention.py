@@ -22,10 +22,10 @@ from antiphon.comm.stages import Stages
 from antiphon.comm.two_level.forms import Forms
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.batch import BlockTables
 from antiphon.placement.split import IntArray
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
-from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.prefetch import Prefetcher

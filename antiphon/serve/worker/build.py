@@ -19,6 +19,7 @@ from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.batch import BlockTables
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half
@@ -27,7 +28,6 @@ from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.attention import AttentionRunner
-from antiphon.serve.worker.block_tables import BlockTables
 from antiphon.serve.worker.endpoints import Endpoints, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner, LeadersExperts, LocalExperts

@@ -1,12 +1,11 @@
-"""One token for each row of logits: edits, filters, draw, and the log-probabilities that were asked for.
+"""What a request's parameters do to its logits, and the draw: edits, filters, one uniform.
 
-1. If every row is plain greedy, one argmax is all (`argmax_rows`, where a native operator can be put in).
-2. Otherwise copy the logits and apply each request's edits (`sampling_state.py`).
-3. Greedy rows take the argmax; the others are filtered and drawn with the uniform that belongs to their
-   (seed, output index). A row of which nothing is allowed (all minus infinity) falls back to the argmax.
-4. Log-probabilities are of the raw logits (`token_logprobs`).
-
-All steps work on each row by itself, so the token does not depend on the batch. Ties in an argmax go to the lowest id.
+`SamplingState` is what is remembered of one request: parameters, seed, token counts if penalties need them. Counts are
+kept as a list of distinct tokens with a count each, not as a row of the vocabulary: 152k counters for each of 256
+requests would be 156 MB touched at random, the tokens of a conversation are a few thousand. They live in host memory,
+where the tokens come from, and go to the device with each penalised batch. A token is counted when its position first
+appears as *input* of a step (or at the start), never when it is sampled. So a step that is sent again after a failure
+counts nothing twice.
 
 Every filter is a *threshold on the probability*. They are found in the order min-p, top-k, top-p, each on what the
 earlier ones left (vLLM's order); tokens tied with the last one kept are kept too. The draw puts one uniform through the
@@ -24,94 +23,177 @@ Gumbel noise per vocabulary entry (152k hashes a token).
 R rows   V vocabulary   C segments of the vocabulary   S tokens of a segment
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from antiphon.serve.worker.sampling_state import GrammarMask, SamplingState, edit_logits
-from antiphon.specs.sampling import TokenLogprob
+from antiphon.specs.sampling import SamplingParams
 
-ArgmaxRows = Callable[[Tensor], Tensor]
-MAX_ALTERNATIVES = 20  # the API's limit; always searched, so that ties do not depend on what batch mates asked for
+_BITS_PER_WORD = 32
 _SEGMENT = 512
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """`token_ids[i]` for row i; `logprobs[i]` where its request asked for it, `logprobs` None if nobody did."""
+class TokenCounts:
+    """Distinct tokens of one request in order of first appearance, with how often each was *generated*."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprob | None] | None
+    def __init__(self) -> None:
+        self._index_of: dict[int, int] = {}
+        self._ids = torch.empty(64, dtype=torch.int64)
+        self._counts = torch.zeros(64)
 
+    @property
+    def ids(self) -> Tensor:
+        return self._ids[: len(self._index_of)]
 
-def argmax_of_rows(logits_RV: Tensor) -> Tensor:
-    """Index of the largest logit of each row, the lowest if several are equal."""
-    return logits_RV.argmax(dim=-1)
+    @property
+    def counts(self) -> Tensor:
+        """float32, 0 for tokens that are only in the prompt."""
+        return self._counts[: len(self._index_of)]
 
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
+        distinct = [token for token in dict.fromkeys(token_ids) if token not in self._index_of]
+        first, end = len(self._index_of), len(self._index_of) + len(distinct)
+        self._reserve(end)
+        self._ids[first:end] = torch.tensor(distinct, dtype=torch.int64)
+        self._index_of.update(zip(distinct, range(first, end), strict=True))
 
-def sample_tokens(
-    logits_RV: Tensor,
-    states: Sequence[SamplingState],
-    output_indices: Sequence[int],
-    *,
-    grammar: GrammarMask | None = None,
-    argmax_rows: ArgmaxRows = argmax_of_rows,
-) -> SampledTokens:
-    """Choose output token number `output_indices[i]` of request `states[i]` from row i of `logits_RV` (float32).
+    def add_output(self, token_id: int) -> None:
+        index = self._index_of.get(token_id)
+        if index is None:
+            index = self._index_of[token_id] = len(self._index_of)
+            self._reserve(index + 1)
+            self._ids[index] = token_id
+        self._counts[index] += 1
 
-    The logits are left as they are; the states too: they learn of the token when it comes back as input."""
-    assert logits_RV.dtype == torch.float32, f"logits are {logits_RV.dtype}"
-    assert len(states) == len(output_indices) == logits_RV.shape[0], "one state and one output index for each row"
-    if not states:
-        return SampledTokens([], None)
-    if _all_plain_greedy(states, output_indices, grammar):
-        return SampledTokens(argmax_rows(logits_RV).tolist(), None)
-    edited_RV = logits_RV.clone()
-    edit_logits(edited_RV, states, output_indices, grammar)
-    token_ids = _choose(edited_RV, states, output_indices, argmax_rows)
-    return SampledTokens(token_ids, _report(logits_RV, states, token_ids))
-
-
-def _all_plain_greedy(
-    states: Sequence[SamplingState], output_indices: Sequence[int], grammar: GrammarMask | None
-) -> bool:
-    if grammar is not None and len(grammar.rows):
-        return False
-    return all(
-        state.plain_greedy and not state.bans_stop_ids(index)
-        for state, index in zip(states, output_indices, strict=True)
-    )
+    def _reserve(self, size: int) -> None:
+        missing = size - len(self._ids)
+        if missing > 0:
+            grow = max(missing, len(self._ids))
+            self._ids = torch.cat([self._ids, torch.empty(grow, dtype=torch.int64)])
+            self._counts = torch.cat([self._counts, torch.zeros(grow)])
 
 
-def _choose(
-    edited_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int], argmax_rows: ArgmaxRows
-) -> list[int]:
-    """Step 3."""
-    token_ids: list[int] = [-1] * len(states)
-    drawn = [row for row, state in enumerate(states) if not state.params.greedy]
-    if drawn:
-        logits_NV = edited_RV if len(drawn) == len(states) else edited_RV[drawn]
-        params = [states[row].params for row in drawn]
-        probs_NV = filtered_probabilities(
-            logits_NV,
-            [p.temperature for p in params],
-            [p.top_k for p in params],
-            [p.top_p for p in params],
-            [p.min_p for p in params],
+class SamplingState:
+    """One request on its worker. `stop_ids` (end-of-sequence and stop tokens) are banned until `min_tokens` are out."""
+
+    def __init__(
+        self, params: SamplingParams, *, seed: int, stop_ids: Sequence[int], token_ids: Sequence[int], num_prompt: int
+    ) -> None:
+        self.params = params
+        self.seed = seed
+        self.stop_ids = tuple(stop_ids)
+        self.num_prompt = num_prompt
+        self.bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self.bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self.penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        uniforms = [counter_uniform(states[row].seed, output_indices[row]) for row in drawn]
-        for row, token_id in zip(drawn, draw_tokens(probs_NV, uniforms).tolist(), strict=True):
-            token_ids[row] = token_id
-    others = [row for row, token_id in enumerate(token_ids) if token_id < 0]
-    if others:
-        for row, token_id in zip(others, argmax_rows(edited_RV[others]).tolist(), strict=True):
-            token_ids[row] = token_id
-    return token_ids
+        self.plain_greedy = params.greedy and not self.penalised and not params.logit_bias and params.logprobs is None
+        self.token_counts = TokenCounts()
+        self._num_seen = num_prompt
+        if self.penalised and params.repetition_penalty != 1.0:
+            self.token_counts.add_prompt(token_ids[:num_prompt])
+        self.observe(num_prompt, token_ids[num_prompt:])
+
+    def observe(self, start: int, token_ids: Sequence[int]) -> None:
+        """The tokens at positions `start` and on are known. Prompt tokens and those seen before are passed over."""
+        if self.penalised:
+            for token_id in token_ids[max(self._num_seen - start, 0) :]:
+                self.token_counts.add_output(token_id)
+        self._num_seen = max(self._num_seen, start + len(token_ids))
+
+    def bans_stop_ids(self, output_index: int) -> bool:
+        """Whether output token `output_index` (0 is the first) must not end the request."""
+        return output_index < self.params.min_tokens and bool(self.stop_ids)
+
+
+@dataclass(frozen=True)
+class GrammarMask:
+    """Which tokens a grammar allows next. `words` int32 [len(rows), >= ceil(V / 32)], on any device: bit t % 32 of word
+    t // 32 set means token t is allowed. `rows` index the logits; rows that are not named are free."""
+
+    rows: Sequence[int]
+    words: Tensor
+
+
+def edit_logits(
+    logits_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int], grammar: GrammarMask | None
+) -> None:
+    """Apply all edits to `logits_RV` in place, before temperature, for all rows of a batch at once. Row i belongs to
+    `states[i]`, about to get token `output_indices[i]`.
+
+    In vLLM's order: logit bias; repetition penalty over prompt and output (logit divided by it if positive, multiplied
+    if not: Keskar et al. 2019, eq. 1.4); frequency and presence penalty over the output (OpenAI's API reference,
+    `mu[j] - c[j] * frequency - (c[j] > 0) * presence`); grammar; ban on ending before `min_tokens`.
+
+    Rows without an edit are not touched; each edit is one gather and one scatter over the concerned (row, token) pairs.
+    """
+    _add_bias(logits_RV, states)
+    _apply_penalties(logits_RV, states)
+    if grammar is not None and len(grammar.rows):
+        _apply_grammar(logits_RV, grammar)
+    _ban_stop_ids(logits_RV, states, output_indices)
+
+
+def _add_bias(logits_RV: Tensor, states: Sequence[SamplingState]) -> None:
+    rows = [row for row, state in enumerate(states) if len(state.bias_ids)]
+    if not rows:
+        return
+    device = logits_RV.device
+    pairs = _row_of_each(rows, [states[row].bias_ids for row in rows], device)
+    values = torch.cat([states[row].bias_values for row in rows]).to(device)
+    logits_RV[pairs] += values
+
+
+def _apply_penalties(logits_RV: Tensor, states: Sequence[SamplingState]) -> None:
+    rows = [row for row, state in enumerate(states) if state.penalised and len(state.token_counts.ids)]
+    if not rows:
+        return
+    device = logits_RV.device
+    ids = [states[row].token_counts.ids for row in rows]
+    pairs = _row_of_each(rows, ids, device)
+    counts = torch.cat([states[row].token_counts.counts for row in rows]).to(device)
+    params = [states[row].params for row in rows]
+    lengths = torch.tensor([len(tokens) for tokens in ids])
+    per_row = torch.tensor([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params])
+    repetition, frequency, presence = per_row.repeat_interleave(lengths, dim=0).to(device).unbind(1)
+    values = logits_RV[pairs]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits_RV[pairs] = values - counts * frequency - (counts > 0) * presence
+
+
+def _apply_grammar(logits_RV: Tensor, grammar: GrammarMask) -> None:
+    device, vocab_size = logits_RV.device, logits_RV.shape[1]
+    words = grammar.words.to(device)
+    assert words.shape[1] * _BITS_PER_WORD >= vocab_size, f"{words.shape[1]} mask words for {vocab_size} tokens"
+    bits = torch.arange(_BITS_PER_WORD, dtype=torch.int32, device=device)
+    banned = ((words.unsqueeze(-1) >> bits) & 1).eq(0).flatten(1)[:, :vocab_size]
+    rows = torch.tensor(list(grammar.rows), device=device)
+    logits_RV[rows] = logits_RV[rows].masked_fill(banned, -torch.inf)
+
+
+def _ban_stop_ids(logits_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int]) -> None:
+    """Where nothing else is allowed (a grammar that is complete), the ban is lifted: the request must end."""
+    rows = [row for row, state in enumerate(states) if state.bans_stop_ids(output_indices[row])]
+    if not rows:
+        return
+    pairs = _row_of_each(rows, [torch.tensor(states[row].stop_ids) for row in rows], logits_RV.device)
+    before = logits_RV[pairs]
+    logits_RV[pairs] = -torch.inf
+    nothing_left = logits_RV[rows].amax(dim=1) == -torch.inf
+    lengths = torch.tensor([len(states[row].stop_ids) for row in rows], device=logits_RV.device)
+    logits_RV[pairs] = torch.where(nothing_left.repeat_interleave(lengths), before, -torch.inf)
+
+
+def _row_of_each(rows: list[int], ids: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Index pairs (row, token) for the token lists of several rows; no pair occurs twice."""
+    lengths = torch.tensor([len(tokens) for tokens in ids])
+    return torch.tensor(rows).repeat_interleave(lengths).to(device), torch.cat(ids).to(device)
 
 
 def counter_uniform(seed: int, index: int) -> float:
@@ -193,46 +275,3 @@ def draw_tokens(probs_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
     offset_R = ((sums_RS <= target_R - before_R) & (sums_RS < sums_RS[:, -1:])).sum(1)
     tokens_R = segment_R.squeeze(1) * _SEGMENT + offset_R
     return torch.where(total_R.squeeze(1) > 0, tokens_R, -1)
-
-
-def _report(
-    logits_RV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
-) -> list[TokenLogprob | None] | None:
-    """Step 4."""
-    wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
-    if not wanted:
-        return None
-    rows = [row for row, _ in wanted]
-    reports = token_logprobs(logits_RV[rows], [token_ids[row] for row in rows], [count for _, count in wanted])
-    result: list[TokenLogprob | None] = [None] * len(states)
-    for row, report in zip(rows, reports, strict=True):
-        result[row] = report
-    return result
-
-
-def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
-    """For each row of raw logits: the log-probability and rank of its token, and the row's best alternatives.
-
-    Log-softmax of the *raw* logits, before bias, penalties, grammar and temperature. This is vLLM's default, and
-    OpenAI's since logit bias no longer shows in its log-probabilities: what the model thinks, comparable between
-    requests, and always finite. Rejected: the distribution actually drawn from, in which a masked alternative is minus
-    infinity (not JSON) and greedy decoding would report 0 for every token.
-
-    A token's rank is 1 plus the number of strictly more likely tokens. Alternatives are ordered by probability, then
-    id."""
-    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-    chosen_R = logprobs_RV.gather(1, torch.tensor(token_ids, device=logits_RV.device).unsqueeze(1))
-    ranks = ((logprobs_RV > chosen_R).sum(1) + 1).tolist()
-    best = logprobs_RV.topk(min(MAX_ALTERNATIVES, logits_RV.shape[1]), dim=-1)
-    rows = zip(token_ids, chosen_R.squeeze(1).tolist(), ranks, num_alternatives, strict=True)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    result = []
-    for (token_id, logprob, rank, count), (ids, values) in zip(rows, tops, strict=True):
-        ordered = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        result.append(TokenLogprob(token_id, logprob, rank, tuple(ordered[:count])))
-    return result
-
-
-def prompt_logprobs(logits_RV: Tensor, next_token_ids: Sequence[int], num_alternatives: int) -> list[TokenLogprob]:
-    """The same for rows of a prompt, whose next tokens are known. Takes R x V floats: the caller bounds R."""
-    return token_logprobs(logits_RV, next_token_ids, [num_alternatives] * len(next_token_ids))

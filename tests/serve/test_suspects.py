@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.request import Request, RequestStatus, new_request
-from antiphon.serve.policy.suspects import MAX_FAILURES, Blamed, Suspects, Verdict
+from antiphon.serve.request_desk import MAX_FAILURES, Suspects, Verdict
+from antiphon.serve.running_step import Blamed
 from antiphon.specs.sampling import SamplingParams
 
 PROMPT = 8
