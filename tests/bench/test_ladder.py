@@ -1,6 +1,7 @@
 """Ladders: what passes a link, what is predicted, what is refused, and one that runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -77,6 +78,21 @@ def test_without_a_wire_a_prediction_is_the_sum_of_operators() -> None:
     sums = sums_s(spec, config, setup_of(config, sizes), sizes, slow)
     assert sums > 0
     assert predicted_step_s(spec, config, sizes, plans, operator_s, slow) >= found + sums
+
+
+def test_rows_over_the_budget_are_as_narrow_as_others() -> None:
+    """They travel inside an operator; what it computes is the same."""
+    spec, chosen = load_model_spec(DEMO), case(ladder="compression")
+    sizes, found = Sizes(world_size=4, expert=4), {}
+    fast = Links(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
+    operator_s = {"over_budget": 1.0, "waits in over_budget": 3.0, "waits in over_budget backward": 5.0}
+    for variant in variants_of(chosen)[1:5]:
+        config = configuration(chosen, variant, 0, Path("/nowhere"))
+        config = replace(config, parallel=replace(config.parallel, row_budget=0.5))  # one process may exceed it
+        plans = [layer.plan for layer in build_model(spec, config, 32).layers]
+        found[variant.name] = predicted_step_s(spec, config, sizes, plans, operator_s, fast)
+    assert found["gradients in BF16"] == pytest.approx(9.0)
+    assert found["+ rows in FP8"] == pytest.approx(1.0 + 8.0 * 0.26, abs=0.05)
 
 
 def test_sums_beside_backward_hide() -> None:

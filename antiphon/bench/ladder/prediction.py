@@ -7,14 +7,16 @@ bytes take on the links, and the schedule says what runs beside what.
 3. `train.schedule_search` goes through the layer's schedule with one processor and one wire.
 4. An operator in tiles takes the longer of its work and its exchange, and a rank's part of the other one: the first
    rows are made before any can go, the last ones are worked on when all have come.
-5. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
+5. Rows over the budget travel inside their operator, and how many there are depends on the router. So the time that it
+   was measured to wait for them counts; where rows have fewer bytes, as the formulas say, it is as much less.
+6. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
    simulator of Lina's figures goes through it (`backward_s`). A layer's schedule becomes what `sim.training_step`
    knows: the combine, an all-to-all, the experts, another all-to-all, and everything else, which comes before the next
    layer's combine. A layer's gradients are ready when that is done. What is rough: gradients of the experts' weights
    stand behind the second all-to-all, though they run beside it.
 
 Not in it: latencies. What an operator waits for inside itself (counts of rows, the norm of all ranks) counts as its
-work. Rejected: measured waiting times. They are what is to be predicted.
+work. Rejected: other measured waiting times. They are what is to be predicted.
 """
 
 import math
@@ -44,6 +46,7 @@ from antiphon.train.layer_schedule import (
 )
 from antiphon.train.memory_check import setup_of
 from antiphon.train.operators import whole_name
+from antiphon.train.row_budget import WAITS
 from antiphon.train.schedule_search import Times, seconds_of
 from antiphon.train.tiled import Tiled
 
@@ -162,6 +165,7 @@ class _Costs:
             for name in (_label(action, backward=backward), _label(_whole(action), backward=backward))
         }
         names |= {_label(action, backward=backward) for backward, action in _in_their_place(self.plans)}
+        names |= {WAITS, f"{WAITS} backward"}
         return sum(seconds for name, seconds in self.operator_s.items() if name not in names and name != SUMS)
 
     @property
@@ -187,8 +191,20 @@ class _Costs:
             if action.verb not in WAIT_OF.values():
                 of_whole = self.operator_s.get(_label(whole, backward=backward), 0.0) / count
                 found = self.operator_s.get(_label(action, backward=backward), of_whole)
+                if whole.operator == "over_budget":
+                    found += self._over_budget_s(backward=backward)
                 computing[action] = found / self._holders(whole.operator) / self.config.micro_batches
         return Times(computing, travelling)
+
+    def _over_budget_s(self, *, backward: bool) -> float:
+        """What rows over the budget take on the wire. They were measured as they are without compression."""
+        waits_s = self.operator_s.get(f"{WAITS} backward" if backward else WAITS, 0.0)
+        plain = replace(self.config, communication=replace(self.config.communication, activations="plain"))
+        now, then = (
+            sum(each.forward_bytes + each.backward_bytes for each in exchanges(self.spec, config, self.sizes).values())
+            for config in (self.config, plain)
+        )
+        return waits_s * now / then if then else waits_s
 
     def _holders(self, name: str) -> int:
         """How many layers have this operator, whole or in parts: dense layers have others than MoE layers."""
