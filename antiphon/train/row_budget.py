@@ -17,7 +17,7 @@ Letters: T rows of this rank, K experts a row, E experts, H width, n ranks with 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,6 +82,16 @@ class RowBudget:
         num_more = math.ceil((max(present) - kept) / ((1 - KEPT_PART) * self.factor * share))
         piece_Tn = _piece_of(rows_Tn, own_n, kept / all_n.clamp(min=1), num_more)
         return Pieces(ids_TK, piece_Tn.gather(1, ranks_TK), num_more)
+
+
+def part_over_budget(rows_E: Sequence[int], num_ranks: int, factor: float) -> float:
+    """Of a layer's rows, which chose its experts so often, what does not go in piece 0 where `num_ranks` share them."""
+    experts = split_evenly(len(rows_E), num_ranks)
+    rows_n = [sum(rows_E[first:last]) for first, last in experts]
+    share = sum(rows_E) * max(last - first for first, last in experts) / len(rows_E)
+    if not factor or (num_ranks == 1 and factor >= 1) or max(rows_n) <= factor * share:
+        return 0.0
+    return sum(max(0.0, rows - KEPT_PART * factor * share) for rows in rows_n) / sum(rows_E)
 
 
 def _piece_of(rows_Tn: Tensor, own_n: Tensor, kept_n: Tensor, num_more: int) -> Tensor:
