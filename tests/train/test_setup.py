@@ -1,6 +1,7 @@
 """What ranks that exchange tiles are told of each other."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.models.conftest import family_config
 RANKS = 4
 
 
-def told(rank: int) -> list[int]:
+def told(kernels: Path, rank: int) -> list[int]:
     """With how many others each link of this rank believes to share cores: on one machine, and on two. Each rank is
     alone on its node, as in a container, and half of them are in its group."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -28,7 +29,6 @@ def told(rank: int) -> list[int]:
         return endpoint(*arguments, local_processes=local_processes, **options)
 
     tile_links._m2n.Endpoint = noted  # type: ignore[assignment, misc]
-    kernels = Path(os.environ["PYTEST_KERNELS"])
     for kernel in (tile_links.KERNEL, kernels / str(rank // 3)):
         tile_links.KERNEL = kernel
         for links in connect_tiles(spec, 128, mesh):
@@ -37,9 +37,8 @@ def told(rank: int) -> list[int]:
     return found
 
 
-def test_ranks_that_share_cores_are_counted_whatever_their_nodes_are(tmp_path: Path, monkeypatch: Any) -> None:
+def test_ranks_that_share_cores_are_counted_whatever_their_nodes_are(tmp_path: Path) -> None:
     """Else each of them looks for tiles without end, on cores that the others need."""
     for machine in ("0", "1"):
         (tmp_path / machine).write_text(machine)
-    monkeypatch.setenv("PYTEST_KERNELS", str(tmp_path))
-    assert on_ranks(RANKS, tmp_path, told) == [[4, 3], [4, 3], [4, 3], [4, 1]]
+    assert on_ranks(RANKS, tmp_path, partial(told, tmp_path)) == [[4, 3], [4, 3], [4, 3], [4, 1]]
