@@ -30,6 +30,12 @@ class Ledger:
         with self._lock:
             self.waited_s[name] += seconds
 
+    @property
+    def all_waited_s(self) -> float:
+        """Since the last `take`."""
+        with self._lock:
+            return sum(self.waited_s.values())
+
     def lost(self, name: str, count: int) -> None:
         with self._lock:
             self.lost_numbers[name] += count

@@ -15,12 +15,7 @@ import numpy as np
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.placement.split import balancedness
-<<<<<<< HEAD
-from antiphon.serve.engine_api import PrefetchCounts
-from antiphon.serve.events import EventLog
-=======
-from antiphon.serve.engine_api import EngineEvent, EventKind
->>>>>>> dc254cbd10f0e63e0b2f74dfd2ffd345a4a3e8f7
+from antiphon.serve.engine_api import EngineEvent, EventKind, PrefetchCounts
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _log = get_logger("engine")

@@ -5,6 +5,7 @@ Letters: T rows of this rank, K experts a row, R rows in order of expert, E expe
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.expert_parts import in_parts
 from antiphon.train.experts import Experts
 from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
-from antiphon.train.row_budget import Pieces, RowBudget, pass_over_budget
+from antiphon.train.row_budget import WAITS, Pieces, RowBudget, pass_over_budget
 from antiphon.train.tiled import Arriving, Leaving
 from antiphon.train.way_operators import end_of, way_operators
 from antiphon.train.weights import DOWN, GATE_UP, Weights
@@ -225,7 +226,11 @@ def _pass_over_budget(here: Here, out_TH: Tensor, y_TH: Tensor, weights_TK: Tens
     if not pieces.num_more:
         return out_TH
     experts = Experts.of(here.spec.feed_forward, here.weights, adds_bias=here.adds_bias)
-    return out_TH + pass_over_budget(here.dispatcher, experts, y_TH, pieces, weights_TK)
+
+    def apart() -> AbstractContextManager[None]:
+        return here.spans.apart(WAITS, lambda: here.budget.mesh.ledger.all_waited_s)
+
+    return out_TH + pass_over_budget(here.dispatcher, experts, y_TH, pieces, weights_TK, apart)
 
 
 def _add_dense(here: Here, x_BSH: Tensor, dense_TH: Tensor) -> Tensor:

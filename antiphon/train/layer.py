@@ -76,6 +76,7 @@ class MoeLayer(nn.Module):
             dispatcher=self.dispatcher,
             budget=self.budget,
             gate=self._gate,
+            spans=self.spans,
         )
         return run_layer(self.plan, here, self.spans, self.held, self.turns, x_BSH)
 

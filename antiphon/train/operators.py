@@ -30,6 +30,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
 from antiphon.train.sequences import Sequences
+from antiphon.train.spans import Spans
 from antiphon.train.weights import Recorder, Weights
 
 Gate = Callable[[Weights, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -48,6 +49,7 @@ class Here:
     dispatcher: Dispatcher
     budget: RowBudget
     gate: Gate
+    spans: Spans = field(default_factory=Spans)
 
     @property
     def wide(self) -> torch.dtype:

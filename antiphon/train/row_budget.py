@@ -17,6 +17,8 @@ Letters: T rows of this rank, K experts a row, E experts, H width, n ranks with 
 """
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +32,8 @@ from antiphon.comm.mesh import Mesh
 from antiphon.train.experts import Experts
 
 KEPT_PART = 0.75
+WAITS = "waits in over_budget"  # of its time on the timeline, what is spent waiting for rows
+Apart = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,16 @@ class RowBudget:
         return Pieces(ids_TK, piece_Tn.gather(1, ranks_TK), num_more)
 
 
+def part_over_budget(rows_E: Sequence[int], num_ranks: int, factor: float) -> float:
+    """Of a layer's rows, which chose its experts so often, what does not go in piece 0 where `num_ranks` share them."""
+    experts = split_evenly(len(rows_E), num_ranks)
+    rows_n = [sum(rows_E[first:last]) for first, last in experts]
+    share = sum(rows_E) * max(last - first for first, last in experts) / len(rows_E)
+    if not factor or (num_ranks == 1 and factor >= 1) or max(rows_n) <= factor * share:
+        return 0.0
+    return sum(max(0.0, rows - KEPT_PART * factor * share) for rows in rows_n) / sum(rows_E)
+
+
 def _piece_of(rows_Tn: Tensor, own_n: Tensor, kept_n: Tensor, num_more: int) -> Tensor:
     """[T, n]: the piece in which a token goes to a rank; `kept_n`: the part of all rows that goes in piece 0."""
     before_Tn = rows_Tn.cumsum(0) - rows_Tn
@@ -95,11 +109,17 @@ def pass_experts(dispatcher: Dispatcher, experts: Experts, x_TH: Tensor, ids_TK:
 
 
 def pass_over_budget(
-    dispatcher: Dispatcher, experts: Experts, x_TH: Tensor, pieces: Pieces, weights_TK: Tensor
+    dispatcher: Dispatcher,
+    experts: Experts,
+    x_TH: Tensor,
+    pieces: Pieces,
+    weights_TK: Tensor,
+    apart: Apart = nullcontext,
 ) -> Tensor:
-    """[T, H]: the sum over all pieces but the first; nothing is kept for backward but what is given here."""
+    """[T, H]: the sum over all pieces but the first; nothing is kept for backward but what is given here. Forward and
+    backward run within `apart`."""
     out_TH: Tensor = _OverBudget.apply(  # type: ignore[no-untyped-call]
-        dispatcher, experts, pieces, x_TH, weights_TK, *experts.tensors.values()
+        apart, dispatcher, experts, pieces, x_TH, weights_TK, *experts.tensors.values()
     )
     return out_TH
 
@@ -110,6 +130,7 @@ class _OverBudget(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        apart: Apart,
         dispatcher: Dispatcher,
         experts: Experts,
         pieces: Pieces,
@@ -117,21 +138,23 @@ class _OverBudget(torch.autograd.Function):
         weights_TK: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.dispatcher, ctx.experts, ctx.pieces = dispatcher, experts, pieces
+        ctx.apart, ctx.dispatcher, ctx.experts, ctx.pieces = apart, dispatcher, experts, pieces
         ctx.save_for_backward(x_TH, weights_TK, *tensors)
         out_TH = torch.zeros_like(x_TH)
-        for piece in range(1, 1 + pieces.num_more):
-            out_TH += pass_experts(dispatcher, experts, x_TH, pieces.choices(piece), weights_TK)
+        with apart():
+            for piece in range(1, 1 + pieces.num_more):
+                out_TH += pass_experts(dispatcher, experts, x_TH, pieces.choices(piece), weights_TK)
         return out_TH
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[4:]
         leaves = [saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)]
         x_TH, weights_TK, *tensors = leaves
         experts = replace(ctx.experts, tensors=dict(zip(ctx.experts.tensors, tensors, strict=True)))
-        for piece in range(1, 1 + ctx.pieces.num_more):
-            with torch.enable_grad():
-                out_TH = pass_experts(ctx.dispatcher, experts, x_TH, ctx.pieces.choices(piece), weights_TK)
-            torch.autograd.backward(out_TH, grad_TH)
-        return None, None, None, *(leaf.grad for leaf in leaves)
+        with ctx.apart():
+            for piece in range(1, 1 + ctx.pieces.num_more):
+                with torch.enable_grad():
+                    out_TH = pass_experts(ctx.dispatcher, experts, x_TH, ctx.pieces.choices(piece), weights_TK)
+                torch.autograd.backward(out_TH, grad_TH)
+        return None, None, None, None, *(leaf.grad for leaf in leaves)

@@ -10,7 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.float8_rows import SCALE_BYTES
-from antiphon.comm.m2n.tile_links import M2nTileLinks
+from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.specs.model import ModelSpec
@@ -79,8 +79,9 @@ def connect_tiles(spec: ModelSpec, tile_rows: int, mesh: Mesh, *, first: bool = 
     if mesh.rank == 0 and sequence.size > 1 and not heads_leave_in_tiles(spec.attention):
         why = "a norm is over all heads" if spec.attention.latent is None else "heads are made of a latent row"
         _log.warning("overlap.inside: the all-to-all before attention is not cut into tiles, because %s", why)
+    here = ranks_on_this_machine(mesh.world) if widths else 1
     return tuple(
-        M2nTileLinks.connect(group, tile_rows, NUMBER_BYTES * width, mesh.timeout_s, first=first)
+        M2nTileLinks.connect(group, tile_rows, NUMBER_BYTES * width, mesh.timeout_s, first=first, local_processes=here)
         for group, width in widths.values()
     )
 

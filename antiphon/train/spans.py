@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,18 @@ class Spans:
     def of(self, operator: str, layer: int = -1, *, backward: bool = False) -> AbstractContextManager[None]:
         """What runs within is `operator`, and so is its backward; or it is its backward already."""
         return self._forward(Label(operator, layer, backward)) if self.on else _NOTHING
+
+    @contextmanager
+    def apart(self, name: str, seconds: Callable[[], float]) -> Iterator[None]:
+        """Of the time of what is being done, that by which `seconds` grows within counts as `name`, at its end."""
+        before_s = seconds()
+        yield
+        if self.on and self._own.open:
+            open_span, end_ns = self._own.open[-1], time.monotonic_ns()
+            length_ns = min(round((seconds() - before_s) * 1e9), end_ns - open_span.start_ns - open_span.inner_ns)
+            label = replace(open_span.label, operator=name)
+            open_span.inner_ns += length_ns
+            self._closed.append(Span(label, self.step, end_ns - length_ns, end_ns))
 
     def backward(self, root: Tensor) -> AbstractContextManager[None]:
         """While `root.backward()` runs within, its nodes are recorded."""

@@ -1,6 +1,7 @@
 """Ladders: what passes a link, what is predicted, what is refused, and one that runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,6 +20,7 @@ from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.memory_check import setup_of
+from antiphon.train.row_budget import part_over_budget
 from antiphon.train.setup import build_model
 
 DEMO = Path("examples/demo-moe")
@@ -77,6 +79,35 @@ def test_without_a_wire_a_prediction_is_the_sum_of_operators() -> None:
     sums = sums_s(spec, config, setup_of(config, sizes), sizes, slow)
     assert sums > 0
     assert predicted_step_s(spec, config, sizes, plans, operator_s, slow) >= found + sums
+
+
+def test_rows_over_the_budget_are_as_narrow_as_others() -> None:
+    """They travel inside an operator; what it computes is the same."""
+    spec, chosen = load_model_spec(DEMO), case(ladder="compression")
+    sizes, found, travels_s = Sizes(world_size=4, expert=4), dict[str, float](), dict[str, float]()
+    fast = Links(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
+    operator_s = {"over_budget": 1.0, "waits in over_budget": 3.0, "waits in over_budget backward": 5.0}
+    for variant in variants_of(chosen)[1:5]:
+        config = configuration(chosen, variant, 0, Path("/nowhere"))
+        config = replace(config, parallel=replace(config.parallel, row_budget=0.5))  # one process may exceed it
+        plans = [layer.plan for layer in build_model(spec, config, 32).layers]
+        slow = Links(nodes=2, ranks_per_node=2, bytes_per_s=1e5)
+        none, some = (predicted_step_s(spec, config, sizes, plans, operator_s, slow, over) for over in (0.0, 0.2))
+        found[variant.name] = none - some
+        assert predicted_step_s(spec, config, sizes, plans, operator_s, fast, 0.2) == pytest.approx(9.0)
+        rows = [each for each in exchanges(spec, config, sizes).values() if each.axes == ("expert",)]
+        there_s, back_s = (sum(each.seconds(slow, sizes, backward=back) for each in rows) for back in (False, True))
+        travels_s[variant.name] = 0.2 * spec.num_layers * (2 * there_s + back_s)  # backward they go there again
+    plain, narrow = "gradients in BF16", "+ rows in FP8"
+    assert found[plain] == pytest.approx(0.0), "it waits as it was measured to"
+    assert found[narrow] == pytest.approx(travels_s[plain] - travels_s[narrow])
+    assert travels_s[narrow] < 0.3 * travels_s[plain]
+
+
+def test_the_part_of_rows_over_the_budget() -> None:
+    assert part_over_budget([10, 10, 10, 10], 2, 1.1) == 0.0
+    assert part_over_budget([20, 20, 0, 0], 2, 0.0) == part_over_budget([40, 0], 1, 1.1) == 0.0
+    assert part_over_budget([20, 20, 0, 0], 2, 1.1) == pytest.approx((40 - 0.75 * 1.1 * 20) / 40)
 
 
 def test_sums_beside_backward_hide() -> None:

@@ -1,6 +1,7 @@
 """Spans of a step by layer and operator, and the trace made of them."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,27 @@ def test_a_span_within_another_takes_its_time_from_it() -> None:
     total = sum(span.end_ns - span.start_ns for span in taken) - outer.inner_ns
     assert sum(seconds_by_operator(taken).values()) == pytest.approx(total * 1e-9)
     assert spans.take() == []
+
+
+def test_waiting_inside_an_operator_counts_apart() -> None:
+    """Not more of it than the operator took, and nothing while spans are off."""
+    spans, waited = Spans(), [5.0]
+
+    def wait(seconds: float) -> None:
+        with spans.apart("waits", lambda: waited[0]):
+            time.sleep(0.01)
+            waited[0] += seconds
+
+    wait(1.0)
+    spans.on = True
+    with spans.of("outer", 4, backward=True):
+        wait(0.002)
+        wait(1.0)
+    first, second, outer = spans.take()
+    assert str(first.label) == str(second.label) == "layer 4, waits, backward"
+    assert first.end_ns - first.start_ns == 2_000_000
+    assert second.start_ns >= outer.start_ns
+    assert outer.inner_ns == 2_000_000 + second.end_ns - second.start_ns <= outer.end_ns - outer.start_ns
 
 
 def some_spans(starts: Sequence[int]) -> list[Span]:

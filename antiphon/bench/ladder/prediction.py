@@ -7,14 +7,17 @@ bytes take on the links, and the schedule says what runs beside what.
 3. `train.schedule_search` goes through the layer's schedule with one processor and one wire.
 4. An operator in tiles takes the longer of its work and its exchange, and a rank's part of the other one: the first
    rows are made before any can go, the last ones are worked on when all have come.
-5. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
+5. Rows over the budget travel inside their operator, and how many there are depends on the router. Their part of all
+   rows is counted, and their bytes follow the formulas. What was measured as waiting beyond what those bytes take on
+   the links, for the turns of ranks in each piece, is the same in every format.
+6. What is outside of layers, and the sums of gradients, stand behind one another. Where sums run beside backward, the
    simulator of Lina's figures goes through it (`backward_s`). A layer's schedule becomes what `sim.training_step`
    knows: the combine, an all-to-all, the experts, another all-to-all, and everything else, which comes before the next
    layer's combine. A layer's gradients are ready when that is done. What is rough: gradients of the experts' weights
    stand behind the second all-to-all, though they run beside it.
 
 Not in it: latencies. What an operator waits for inside itself (counts of rows, the norm of all ranks) counts as its
-work. Rejected: measured waiting times. They are what is to be predicted.
+work. Rejected: other measured waiting times. They are what is to be predicted.
 """
 
 import math
@@ -44,6 +47,7 @@ from antiphon.train.layer_schedule import (
 )
 from antiphon.train.memory_check import setup_of
 from antiphon.train.operators import whole_name
+from antiphon.train.row_budget import WAITS
 from antiphon.train.schedule_search import Times, seconds_of
 from antiphon.train.tiled import Tiled
 
@@ -123,9 +127,11 @@ def predicted_step_s(
     plans: Sequence[LayerPlan],
     operator_s: Mapping[str, float],
     links: Links,
+    over_budget: float = 0.0,
 ) -> float:
-    """`plans`: of this rank's layers; `operator_s`: seconds of a step by operator, as metrics have them."""
-    costs = _Costs(spec, config, sizes, plans, operator_s, links)
+    """`plans`: of this rank's layers; `operator_s`: seconds of a step by operator, as metrics have them; `over_budget`:
+    the part of all rows that is beyond the row budget."""
+    costs = _Costs(spec, config, sizes, plans, operator_s, links, over_budget)
     forward_s = config.micro_batches * sum(
         seconds_of(plan.schedule.forward, costs.of(plan, backward=False)) for plan in plans
     )
@@ -150,6 +156,7 @@ class _Costs:
     plans: Sequence[LayerPlan]
     operator_s: Mapping[str, float]
     links: Links
+    over_budget: float
 
     @property
     def outside_s(self) -> float:
@@ -162,6 +169,7 @@ class _Costs:
             for name in (_label(action, backward=backward), _label(_whole(action), backward=backward))
         }
         names |= {_label(action, backward=backward) for backward, action in _in_their_place(self.plans)}
+        names |= {WAITS, f"{WAITS} backward"}
         return sum(seconds for name, seconds in self.operator_s.items() if name not in names and name != SUMS)
 
     @property
@@ -183,12 +191,32 @@ class _Costs:
             if action.verb in WAIT_OF and whole.operator in sent:
                 way_back = action.verb == START_GRADIENT
                 exchange_s = sent[whole.operator].seconds(self.links, self.sizes, backward=way_back)
-                travelling[action] = exchange_s / count
+                kept = 1 - self.over_budget if sent[whole.operator].axes == ("expert",) else 1.0
+                travelling[action] = exchange_s * kept / count
             if action.verb not in WAIT_OF.values():
                 of_whole = self.operator_s.get(_label(whole, backward=backward), 0.0) / count
                 found = self.operator_s.get(_label(action, backward=backward), of_whole)
+                if whole.operator == "over_budget":
+                    found += self._over_budget_s(self._holders(whole.operator), backward=backward)
                 computing[action] = found / self._holders(whole.operator) / self.config.micro_batches
         return Times(computing, travelling)
+
+    def _over_budget_s(self, layers: int, *, backward: bool) -> float:
+        """What a step waits for rows over the budget. It was measured on rows as they are without compression."""
+        waits_s = self.operator_s.get(f"{WAITS} backward" if backward else WAITS, 0.0)
+        plain = replace(self.config, communication=replace(self.config.communication, activations="plain"))
+        now_s, then_s = (
+            self.over_budget * layers * self.config.micro_batches * sum(self._ways_s(config, backward=backward))
+            for config in (self.config, plain)
+        )
+        return max(0.0, waits_s - then_s) + now_s
+
+    def _ways_s(self, config: TrainConfig, *, backward: bool) -> Iterator[float]:
+        """Of each exchange of experts' rows in a layer; backward they go forward again first."""
+        for each in exchanges(self.spec, config, self.sizes).values():
+            if each.axes == ("expert",):
+                yield each.seconds(self.links, self.sizes, backward=False)
+                yield each.seconds(self.links, self.sizes, backward=True) if backward else 0.0
 
     def _holders(self, name: str) -> int:
         """How many layers have this operator, whole or in parts: dense layers have others than MoE layers."""

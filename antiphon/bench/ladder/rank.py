@@ -23,6 +23,7 @@ from antiphon.bench.ladder.turns import (
 )
 from antiphon.bench.ladder.wire import Links
 from antiphon.train.ranks import leave
+from antiphon.train.row_budget import part_over_budget
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
 
@@ -103,17 +104,20 @@ def _rows(
             assert form in plain_s or first, f"{variant.name} is the first of its form, and overlaps"
             plain = plain_s.setdefault(form, own_s)
             if not contestant.trainer.config.overlap.pairs:  # turns of two micro-batches are not simulated
-                row["predicted_step_s"] = _predicted_s(case, contestant, plain)
+                row["predicted_step_s"] = _predicted_s(case, contestant, plain, record.expert_rows)
             row["operator_s"] = own_s
         rows.append(row)
     return rows
 
 
-def _predicted_s(case: LadderCase, contestant: TrainerTurns, operator_s: dict[str, float]) -> float:
-    trainer = contestant.trainer
+def _predicted_s(
+    case: LadderCase, contestant: TrainerTurns, operator_s: dict[str, float], expert_rows: list[list[int]]
+) -> float:
+    trainer, factor = contestant.trainer, contestant.trainer.config.parallel.row_budget
     links = Links(nodes=case.nodes, ranks_per_node=case.ranks_per_node, bytes_per_s=case.mbit * 1e6 / 8)
     plans = [layer.plan for layer in trainer.model.layers]
-    return predicted_step_s(trainer.spec, trainer.config, trainer.mesh.sizes, plans, operator_s, links)
+    over = statistics.fmean(part_over_budget(rows, trainer.mesh.sizes.expert, factor) for rows in expert_rows)
+    return predicted_step_s(trainer.spec, trainer.config, trainer.mesh.sizes, plans, operator_s, links, over)
 
 
 if __name__ == "__main__":

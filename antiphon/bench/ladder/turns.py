@@ -29,7 +29,8 @@ WARM = 3  # steps whose losses are compared and whose times are not
 
 @dataclass
 class Record:
-    """Of one variant, by step. `exposed_s`: waiting for others, of the rank that waits longest."""
+    """Of one variant, by step. `exposed_s`: waiting for others, of the rank that waits longest. `expert_rows`: of the
+    last step, by layer and expert."""
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Record:
     sent_bytes: float = 0.0
     activation_bytes: float = 0.0
     operator_s: list[dict[str, float]] = field(default_factory=list)
+    expert_rows: list[list[int]] = field(default_factory=list)
 
 
 class Contestant(Protocol):
@@ -140,6 +142,7 @@ def read_record(folder: Path) -> Record:
             record.step_s.append(row["step_s"])
             record.exposed_s.append(row["exposed_comm_s"])
             record.operator_s.append(row["operator_s"])
+            record.expert_rows = row["expert_rows"]
             record.sent_bytes = sum(row["collective_bytes"].values())
             record.activation_bytes = max(record.activation_bytes, row["activation_bytes"])
     return record

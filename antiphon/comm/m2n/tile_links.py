@@ -15,15 +15,19 @@ orders the two by when it launches them, and cannot once both are under way.
 
 Tickets travel over the ranks' own process group, which is there already and names who is missing. Rejected: the ranks'
 `TCPStore`. It would need names that no earlier start of these ranks has used.
+
+How a rank waits for tiles depends on how many others want the same cores: ranks of one kernel, whatever their nodes are
+called. Rejected: `LOCAL_WORLD_SIZE`. It is 1 in each of four containers, or nodes of a box, on one machine. Four ranks
+then look for tiles without end, on cores that the others need to make them.
 """
 
 import math
-import os
 import secrets
 import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,6 +45,7 @@ MOST_SLOTS = 128
 PAIR_BYTES = 64 << 20  # of slots for one pair and direction
 FIRST_PRIORITY, FIRST_TYPE_OF_SERVICE = 6, 0x10  # SO_PRIORITY "interactive"; IP_TOS "low delay"
 LOOK_S = 0.001  # between looks while something waits for a slot
+KERNEL = Path("/proc/sys/kernel/random/boot_id")  # one for all nodes and containers of a machine
 _RANK_BITS, _NUMBER_BITS = 12, 20
 
 
@@ -61,9 +66,16 @@ class M2nTileLinks:
 
     @staticmethod
     def connect(
-        group: Group, tile_rows: int, row_bytes: int, timeout_s: float, *, first: bool = False
+        group: Group,
+        tile_rows: int,
+        row_bytes: int,
+        timeout_s: float,
+        *,
+        first: bool = False,
+        local_processes: int = 0,
     ) -> "M2nTileLinks":
-        """Links between all ranks of `group`, which call it together, for rows of at most `row_bytes`."""
+        """Links between all ranks of `group`, which call it together, for rows of at most `row_bytes`.
+        `local_processes`: ranks of the run on this machine; 0: unknown."""
         slot_bytes = tile_rows * row_bytes
         host = socket.gethostname()
         hosts = _gathered(group, host.encode())
@@ -75,7 +87,7 @@ class M2nTileLinks:
             host="127.0.0.1" if transport == "shm" else socket.gethostbyname(host),
             secret=secret,
             dead_after_s=max(1.0, min(timeout_s, 30.0)),  # a network may pause, a dead process closes its connection
-            local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            local_processes=local_processes,
             options=_marked() if first else None,
         )
         slots = max(4, min(MOST_SLOTS, PAIR_BYTES // slot_bytes))
@@ -85,7 +97,10 @@ class M2nTileLinks:
             if rank != group.index:
                 links._outboxes[rank] = endpoint.connect(ticket, group.index, timeout_s)
         inbox.wait_connected(list(links._outboxes), timeout_s)
-        _log.debug("tiles over %s, %d slots of %d bytes for each rank", transport, slots, slot_bytes)
+        _log.debug(
+            "tiles over %s, %d slots of %d bytes for each rank, waiting: %s",
+            *(transport, slots, slot_bytes, endpoint.waiting),
+        )
         return links
 
     def begin(self) -> int:
@@ -160,6 +175,12 @@ class M2nTileLinks:
         slot = torch.from_numpy(self._outboxes[rank].slot(self._timeout_s))
         slot[: given.shape[0]] = given
         self._outboxes[rank].commit(step, given.shape[0], participants=1)
+
+
+def ranks_on_this_machine(group: Group) -> int:
+    """How many ranks of `group`, all of which call it, run under this rank's kernel and so share its cores."""
+    own = KERNEL.read_bytes().strip() if KERNEL.exists() else socket.gethostname().encode()
+    return _gathered(group, own).count(own)
 
 
 def _step(flight: int, rank: int, number: int) -> int:
