@@ -1,13 +1,14 @@
 """An attention worker's choice of copies ahead of a layer: when a load pays, and what becomes of a wrong forecast."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from antiphon.serve.worker.prefetch import Prefetcher
+from antiphon.models.expert_half import FREE
+from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
 LOAD_ROWS = 100
@@ -66,10 +67,8 @@ def prefetcher(half: Half, exchange: Exchange) -> Prefetcher:
 def step(prefetcher: Prefetcher, actual: list[int], num_rows: int = 64) -> None:
     rows_TH = torch.zeros(num_rows, 4)
     prefetcher.begin_step([0, num_rows])
-    prefetcher.correct(0, torch.tensor(EVEN).unsqueeze(1))
-    prefetcher.expect(0, rows_TH)
-    prefetcher.correct(1, torch.tensor(actual).unsqueeze(1))
-    prefetcher.expect(1, rows_TH)
+    for layer, ids in enumerate((EVEN, actual)):
+        prefetcher.ask(layer, 1, rows_TH, torch.tensor(ids).unsqueeze(1))
 
 
 def test_a_copy_is_loaded_when_its_absence_has_cost_a_load(
@@ -125,7 +124,7 @@ def test_a_step_of_two_micro_batches_counts_twice(half: Half, exchange: Exchange
         prefetcher, steps = Prefetcher(half, exchange, LOAD_ROWS), 0  # type: ignore[arg-type]
         while not exchange.asked:
             prefetcher.begin_step(num_rows)
-            prefetcher.expect(0, torch.zeros(64, 4))
+            prefetcher.ask(0, len(num_rows) // 2, torch.zeros(64, 4), torch.tensor(EVEN).unsqueeze(1))
             steps += 1
         loaded_after.append(steps)
     assert loaded_after[0] in (2 * loaded_after[1], 2 * loaded_after[1] - 1)
@@ -137,3 +136,76 @@ def test_a_worker_that_is_gone_gets_no_copy(half: Half, exchange: Exchange) -> N
     half.next_ids = HOT
     step(Prefetcher(half, exchange, 4), HOT)  # type: ignore[arg-type]
     assert exchange.asked == [(1, {0: 5, 1: 5})]
+
+
+def test_later_micro_batches_repeat_what_phase_two_asked_for(half: Half, exchange: Exchange) -> None:
+    """An expert worker may have all rows of the second one first."""
+    prefetcher = Prefetcher(half, exchange, 4)  # type: ignore[arg-type]
+    rows_TH, hot = torch.zeros(64, 4), torch.tensor(HOT).unsqueeze(1)
+    prefetcher.begin_step([64, 64])
+    for layer in (0, 1):
+        for micro_batch in (0, 1):
+            prefetcher.ask(layer, micro_batch, rows_TH, hot)
+    assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})] * 2
+
+
+class Slots:
+    """An expert worker's two layers with two own slots and two for copies."""
+
+    spec = SimpleNamespace(router=SimpleNamespace(num_experts=8))
+
+    def __init__(self) -> None:
+        self.expert_ids = dict.fromkeys((0, 1), (0, 1, FREE, FREE))
+        self.loaded: list[tuple[int, int, int]] = []
+
+    def hold(self, layer: int, slot: int, expert: int) -> None:
+        ids = list(self.expert_ids[layer])
+        ids[slot] = expert
+        self.expert_ids[layer] = tuple(ids)
+
+    def load(self, layer: int, expert: int, slot: int) -> None:
+        assert self.expert_ids[layer][slot] == FREE
+        self.loaded.append((layer, expert, slot))
+
+
+@pytest.fixture
+def slots() -> Iterator[tuple[Slots, PrefetchSlots]]:
+    half = Slots()
+    made = PrefetchSlots(half, half.load, 2)  # type: ignore[arg-type]
+    yield half, made
+    made.close()
+
+
+def test_each_attention_worker_has_a_slot(slots: tuple[Slots, PrefetchSlots]) -> None:
+    half, made = slots
+    made.start([(0, 1, 5), (1, 1, 6)])
+    assert half.expert_ids[1] == (0, 1, FREE, FREE)
+    made.settle(1)
+    assert half.expert_ids == {0: (0, 1, FREE, FREE), 1: (0, 1, 5, 6)}
+    made.start([(1, 1, 7), (0, 1, 5)])
+    made.start([(1, 1, 7)])
+    made.settle(1)
+    assert half.expert_ids[1] == (0, 1, 5, 7)
+    assert half.loaded == [(1, 5, 2), (1, 6, 3), (1, 7, 3)], "what is there is not loaded again"
+    with pytest.raises(AssertionError, match=r"attention\[2\]"):
+        made.start([(2, 1, 5)])
+
+
+def test_copies_are_forgotten_once_an_epoch(slots: tuple[Slots, PrefetchSlots]) -> None:
+    half, made = slots
+    made.start([(0, 1, 5)])
+    made.forget(1)
+    assert half.expert_ids[1] == (0, 1, FREE, FREE)
+    made.start([(0, 1, 6)])
+    made.settle(1)
+    made.forget(1)  # said again, and rows for it are under way
+    assert half.expert_ids[1] == (0, 1, 6, FREE)
+    made.forget(2)
+    assert half.expert_ids[1] == (0, 1, FREE, FREE)
+
+
+def test_rows_for_what_is_not_here_are_an_error(slots: tuple[Slots, PrefetchSlots]) -> None:
+    ids = torch.tensor([[0, -1], [5, 1]])
+    slots[1].check(1, ids, torch.tensor([[0, -1], [2, 1]]))
+    with pytest.raises(AssertionError, match=r"rows of layer 1 for experts \[5\]"):
+        slots[1].check(1, ids, torch.tensor([[0, -1], [-1, 1]]))

@@ -1,4 +1,4 @@
-"""The exchange over the native M2N library (`csrc/m2n`): any of its transports, one machine or many.
+"""The exchange over the native M2N library (`csrc/m2n`), any transport; long because both ends belong side by side.
 
 Expert workers are the servers: each has an inbox and a ticket for it, which the engine hands to the attention workers.
 An attention worker connects, and introduces itself with a ticket for its own inbox, to which the expert worker connects

@@ -71,8 +71,8 @@ class AttentionRunner:
         `forms`: how rows travel where other workers' rows are computed in `experts` too, so that every micro-batch goes
         there, rows or none; what comes back is the whole sum, on every rank. `moves`: of the experts here, if they
         serve others too; each step then names the placement by which rows go. `stages`: this process's place in a
-        pipeline; None: it has all layers. `replay`: rows go to the experts that it says. `prefetcher`: asks
-        for copies ahead of layers, by the first micro-batch that has rows."""
+        pipeline; None: it has all layers. `replay`: rows go to the experts that it says. `prefetcher`: asks for
+        copies ahead of layers."""
         self._forms = forms
         self._moves = moves
         self._shared = forms is not None
@@ -82,7 +82,6 @@ class AttentionRunner:
         self._routing = routing
         self._replay = replay
         self._prefetcher = prefetcher
-        self._first = 0  # of this step's micro-batches, the first with rows
         self._device = half.backend.device
         self._experts = experts
         self._cache = cache
@@ -112,9 +111,7 @@ class AttentionRunner:
                 self._sampler.add(start)
         self._served.clear()
         if self._prefetcher is not None:
-            num_rows = [sum(len(each.token_ids) for each in sequences) for sequences in step.micro_batches]
-            self._first = next((index for index, rows in enumerate(num_rows) if rows), 0)
-            self._prefetcher.begin_step(num_rows)
+            self._prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])
         self._stage_wait_s = 0.0
         if self._moves is not None:
             experts.place(self._moves.named(step.placement))
@@ -235,11 +232,7 @@ class AttentionRunner:
         recorder.add(ATTENTION, start_ns, layer, index, rows)
         if self._prefetcher is not None:
             start_ns = time.monotonic_ns()
-            if index == self._first:
-                self._prefetcher.correct(layer, ids_TK)
-                self._prefetcher.expect(layer, y_TH)
-            else:
-                self._prefetcher.repeat(layer)
+            self._prefetcher.ask(layer, index, y_TH, ids_TK)
             recorder.add(PREDICT, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)

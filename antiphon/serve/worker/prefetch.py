@@ -62,25 +62,29 @@ class Prefetcher:
         self._missed: dict[int, FloatArray] = {}  # by layer [E, W]: rows that a copy would have spared the fullest
         self._forecast: _Forecast | None = None
         self.counts = PrefetchCounts()
-        self._parts = 1.0
+        self._first, self._parts = 0, 1.0  # of this step
         self._late: dict[int, dict[int, int]] = {}  # of this step, by layer and worker
         self._placement: ExpertPlacement | None = None
         self._matrices: dict[int, BoolArray] = {}  # of `_placement`
 
     def begin_step(self, num_rows: list[int]) -> None:
-        """`num_rows`: of each micro-batch. What is chosen with the first one serves all of them."""
-        present = [rows for rows in num_rows if rows]
-        self._parts = sum(present) / present[0] if present else 1.0
+        """`num_rows`: of each micro-batch. What is chosen with the first one that has rows serves all of them."""
+        self._first = next((index for index, rows in enumerate(num_rows) if rows), 0)
+        self._parts = sum(num_rows) / max(1, num_rows[self._first])
         self._forecast = None
         self._late.clear()
 
-    def repeat(self, layer: int) -> None:
-        """A later micro-batch is about to be dispatched: what phase two of `layer` asked for goes with it, too."""
-        if copies := self._late.get(layer):
+    def ask(self, layer: int, micro_batch: int, y_TH: Tensor, ids_TK: Tensor) -> None:
+        """Rows `y_TH` of `layer` are about to be dispatched, to the experts `ids_TK`: ask for copies that this layer or
+        the next one needs."""
+        if micro_batch == self._first:
+            self._correct(layer, ids_TK)
+            self._expect(layer, y_TH)
+        elif copies := self._late.get(layer):
             self._exchange.prefetch(layer, copies)
 
-    def correct(self, layer: int, ids_TK: Tensor) -> None:
-        """Phase two of `layer`: its gate has chosen `ids_TK`, which are about to be dispatched."""
+    def _correct(self, layer: int, ids_TK: Tensor) -> None:
+        """Phase two of `layer`."""
         forecast, self._forecast = self._forecast, None
         if forecast is None or forecast.layer != layer:
             return
@@ -93,8 +97,8 @@ class Prefetcher:
         self.counts.num_late += len(copies)
         self._late[layer] = self._ask(layer, copies)
 
-    def expect(self, layer: int, y_TH: Tensor) -> None:
-        """Phase one of the layer with experts after `layer`, from the rows `y_TH` that are about to be dispatched."""
+    def _expect(self, layer: int, y_TH: Tensor) -> None:
+        """Phase one of the layer with experts after `layer`, from this one's rows."""
         following = self._next.get(layer)
         if following is None or len(y_TH) < 2 * self._exchange.placement.knee:
             return  # no expert can have so many rows that they are divided
@@ -155,6 +159,7 @@ class PrefetchSlots:
     half: ExpertHalf
     load: LoadExpert
     num_slots: int
+    _epoch: int = -1
     _loading: dict[int, dict[int, tuple[int, Future[None]]]] = field(default_factory=dict)  # by layer and slot
 
     def __post_init__(self) -> None:
@@ -186,10 +191,12 @@ class PrefetchSlots:
         missing_RK = (local_RK.cpu() < 0) & (ids_RK >= 0)
         assert not missing_RK.any(), f"rows of layer {layer} for experts {sorted(set(ids_RK[missing_RK].tolist()))}"
 
-    def forget(self) -> None:
-        """A new epoch: nobody knows of any copy."""
-        if not self.num_slots:
+    def forget(self, epoch: int) -> None:
+        """In a new epoch nobody knows of any copy. The engine may say twice that it begins, and rows may have come
+        meanwhile."""
+        if not self.num_slots or epoch == self._epoch:
             return
+        self._epoch = epoch
         for layer in list(self._loading):
             self.settle(layer)
         for layer, ids in self.half.expert_ids.items():

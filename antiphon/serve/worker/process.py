@@ -1,8 +1,6 @@
 """A worker process: joins the engine over an inherited socket, loads its half of the model, serves until told to stop.
 
-    python -m antiphon.serve.worker.process --fd N
-
-If the engine goes away, however that happens, the socket closes and the worker exits (`worker/orders`).
+python -m antiphon.serve.worker.process --fd N
 """
 
 import argparse
@@ -145,28 +143,28 @@ def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed
         return worker.runner.run(step)
     except StepAborted:
         return StepFailed(reason="aborted", message="the engine gave the step up")
-    except PeerTimeout as error:
-        return StepFailed(reason="timeout", message=str(error), peers=error.peers)
-    except PeerLost as error:
-        return StepFailed(reason="timeout", message=str(error), peers=[error.peer])
+    except (PeerTimeout, PeerLost) as error:
+        return _kept_waiting(error)
     except Exception as error:  # the engine decides what becomes of it; the traceback goes to the log
         _log.error("step %d failed:\n%s", step.step, traceback.format_exc())
         return StepFailed(reason="error", message=f"{type(error).__name__}: {error}")
+
+
+def _kept_waiting(error: Exception) -> StepFailed:
+    peers = error.peers if isinstance(error, PeerTimeout) else [error.peer] if isinstance(error, PeerLost) else []
+    return StepFailed(reason="timeout", message=str(error), peers=peers)
 
 
 def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> bool:
     """Begin the epoch and say so: True. A peer that cannot be reached is reported instead; the engine asks again."""
     try:
         if worker.moves is not None:
-            worker.moves.prefetched.forget()
+            worker.moves.prefetched.forget(order.epoch)
         worker.links.reset(order)
     except StepAborted:
         return False  # a newer epoch is on its way
-    except PeerTimeout as error:
-        channel.send(StepFailed(reason="timeout", message=str(error), peers=error.peers))
-    except (PeerLost, Refused, UserError, OSError) as error:
-        peers = [error.peer] if isinstance(error, PeerLost) else []
-        channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
+    except (PeerTimeout, PeerLost, Refused, UserError, OSError) as error:
+        channel.send(_kept_waiting(error))
     else:
         channel.send(ResetDone(order.epoch))
         return True
@@ -182,8 +180,7 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
             busy = worker.runner.serve_one(_IDLE_S, worker.timeout_s)
         except (StepAborted, PeerTimeout, PeerLost) as error:
             if not isinstance(error, StepAborted):
-                peers = error.peers if isinstance(error, PeerTimeout) else [error.peer]
-                channel.send(StepFailed(reason="timeout", message=str(error), peers=peers))
+                channel.send(_kept_waiting(error))
             if not _await_reset(worker, channel, orders):
                 return
             continue
