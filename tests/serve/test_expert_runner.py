@@ -9,6 +9,7 @@ from torch import Tensor
 from antiphon.comm.m2n.api import ExpertBatch
 from antiphon.comm.rank_group import Alone
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner
+from antiphon.serve.worker.prefetch import PrefetchSlots
 from antiphon.serve.worker.ranks import ExpertRanks
 from antiphon.serve.worker.spans import SpanRecorder
 
@@ -61,7 +62,7 @@ def test_rows_of_each_expert_are_counted_before_the_reply() -> None:
     batches = [batch(0, [[1, 3], [1, -1]]), batch(0, []), batch(5, [[-1, 3]]), batch(0, [[1, -1]])]
     exchange: Any = _Exchange(batches)
     half: Any = _Half()
-    moves: Any = SimpleNamespace(check=lambda versions: None)
+    moves: Any = SimpleNamespace(check=lambda versions: None, prefetched=PrefetchSlots(half, lambda *_: None, 0))
     recorder = SpanRecorder(keeps_all=False)
     counters = ExpertCounters(2, half)
     runner = ExpertRunner(ExpertRanks(Alone(), half, moves, recorder), exchange, counters, recorder)
