@@ -5,13 +5,13 @@
 # TORCH_FLAGS  extra flags for pip when it installs torch. The default index serves a CUDA build of some gigabytes;
 #              for the small CPU build add the index that pytorch.org names for it: TORCH_FLAGS="--extra-index-url ADDRESS"
 # PYTEST_FLAGS extra flags for pytest, for example PYTEST_FLAGS="-x -k router"
-# TEST_PROCESSES  how many processes run tests side by side (default: 2)
+# TEST_PROCESSES  how many processes run tests side by side (default: 3; tests wait much, so two cores have room for them)
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 PYTEST_FLAGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 ifneq ($(words $(TORCH)) $(words $(filter $(foreach v,2.11 2.12 2.13,torch==$v torch==$v.%),$(TORCH))),1 1)
 $(error TORCH is '$(TORCH)': write torch==VERSION with a version from 2.11 to 2.13, for example TORCH=torch==2.12.1)
