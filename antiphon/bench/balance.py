@@ -91,7 +91,7 @@ class BalanceOrder:
 @dataclass(frozen=True, kw_only=True)
 class BalanceRow:
     """One policy's medians over the rounds; `balancedness` is the mean over layers. `processor_s`: of one step, all
-    processes together."""
+    processes together. `copies`: asked for ahead of a layer or with its rows."""
 
     case: Case
     policy: Policy
@@ -112,7 +112,7 @@ class _Pass:
     processor_s: float
     balancedness: float
     placement_changes: int
-    copies: int  # asked for ahead of a layer or with its rows
+    copies: int
 
 
 def bench_balance(

@@ -150,11 +150,10 @@ class NativeAttentionExchange(_End):
         placement, prefetched = self.placement, self._prefetched.get(layer, {})
         owners = placement.owners[layer]
         if prefetched:
-            copies = [
+            owners = tuple(
                 (*of_expert, *(w for w, e in prefetched.items() if e == expert and w not in of_expert))
                 for expert, of_expert in enumerate(owners)
-            ]
-            owners = tuple(copies)
+            )
         self._side.place(
             version=placement.version,
             layer=layer,

@@ -97,10 +97,8 @@ class M2nTileLinks:
             if rank != group.index:
                 links._outboxes[rank] = endpoint.connect(ticket, group.index, timeout_s)
         inbox.wait_connected(list(links._outboxes), timeout_s)
-        _log.debug(
-            "tiles over %s, %d slots of %d bytes for each rank, waiting: %s",
-            *(transport, slots, slot_bytes, endpoint.waiting),
-        )
+        slot_sizes = f"{slots} slots of {slot_bytes} bytes for each rank"
+        _log.debug("tiles over %s, %s, waiting: %s", transport, slot_sizes, endpoint.waiting)
         return links
 
     def begin(self) -> int:

@@ -32,21 +32,13 @@ from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
+from antiphon.placement.forecast import Prefetch, choose_prefetches, needs_phase_two
 from antiphon.placement.place import matrix_of
-from antiphon.placement.prefetch import Prefetch, choose_prefetches, needs_phase_two
 from antiphon.placement.split import BoolArray, FloatArray, IntArray
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.specs.placement import ExpertPlacement
 
 _FADING = 1 / 128  # of what a missing copy has cost so far, by step
-
-
-@dataclass
-class _Forecast:
-    """Of the next layer with experts."""
-
-    layer: int
-    counts_E: IntArray
 
 
 class Prefetcher:
@@ -60,7 +52,7 @@ class Prefetcher:
         self._next = dict(pairwise(routed))
         self._num_experts = half.spec.router.num_experts
         self._missed: dict[int, FloatArray] = {}  # by layer [E, W]: rows that a copy would have spared the fullest
-        self._forecast: _Forecast | None = None
+        self._expected_E: IntArray | None = None  # rows of each expert of the next layer with experts
         self.counts = PrefetchCounts()
         self._first, self._parts = 0, 1.0  # of this step
         self._late: dict[int, dict[int, int]] = {}  # of this step, by layer and worker
@@ -71,7 +63,7 @@ class Prefetcher:
         """`num_rows`: of each micro-batch. What is chosen with the first one that has rows serves all of them."""
         self._first = next((index for index, rows in enumerate(num_rows) if rows), 0)
         self._parts = sum(num_rows) / max(1, num_rows[self._first])
-        self._forecast = None
+        self._expected_E = None
         self._late.clear()
 
     def ask(self, layer: int, micro_batch: int, y_TH: Tensor, ids_TK: Tensor) -> None:
@@ -85,12 +77,12 @@ class Prefetcher:
 
     def _correct(self, layer: int, ids_TK: Tensor) -> None:
         """Phase two of `layer`."""
-        forecast, self._forecast = self._forecast, None
-        if forecast is None or forecast.layer != layer:
+        expected_E, self._expected_E = self._expected_E, None
+        if expected_E is None:
             return
         counts_E = self._count(ids_TK)
         self.counts.num_forecasts += 1
-        if not needs_phase_two(forecast.counts_E, counts_E, ids_TK.shape[1]):
+        if not needs_phase_two(expected_E, counts_E, ids_TK.shape[1]):
             return
         self.counts.num_phase_two += 1
         copies = [each for each in self._choose(layer, counts_E) if each.gain * self._parts >= self._load_rows]
@@ -102,8 +94,7 @@ class Prefetcher:
         following = self._next.get(layer)
         if following is None or len(y_TH) < 2 * self._exchange.placement.knee:
             return  # no expert can have so many rows that they are divided
-        counts_E = self._count(self._half.gate(following, y_TH)[0])
-        self._forecast = _Forecast(following, counts_E)
+        self._expected_E = counts_E = self._count(self._half.gate(following, y_TH)[0])
         missed = self._missed.get(following)
         if missed is None:
             shape = (self._num_experts, self._exchange.placement.num_workers)

@@ -1,4 +1,4 @@
-"""Which experts to copy ahead of a layer, from the rows that each is expected to get there (Lina section 5.2).
+"""What to copy for a forecast: of the rows that each expert of a layer will get (Lina section 5.2).
 
 Lina places all experts anew for every layer. Here owners stay, and each worker has room for one copy more. So only what
 relieves the fullest worker is loaded:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.placement.prefetch import choose_prefetches
+from antiphon.placement.forecast import choose_prefetches
 from antiphon.placement.split import split_rows
 
 
