@@ -75,7 +75,7 @@ class RowBudget:
         own_n = rows_Tn.sum(0)
         all_n = run(AllReduce(self.mesh.group("expert_tensor"), "counts"), run(AllReduce(group, "counts"), own_n))
         present = all_n[: group.size].tolist()
-        share = (sum(present) + int(all_n[-1])) * max(last - first for first, last in experts) / self.num_experts
+        share = _even_share(sum(present) + int(all_n[-1]), experts)
         if max(present) <= self.factor * share:
             return Pieces(ids_TK, ids_TK, 0)
         kept = KEPT_PART * self.factor * share
@@ -88,10 +88,15 @@ def part_over_budget(rows_E: Sequence[int], num_ranks: int, factor: float) -> fl
     """Of a layer's rows, which chose its experts so often, what does not go in piece 0 where `num_ranks` share them."""
     experts = split_evenly(len(rows_E), num_ranks)
     rows_n = [sum(rows_E[first:last]) for first, last in experts]
-    share = sum(rows_E) * max(last - first for first, last in experts) / len(rows_E)
+    share = _even_share(sum(rows_E), experts)
     if not factor or (num_ranks == 1 and factor >= 1) or max(rows_n) <= factor * share:
         return 0.0
     return sum(max(0.0, rows - KEPT_PART * factor * share) for rows in rows_n) / sum(rows_E)
+
+
+def _even_share(num_rows: int, experts: Sequence[tuple[int, int]]) -> float:
+    """Rows of the rank with the most experts, if all get as many. `experts`: of each rank, first and one past last."""
+    return num_rows * max(last - first for first, last in experts) / experts[-1][1]
 
 
 def _piece_of(rows_Tn: Tensor, own_n: Tensor, kept_n: Tensor, num_more: int) -> Tensor:
