@@ -6,7 +6,8 @@ each expert worker a fixed part of a core instead, as machines of their own woul
 Four cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
 row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
 the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour. `recorded`:
-rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has.
+rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has,
+and forecasts are those of the record.
 
 1. In float32 all policies must give the same greedy text, but for one request in fifty: a row's sum is added in another
    order when its experts are elsewhere, and two tokens may be nearly equally likely. Else nothing is reported. In other
@@ -49,7 +50,7 @@ from antiphon.serve.balancer import Policy
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
-from antiphon.serve.routing_record import RoutingReplay
+from antiphon.serve.worker.routing import RoutingReplay
 from antiphon.serve.worker.spans import EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 
@@ -119,6 +120,8 @@ def bench_balance(
     order: BalanceOrder, policies: Sequence[Policy], folder: Path, report: Report | None = None
 ) -> list[BalanceRow]:
     """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text."""
+    if order.routing is not None and "predict" in policies and not read_routing_trace(order.routing).has_forecasts:
+        raise UserError(f"{order.routing} has no forecasts, which the policy predict needs: record it again")
     model = make_hot(order.model, folder, order.seed) if order.case == "hot" else order.model
     found: dict[Policy, list[_Pass]] = {policy: [] for policy in policies}
     for number in range(order.rounds):

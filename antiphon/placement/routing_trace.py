@@ -4,7 +4,8 @@ A file is a sequence of frames: 4 bytes of length (little endian), then so many 
 the `TraceHeader`, every other one a `RoutedRows`: the rows that one attention worker computed in one step.
 
 Ids are kept by row and layer, not only counted: counts follow from them, and what a row chose in earlier layers is
-what Lina's estimation reads (section 5.1). A file that was cut off reads up to its last whole frame.
+what Lina's estimation reads (section 5.1). Beside them stand forecasts: what the next layer's router says of the rows
+that enter a layer's experts. A file that was cut off reads up to its last whole frame.
 
 Rejected: an archive of NumPy arrays. It is written at its end or not at all, and a server may be killed.
 
@@ -49,12 +50,15 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one attention worker in one step of the group. `ids`: uint16 [L, T, K], little endian."""
+    """Rows of one attention worker in one step of the group. `ids`: uint16 [L, T, K], little endian.
+
+    `forecasts`: [L - 1, T, K], of all layers but the first, by the rows of the layer before; empty if not known."""
 
     step: int
     worker: int
     num_rows: int
     ids: bytes
+    forecasts: bytes = b""
 
 
 class RoutingTrace:
@@ -79,6 +83,18 @@ class RoutingTrace:
         parts = [self.ids_of(rows) for rows in self.rows]
         empty = np.zeros((header.num_layers, 0, header.top_k), dtype="<u2")
         return np.concatenate([empty, *parts], axis=1)
+
+    @property
+    def has_forecasts(self) -> bool:
+        """Of all rows."""
+        return self.header.num_layers > 1 and all(rows.forecasts or not rows.num_rows for rows in self.rows)
+
+    def forecasts_LTK(self) -> IdArray | None:
+        """Of all layers but the first, for the rows of `ids_LTK`; None if some are not known."""
+        if not self.has_forecasts:
+            return None
+        shape = self.header.num_layers - 1, -1, self.header.top_k
+        return np.concatenate([np.frombuffer(each.forecasts, "<u2").reshape(shape) for each in self.rows], axis=1)
 
     def popularity(self) -> tuple[float, ...]:
         """Shares of the experts, the most popular first: the mean over layers, of which each has its own favourites."""
@@ -117,10 +133,10 @@ class RoutingTraceWriter:
             raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
         self._write(header)
 
-    def append_step(self, step: int, worker: int, ids: bytes) -> None:
-        """Add the rows of one worker and step; `ids` as in `RoutedRows`."""
+    def append_step(self, step: int, worker: int, ids: bytes, forecasts: bytes = b"") -> None:
+        """Add the rows of one worker and step; `ids` and `forecasts` as in `RoutedRows`."""
         num_rows = len(ids) // (2 * self._header.num_layers * self._header.top_k)
-        self._write(RoutedRows(step=step, worker=worker, num_rows=num_rows, ids=ids))
+        self._write(RoutedRows(step=step, worker=worker, num_rows=num_rows, ids=ids, forecasts=forecasts))
 
     def close(self) -> None:
         self._file.close()
@@ -150,7 +166,9 @@ def read_routing_trace(path: Path) -> RoutingTrace:
     for each in rows:
         if len(each.ids) != 2 * header.num_layers * each.num_rows * header.top_k or each.num_rows < 0:
             raise UserError(f"{path}: step {each.step} has {len(each.ids)} bytes of ids for {each.num_rows} rows")
-        if each.num_rows and int(trace.ids_of(each).max()) >= header.num_experts:
+        if len(each.forecasts) not in (0, len(each.ids) // header.num_layers * (header.num_layers - 1)):
+            raise UserError(f"{path}: step {each.step} has {len(each.forecasts)} bytes of forecasts")
+        if max(np.frombuffer(each.ids + each.forecasts, "<u2"), default=0) >= header.num_experts:
             raise UserError(f"{path}: step {each.step} names an expert beyond {header.num_experts - 1}")
     return trace
 

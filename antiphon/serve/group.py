@@ -75,7 +75,7 @@ class StepGroup:
         timeout_s: float,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
-        record: Callable[[int, int, bytes], None] | None = None,
+        record: Callable[[int, int, bytes, bytes], None] | None = None,
     ) -> None:
         """`placing`: where experts are, if attention workers do not have them all; `balancer`: who decides where they
         should be. `record` takes step, worker and the experts that its rows chose."""
@@ -187,7 +187,7 @@ class StepGroup:
         if self._balancer is not None:
             self._balancer.count(self._step.number, result.expert_rows)
         if self._record is not None and result.routed:
-            self._record(self._step.number, name.index, result.routed)
+            self._record(self._step.number, name.index, result.routed, result.forecasts)
         if self.quiet:
             took_s = time.monotonic() - self._step_started
             self._statistics.record_group_step(took_s, len(self.members.experts))

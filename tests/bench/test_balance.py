@@ -55,6 +55,8 @@ def test_a_record_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> N
         order(model, "recorded", record(tmp_path / "routing.trace", num_experts=6))
     with pytest.raises(UserError, match="the case recorded needs a record"):
         order(model, "recorded", None)
+    with pytest.raises(UserError, match="has no forecasts, which the policy predict needs"):
+        bench_balance(order(model, "recorded", record(tmp_path / "routing.trace")), ["predict"], tmp_path)
 
 
 def test_which_cases_are_measured(tmp_path: Path) -> None:

@@ -31,6 +31,25 @@ def test_rows_come_back_and_are_counted_by_step(tmp_path: Path) -> None:
     assert trace.popularity() == pytest.approx(shares)
 
 
+def test_forecasts_are_of_all_rows_or_of_none(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for known in (True, False):
+        writer = RoutingTraceWriter(path, HEADER)
+        writer.append_step(1, 0, FIRST.tobytes(), SECOND.repeat(3, axis=1)[:1].tobytes())
+        writer.append_step(2, 0, SECOND.tobytes(), FIRST[1:, :1].tobytes() if known else b"")
+        writer.close()
+        trace = read_routing_trace(path)
+        assert trace.has_forecasts == known
+        forecasts = trace.forecasts_LTK()
+        assert (None if forecasts is None else forecasts.tolist()) == (
+            [[[1, 0], [1, 0], [1, 0], [3, 2]]] if known else None
+        )
+    writer = RoutingTraceWriter(path, HEADER)
+    writer.append_step(3, 0, FIRST.tobytes(), FIRST.tobytes())
+    with pytest.raises(UserError, match="step 3 has 24 bytes of forecasts"):
+        read_routing_trace(path)
+
+
 def test_without_rows(tmp_path: Path) -> None:
     trace = read_routing_trace(written(tmp_path / "a", (1, 0, FIRST[:, :0])))
     assert trace.num_rows == 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from antiphon.models.expert_half import FREE
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
+from antiphon.serve.worker.routing import Forecast
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
 LOAD_ROWS = 100
@@ -30,24 +31,6 @@ class Exchange:
         self.asked.append((layer, dict(copies)))
 
 
-class Half:
-    """Rows of layer 1 will choose `next_ids`."""
-
-    layers = (0, 1)
-    spec = SimpleNamespace(router=SimpleNamespace(num_experts=8))
-
-    def __init__(self) -> None:
-        self.next_ids = EVEN
-
-    def routes(self, layer: int) -> bool:
-        return True
-
-    def gate(self, layer: int, y_TH: Tensor) -> tuple[Tensor, Tensor]:
-        assert layer == 1
-        ids_T1 = torch.tensor(self.next_ids[: len(y_TH)]).unsqueeze(1)
-        return ids_T1, torch.ones(ids_T1.shape)
-
-
 @pytest.fixture
 def exchange() -> Exchange:
     placement = contiguous_placement(8, 4, [0, 1])
@@ -55,35 +38,36 @@ def exchange() -> Exchange:
 
 
 @pytest.fixture
-def half() -> Half:
-    return Half()
+def prefetcher(exchange: Exchange) -> Prefetcher:
+    return made(exchange, LOAD_ROWS)
 
 
-@pytest.fixture
-def prefetcher(half: Half, exchange: Exchange) -> Prefetcher:
-    return Prefetcher(half, exchange, LOAD_ROWS)  # type: ignore[arg-type]
+def made(exchange: Exchange, load_rows: int) -> Prefetcher:
+    return Prefetcher(8, exchange, load_rows)  # type: ignore[arg-type]
 
 
-def step(prefetcher: Prefetcher, actual: list[int], num_rows: int = 64) -> None:
-    rows_TH = torch.zeros(num_rows, 4)
+def ids_of(experts: list[int]) -> Tensor:
+    return torch.tensor(experts).unsqueeze(1)
+
+
+def step(prefetcher: Prefetcher, expected: list[int], actual: list[int], num_rows: int = 64) -> None:
+    """Two layers with experts."""
     prefetcher.begin_step([0, num_rows])
     for layer, ids in enumerate((EVEN, actual)):
-        prefetcher.ask(layer, 1, rows_TH, torch.tensor(ids).unsqueeze(1))
+        forecast = None if layer else Forecast(1, ids_of(expected[:num_rows]))
+        prefetcher.ask(layer, 1, ids_of(ids[:num_rows]), lambda forecast=forecast: forecast)
 
 
-def test_a_copy_is_loaded_when_its_absence_has_cost_a_load(
-    prefetcher: Prefetcher, half: Half, exchange: Exchange
-) -> None:
-    half.next_ids = HOT
+def test_a_copy_is_loaded_when_its_absence_has_cost_a_load(prefetcher: Prefetcher, exchange: Exchange) -> None:
     steps = 0
     while not exchange.asked:
-        step(prefetcher, HOT)
+        step(prefetcher, HOT, HOT)
         steps += 1
         assert steps < 50
     assert steps > LOAD_ROWS / 60  # a step misses fewer rows than it has
     assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})]
     for _ in range(20):
-        step(prefetcher, HOT)
+        step(prefetcher, HOT, HOT)
     assert len(exchange.asked) == 1, "all are there"
     counts = prefetcher.take_counts()
     assert (counts.num_copies, counts.num_late, counts.num_phase_two) == (3, 0, 0)
@@ -91,62 +75,58 @@ def test_a_copy_is_loaded_when_its_absence_has_cost_a_load(
     assert prefetcher.take_counts().num_forecasts == 0
 
 
-def test_what_fades_is_never_loaded(prefetcher: Prefetcher, half: Half, exchange: Exchange) -> None:
+def test_what_fades_is_never_loaded(prefetcher: Prefetcher, exchange: Exchange) -> None:
     for number in range(200):
-        half.next_ids = HOT if number % 40 == 0 else EVEN
-        step(prefetcher, half.next_ids)
+        ids = HOT if number % 40 == 0 else EVEN
+        step(prefetcher, ids, ids)
     assert exchange.asked == []
 
 
-def test_few_rows_make_no_forecast(prefetcher: Prefetcher, half: Half, exchange: Exchange) -> None:
-    half.next_ids = HOT
+def test_few_rows_make_no_forecast(prefetcher: Prefetcher, exchange: Exchange) -> None:
     for _ in range(100):
-        step(prefetcher, HOT, num_rows=7)
+        step(prefetcher, HOT, HOT, num_rows=7)
     assert exchange.asked == []
     assert prefetcher.counts.num_forecasts == 0
 
 
-def test_phase_two_loads_only_what_pays_at_once(half: Half, exchange: Exchange) -> None:
-    patient, eager = (Prefetcher(half, exchange, rows) for rows in (LOAD_ROWS, 4))  # type: ignore[arg-type]
-    step(patient, HOT)
+def test_phase_two_loads_only_what_pays_at_once(exchange: Exchange) -> None:
+    patient, eager = (made(exchange, rows) for rows in (LOAD_ROWS, 4))
+    step(patient, EVEN, HOT)
     assert exchange.asked == []
     assert patient.counts.num_phase_two == 1
-    step(eager, HOT)
+    step(eager, EVEN, HOT)
     assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})]
     assert (eager.counts.num_phase_two, eager.counts.num_late, eager.counts.num_copies) == (1, 3, 0)
 
 
-def test_a_step_of_two_micro_batches_counts_twice(half: Half, exchange: Exchange) -> None:
-    half.next_ids = HOT
+def test_a_step_of_two_micro_batches_counts_twice(exchange: Exchange) -> None:
     loaded_after = []
     for num_rows in ([64], [0, 64, 64]):
         exchange.asked.clear()
-        prefetcher, steps = Prefetcher(half, exchange, LOAD_ROWS), 0  # type: ignore[arg-type]
+        prefetcher, steps = made(exchange, LOAD_ROWS), 0
         while not exchange.asked:
             prefetcher.begin_step(num_rows)
-            prefetcher.ask(0, len(num_rows) // 2, torch.zeros(64, 4), torch.tensor(EVEN).unsqueeze(1))
+            prefetcher.ask(0, len(num_rows) // 2, ids_of(EVEN), lambda: Forecast(1, ids_of(HOT)))
             steps += 1
             assert steps < 50
         loaded_after.append(steps)
     assert loaded_after[0] in (2 * loaded_after[1], 2 * loaded_after[1] - 1)
 
 
-def test_a_worker_that_is_gone_gets_no_copy(half: Half, exchange: Exchange) -> None:
+def test_a_worker_that_is_gone_gets_no_copy(exchange: Exchange) -> None:
     owners = ((0,), (0,), (1,), (1,), (2,), (2,), (0,), (1,))
     exchange.placement = ExpertPlacement(4, {0: owners, 1: owners}, knee=4)
-    half.next_ids = HOT
-    step(Prefetcher(half, exchange, 4), HOT)  # type: ignore[arg-type]
+    step(made(exchange, 4), HOT, HOT)
     assert exchange.asked == [(1, {0: 5, 1: 5})]
 
 
-def test_later_micro_batches_repeat_what_phase_two_asked_for(half: Half, exchange: Exchange) -> None:
+def test_later_micro_batches_repeat_what_phase_two_asked_for(exchange: Exchange) -> None:
     """An expert worker may have all rows of the second one first."""
-    prefetcher = Prefetcher(half, exchange, 4)  # type: ignore[arg-type]
-    rows_TH, hot = torch.zeros(64, 4), torch.tensor(HOT).unsqueeze(1)
+    prefetcher = made(exchange, 4)
     prefetcher.begin_step([64, 64])
-    for layer in (0, 1):
+    for layer, forecast in enumerate((Forecast(1, ids_of(EVEN)), None)):
         for micro_batch in (0, 1):
-            prefetcher.ask(layer, micro_batch, rows_TH, hot)
+            prefetcher.ask(layer, micro_batch, ids_of(HOT), lambda forecast=forecast: forecast)
     assert exchange.asked == [(1, {0: 5, 1: 5, 3: 5})] * 2
 
 

@@ -6,10 +6,22 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.models.config import load_model_spec
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
 from antiphon.serve.launch import Launcher
 from antiphon.serve.outputs import ThreadSink
-from tests.serve.engine_harness import GREEDY, NUM_TOKENS, Prompts, TinyModel, Tokens, complete, config, running
+from antiphon.serve.worker.routing import RoutingReplay
+from tests.serve.engine_harness import (
+    GREEDY,
+    NUM_TOKENS,
+    Prompts,
+    TinyModel,
+    Tokens,
+    complete,
+    config,
+    running,
+    save_tiny_model,
+)
 
 
 @pytest.mark.parametrize("layout", ["2", "2+2/m2"])
@@ -30,6 +42,11 @@ def test_each_row_is_recorded_once(
     assert {rows.worker for rows in trace.rows} == {0, 1}
     counts = trace.counts_of_steps()
     assert counts.sum() == ids.size
+    forecasts = trace.forecasts_LTK()
+    assert forecasts is not None
+    assert forecasts.shape == (1, trace.num_rows, trace.header.top_k)
+    assert (forecasts != ids[1:]).any(), "an expectation, not what the layer then chose"
+    assert (forecasts[:, :, :, None] == ids[1:, :, None]).any(axis=3).mean() > 0.44, "better than chance, 2 in 5"
 
 
 def test_rows_go_where_recorded_rows_went(tiny_model: TinyModel, prompts: Prompts, tmp_path: Path) -> None:
@@ -57,6 +74,24 @@ def test_rows_go_where_recorded_rows_went(tiny_model: TinyModel, prompts: Prompt
         taken = np.concatenate([np.arange(len(p) + NUM_TOKENS - 1) * 64 + n for n, p in enumerate(prompts[:2])])
         assert (count_rows(recorded[:1], 5) == count_rows(ids_TK[None, taken], 5)).all()
     assert texts[0] == texts[1]
+
+
+def test_a_recorded_layer_brings_the_forecast_of_the_next(tmp_path: Path) -> None:
+    file, ids_LTK = tmp_path / "routing.trace", np.arange(12, dtype="<u2").reshape(2, 3, 2)
+    writer = RoutingTraceWriter(file, TraceHeader(model="other", layers=(3, 4), num_experts=18, top_k=2))
+    writer.append_step(1, 0, ids_LTK.tobytes(), (ids_LTK[1:] + 6).tobytes())
+    writer.close()
+    spec = load_model_spec(
+        save_tiny_model(tmp_path / "m", num_hidden_layers=4, decoder_sparse_step=1, num_experts=18).folder
+    )
+    replay = RoutingReplay(read_routing_trace(file), spec, width=1)
+    for layer in (1, 3):
+        forecast = replay.forecast(layer, np.array([2, 0]))
+        assert forecast is not None
+        assert forecast.layer == layer
+        assert forecast.ids_TK.tolist() == [[16, 17], [12, 13]]
+        assert replay.choose(layer, np.array([2, 0])).tolist() == [[10, 11], [6, 7]]
+    assert replay.forecast(2, np.array([2, 0])) is None, "the record's last layer knows nothing of its first"
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.experts import LocalExperts
 from antiphon.serve.worker.messages import RunStep
+from antiphon.serve.worker.routing import Routing
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder, Spans
 from antiphon.specs.sampling import SamplingParams
@@ -93,8 +94,9 @@ class Rig:
         self._captures: dict[Work, dict[int, _Captured]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
+        half, routing = self._half, Routing(self._half)
         return AttentionRunner(
-            self._half, experts, self._cache, self._tables, self._sampler, self._recorder, _TIMEOUT_S
+            half, experts, self._cache, self._tables, self._sampler, self._recorder, _TIMEOUT_S, routing
         )
 
     def _fill(self, cache: KVCache, num_blocks: int) -> None:

@@ -13,6 +13,7 @@ a step can be repeated from its plan alone: keys and values are written again at
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.placement.split import IntArray
 from antiphon.serve.policy.step import SequenceStep
-from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.prefetch import Prefetcher
+from antiphon.serve.worker.routing import Routing
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, PREDICT, RECEIVE, SAMPLE, STEP, SpanRecorder
 
@@ -58,21 +59,19 @@ class AttentionRunner:
         sampler: RowSampler | None,
         recorder: SpanRecorder,
         timeout_s: float,
-        routing: RoutingRecorder | None = None,
+        routing: Routing,
         *,
         count_rows: bool = False,
         forms: Forms | None = None,
         moves: ExpertMoves | None = None,
         stages: Stages | None = None,
-        replay: RoutingReplay | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
         """`sampler` None: another rank of this worker samples. `count_rows`: results say how many rows each expert got.
         `forms`: how rows travel where other workers' rows are computed in `experts` too, so that every micro-batch goes
         there, rows or none; what comes back is the whole sum, on every rank. `moves`: of the experts here, if they
         serve others too; each step then names the placement by which rows go. `stages`: this process's place in a
-        pipeline; None: it has all layers. `replay`: rows go to the experts that it says. `prefetcher`: asks for
-        copies ahead of layers."""
+        pipeline; None: it has all layers. `prefetcher`: asks for copies ahead of layers."""
         self._forms = forms
         self._moves = moves
         self._shared = forms is not None
@@ -80,7 +79,6 @@ class AttentionRunner:
         self._half = half
         self._count_rows = count_rows
         self._routing = routing
-        self._replay = replay
         self._prefetcher = prefetcher
         self._device = half.backend.device
         self._experts = experts
@@ -100,8 +98,7 @@ class AttentionRunner:
         experts = self._experts
         if self._count_rows:
             experts.take_counts()  # of a step that failed
-        if self._routing is not None:
-            self._routing.begin_step()
+        self._routing.begin_step()
         wait_s, exposed_s, num_bytes = experts.wait_s, experts.exposed_s, experts.bytes_sent
         self._recorder.step = step.step
         if self._sampler is not None:
@@ -126,6 +123,7 @@ class AttentionRunner:
         came = None
         if self._stages is not None and self._stages.place.is_first:
             came = self._take_back(self._stages, micro_batches)
+        routed, forecasts = self._routing.of_step()
         sample_ns = time.monotonic_ns()
         requests = self._sample(micro_batches, came, step.bitmasks)
         self._recorder.add(SAMPLE, sample_ns)
@@ -137,7 +135,8 @@ class AttentionRunner:
             exposed_s=experts.exposed_s - exposed_s,
             dispatch_bytes=experts.bytes_sent - num_bytes,
             expert_rows=experts.take_counts() if self._count_rows else b"",
-            routed=b"" if self._routing is None else self._routing.of_step(),
+            routed=routed,
+            forecasts=forecasts,
             prefetch=None if self._prefetcher is None else self._prefetcher.take_counts(),
         )
 
@@ -155,8 +154,7 @@ class AttentionRunner:
             x_TH = stages.take(len(token_ids), half.spec.hidden_size, half.backend.dtype).to(self._device)
             self._recorder.add(RECEIVE, start_ns, next(iter(half.layers)), rows=len(token_ids))
             self._stage_wait_s += (time.monotonic_ns() - start_ns) * 1e-9
-        recorded_T = None if self._replay is None else self._replay.rows_of(sequences)
-        return _MicroBatch(sequences, batch, x_TH, recorded_T=recorded_T)
+        return _MicroBatch(sequences, batch, x_TH, recorded_T=self._routing.recorded_rows(sequences))
 
     def _run_stage(self, stages: Stages, micro_batches: list[list[SequenceStep]]) -> list[_MicroBatch | None]:
         """The layers of this stage, micro-batch by micro-batch, and what the next stage gets of each."""
@@ -223,16 +221,12 @@ class AttentionRunner:
             micro_batch.delta_TH = half.sum_over_ranks(local_TH)
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
-        ids_TK, weights_TK = half.gate(layer, y_TH)
-        if self._replay is not None:
-            assert micro_batch.recorded_T is not None, "chosen when the step began"
-            ids_TK = self._replay.choose(layer, micro_batch.recorded_T).to(ids_TK.device)
-        if self._routing is not None:
-            self._routing.add(layer, ids_TK)
+        ids_TK, weights_TK = self._routing.choose(layer, y_TH, micro_batch.recorded_T)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
         if self._prefetcher is not None:
             start_ns = time.monotonic_ns()
-            self._prefetcher.ask(layer, index, y_TH, ids_TK)
+            forecast = partial(self._routing.forecast, layer, y_TH, micro_batch.recorded_T)
+            self._prefetcher.ask(layer, index, ids_TK, forecast)
             recorder.add(PREDICT, start_ns, layer, index, rows)
         start_ns = time.monotonic_ns()
         self._experts.dispatch(layer, index, y_TH, ids_TK, weights_TK)

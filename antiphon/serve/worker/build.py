@@ -26,7 +26,6 @@ from antiphon.models.load import load_attention_half, load_expert, load_expert_h
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
-from antiphon.serve.routing_record import RoutingRecorder, RoutingReplay
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.endpoints import Endpoints, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.expert_moves import ExpertMoves
@@ -35,6 +34,7 @@ from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.prefetch import Prefetcher
 from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
+from antiphon.serve.worker.routing import Routing, RoutingReplay
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
@@ -271,7 +271,7 @@ def _attention_runner(
     leads = configure.rank == 0
     prefetcher = None
     if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
-        prefetcher = Prefetcher(half, exchange, configure.prefetch_rows)
+        prefetcher = Prefetcher(spec.router.num_experts, exchange, configure.prefetch_rows)
     return AttentionRunner(
         half,
         exchange,
@@ -280,11 +280,10 @@ def _attention_runner(
         RowSampler(backend) if leads else None,
         source.recorder,
         configure.timeout_s,
-        RoutingRecorder(spec.expert_layers) if configure.record_routing and leads else None,
+        Routing(half, record=configure.record_routing and leads, replay=_replay(configure, spec)),
         count_rows=configure.count_rows and leads,
         forms=hybrid_forms(configure, spec, backend.dtype, seat.levels, exchange),
         moves=moves,
         stages=seat.stages,
-        replay=_replay(configure, spec),
         prefetcher=prefetcher,
     )

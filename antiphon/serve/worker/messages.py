@@ -145,7 +145,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
     `expert_rows`: rows of each expert of each MoE layer, as uint32 one layer after the other; empty unless counted.
-    `routed`: the experts that the rows chose, as `RoutedRows.ids`; empty unless recorded.
+    `routed`: the experts that the rows chose, `forecasts`: those expected, as in `RoutedRows`; empty unless recorded.
     """
 
     requests: list[Sampled]
@@ -155,6 +155,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dispatch_bytes: int
     expert_rows: bytes = b""
     routed: bytes = b""
+    forecasts: bytes = b""
     prefetch: PrefetchCounts | None = None
 
 

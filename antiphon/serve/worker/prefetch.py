@@ -19,23 +19,22 @@ Rejected: to load whatever helps now. With even load the fullest worker is anoth
 Letters as in `antiphon.kernels.api`; W expert workers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
 from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
-from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 from antiphon.placement.forecast import Prefetch, choose_prefetches, needs_phase_two
 from antiphon.placement.place import matrix_of
 from antiphon.placement.split import BoolArray, FloatArray, IntArray
 from antiphon.serve.engine_api import PrefetchCounts
+from antiphon.serve.worker.routing import Forecast
 from antiphon.specs.placement import ExpertPlacement
 
 _FADING = 1 / 128  # of what a missing copy has cost so far, by step
@@ -44,13 +43,10 @@ _FADING = 1 / 128  # of what a missing copy has cost so far, by step
 class Prefetcher:
     """An attention worker's part. `load_rows`: rows that an expert worker computes in the time of one load."""
 
-    def __init__(self, half: AttentionHalf, exchange: NativeAttentionExchange, load_rows: int) -> None:
-        self._half = half
+    def __init__(self, num_experts: int, exchange: NativeAttentionExchange, load_rows: int) -> None:
         self._exchange = exchange
         self._load_rows = load_rows
-        routed = [layer for layer in half.layers if half.routes(layer)]
-        self._next = dict(pairwise(routed))
-        self._num_experts = half.spec.router.num_experts
+        self._num_experts = num_experts
         self._missed: dict[int, FloatArray] = {}  # by layer [E, W]: rows that a copy would have spared the fullest
         self._expected_E: IntArray | None = None  # rows of each expert of the next layer with experts
         self.counts = PrefetchCounts()
@@ -66,12 +62,15 @@ class Prefetcher:
         self._expected_E = None
         self._late.clear()
 
-    def ask(self, layer: int, micro_batch: int, y_TH: Tensor, ids_TK: Tensor) -> None:
-        """Rows `y_TH` of `layer` are about to be dispatched, to the experts `ids_TK`: ask for copies that this layer or
-        the next one needs."""
+    def ask(self, layer: int, micro_batch: int, ids_TK: Tensor, make_forecast: Callable[[], Forecast | None]) -> None:
+        """Rows of `layer` are about to be dispatched, to the experts `ids_TK`: ask for copies that this layer or the
+        next one, of which the forecast is, needs."""
         if micro_batch == self._first:
             self._correct(layer, ids_TK)
-            self._expect(layer, y_TH)
+            # no expert is divided that has less than twice the knee
+            forecast = make_forecast() if len(ids_TK) >= 2 * self._exchange.placement.knee else None
+            if forecast is not None:
+                self._expect(forecast)
         elif copies := self._late.get(layer):
             self._exchange.prefetch(layer, copies)
 
@@ -89,25 +88,23 @@ class Prefetcher:
         self.counts.num_late += len(copies)
         self._late[layer] = self._ask(layer, copies)
 
-    def _expect(self, layer: int, y_TH: Tensor) -> None:
-        """Phase one of the layer with experts after `layer`, from this one's rows."""
-        following = self._next.get(layer)
-        if following is None or len(y_TH) < 2 * self._exchange.placement.knee:
-            return  # no expert can have so many rows that they are divided
-        self._expected_E = counts_E = self._count(self._half.gate(following, y_TH)[0])
-        missed = self._missed.get(following)
+    def _expect(self, forecast: Forecast) -> None:
+        """Phase one."""
+        layer = forecast.layer
+        self._expected_E = counts_E = self._count(forecast.ids_TK)
+        missed = self._missed.get(layer)
         if missed is None:
             shape = (self._num_experts, self._exchange.placement.num_workers)
-            missed = self._missed[following] = np.zeros(shape)
+            missed = self._missed[layer] = np.zeros(shape)
         missed *= 1 - _FADING
         copies = []
-        for each in self._choose(following, counts_E):
+        for each in self._choose(layer, counts_E):
             missed[each.expert, each.worker] += each.gain * self._parts
             if missed[each.expert, each.worker] >= self._load_rows:
                 missed[:, each.worker] = 0.0
                 copies.append(each)
         self.counts.num_copies += len(copies)
-        self._ask(following, copies)
+        self._ask(layer, copies)
 
     def _held(self, layer: int) -> BoolArray:
         if self._exchange.placement is not self._placement:

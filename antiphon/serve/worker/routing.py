@@ -1,0 +1,135 @@
+"""Which experts an attention worker's rows go to: as the gate says, or as a record says; and which they will go to.
+
+`serve --record-routing FILE` keeps both. `bench balance --routing FILE` replays them.
+
+Letters as in `antiphon.kernels.api`; L MoE layers.
+"""
+
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from antiphon.base.errors import UserError
+from antiphon.models.attention_half import AttentionHalf
+from antiphon.placement.routing_trace import IdArray, RoutingTrace
+from antiphon.placement.split import IntArray
+from antiphon.serve.policy.step import SequenceStep
+from antiphon.specs.model import ModelSpec
+
+
+class Forecast(NamedTuple):
+    """Experts that rows will probably choose in a later layer, int32 [T, K]."""
+
+    layer: int
+    ids_TK: Tensor
+
+
+class RoutingReplay:
+    """The choices of recorded rows in place of the gates', so that any model of as many experts has their load.
+
+    A row at position p of a request takes a recorded row between p x `width` and (p + 1) x `width`. So requests that
+    generate together are at one time of the record, and the choice does not depend on how rows are batched. With more
+    MoE layers than were recorded, the recorded ones take turns. `UserError` if the record does not fit the model."""
+
+    def __init__(self, trace: RoutingTrace, spec: ModelSpec, width: int) -> None:
+        recorded, router = trace.header, spec.router
+        if (recorded.num_experts, recorded.top_k) != (router.num_experts, router.top_k):
+            raise UserError(
+                f"the recorded rows choose {recorded.top_k} of {recorded.num_experts} experts, this model's "
+                f"{router.top_k} of {router.num_experts}: record one that chooses as this one does"
+            )
+        if trace.num_rows == 0:
+            raise UserError("the record has no rows: record while requests are served")
+        self._ids_LTK = trace.ids_LTK().astype(np.int32)
+        forecasts_LTK = trace.forecasts_LTK()
+        self._forecasts_LTK = None if forecasts_LTK is None else forecasts_LTK.astype(np.int32)
+        self._layers = {layer: number % recorded.num_layers for number, layer in enumerate(spec.expert_layers)}
+        self._width = width
+
+    def rows_of(self, sequences: Sequence[SequenceStep]) -> IntArray:
+        """The recorded rows [T] whose choices a micro-batch takes."""
+        rows = [
+            np.arange(each.start, each.start + len(each.token_ids)) * self._width + _number(each) % self._width
+            for each in sequences
+        ]
+        recorded_T: IntArray = np.concatenate(rows) % self._ids_LTK.shape[1]
+        return recorded_T
+
+    def choose(self, layer: int, rows_T: IntArray) -> Tensor:
+        """Their ids [T, K] in one layer, in host memory."""
+        return torch.from_numpy(self._ids_LTK[self._layers[layer], rows_T])
+
+    def forecast(self, layer: int, rows_T: IntArray) -> Forecast | None:
+        """What they were expected to choose in `layer`, in the layer before; None if the record does not say."""
+        number = self._layers[layer] - 1
+        if self._forecasts_LTK is None or number < 0:
+            return None
+        return Forecast(layer, torch.from_numpy(self._forecasts_LTK[number, rows_T]))
+
+
+class Routing:
+    """Of the rows of one attention worker. `record`: keep it for `of_step`. `replay`: a record's choices in place of
+    the gates'. Not thread-safe."""
+
+    def __init__(self, half: AttentionHalf, *, record: bool = False, replay: RoutingReplay | None = None) -> None:
+        layers = [layer for layer in half.layers if half.routes(layer)]
+        self._half = half
+        self._replay = replay
+        self._following = dict(pairwise(layers))
+        self._record = record
+        self._ids: dict[int, list[IdArray]] = {layer: [] for layer in layers}
+        self._forecasts: dict[int, list[IdArray]] = {layer: [] for layer in layers[1:]}
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left."""
+        for parts in (*self._ids.values(), *self._forecasts.values()):
+            parts.clear()
+
+    def recorded_rows(self, sequences: Sequence[SequenceStep]) -> IntArray | None:
+        """The rows [T] of the record whose choices a micro-batch takes, if it takes any."""
+        return None if self._replay is None else self._replay.rows_of(sequences)
+
+    def choose(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None) -> tuple[Tensor, Tensor]:
+        """(expert ids int32 [T, K], weights float32 [T, K]). Micro-batches come in the same order in every layer."""
+        ids_TK, weights_TK = self._half.gate(layer, y_TH)
+        if self._replay is not None and recorded_T is not None:
+            ids_TK = self._replay.choose(layer, recorded_T).to(ids_TK.device)
+        if self._record:
+            self._ids[layer].append(_kept(ids_TK))
+            forecast = self.forecast(layer, y_TH, recorded_T)
+            if forecast is not None:
+                self._forecasts[forecast.layer].append(_kept(forecast.ids_TK))
+        return ids_TK, weights_TK
+
+    def forecast(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None) -> Forecast | None:
+        """Of the next layer with experts, whose router sees the rows that enter the experts of `layer`; or as recorded.
+        None after the last layer, and where a record does not say."""
+        following = self._following.get(layer)
+        if following is None:
+            return None
+        if self._replay is not None and recorded_T is not None:
+            return self._replay.forecast(following, recorded_T)
+        return Forecast(following, self._half.gate(following, y_TH)[0])
+
+    def of_step(self) -> tuple[bytes, bytes]:
+        """As `RoutedRows.ids` and `RoutedRows.forecasts`; empty unless recorded."""
+        return _joined(self._ids), _joined(self._forecasts)
+
+
+def _kept(ids_TK: Tensor) -> IdArray:
+    return ids_TK.cpu().numpy().astype("<u2")
+
+
+def _joined(by_layer: dict[int, list[IdArray]]) -> bytes:
+    return b"".join(np.concatenate(parts).tobytes() for parts in by_layer.values() if parts)
+
+
+def _number(sequence: SequenceStep) -> int:
+    """Requests with numbers for names take different rows of the record."""
+    name = sequence.request_id
+    return int(name) if name.isdecimal() else zlib.crc32(name.encode())
