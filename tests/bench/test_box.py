@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from antiphon.base.errors import UserError
 from antiphon.bench.box import Box, BoxError, NodeProcess, box_unavailable, keeper, topology, wait_all
 from antiphon.bench.box.ranks import NodeCommand, parse_node_command, plan_ranks
 from antiphon.bench.box.topology import LinkShape
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "box.py")
@@ -37,13 +38,6 @@ def possible() -> None:
 def box(possible: None) -> Iterator[Box]:
     with Box(num_nodes=3, mbit=400) as made:
         yield made
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"after {WAIT_S:.0f} s still not: {what}"
-        time.sleep(0.02)
 
 
 def serve(box: Box, node: int, *traffic: object) -> NodeProcess:
@@ -343,9 +337,9 @@ def network_namespaces(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def assert_nothing_is_left(marker: str, namespaces: set[str], devices: list[str]) -> None:
-    until(lambda: not marked_processes(marker), "all processes gone")
+    wait_until(lambda: not marked_processes(marker), "all processes gone")
     # A dying process loses its environment first.
-    until(lambda: not network_namespaces(psutil.process_iter()) & namespaces, "all network namespaces gone")
+    wait_until(lambda: not network_namespaces(psutil.process_iter()) & namespaces, "all network namespaces gone")
     assert "nsfs" not in Path("/proc/self/mountinfo").read_text()
     assert sorted(psutil.net_if_addrs()) == devices
 
@@ -357,7 +351,7 @@ def test_a_killed_node_takes_its_daemons_along_and_comes_back(box: Box) -> None:
     marker = f"box-test-{os.getpid()}-kill"
     process = box.start(1, ["sh", "-c", DAEMONS], env={"BOX_TEST_MARKER": marker})
     other = box.start(0, ["sleep", "100"])
-    until(lambda: num_sleepers(marker) == 3, "three sleepers")
+    wait_until(lambda: num_sleepers(marker) == 3, "three sleepers")
     box.kill(1)
     assert process.wait(0) == -signal.SIGKILL
     assert marked_processes(marker) == []
@@ -370,7 +364,7 @@ def test_a_killed_node_takes_its_daemons_along_and_comes_back(box: Box) -> None:
 def test_orphans_of_a_node_are_collected(box: Box) -> None:
     count = "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]))"
     box.run(0, ["sh", "-c", "for i in 1 2 3; do (sleep 0.05 &); done"], timeout_s=WAIT_S)
-    until(lambda: box.run(0, [sys.executable, "-c", count], timeout_s=WAIT_S).stdout == "2\n", "orphans collected")
+    wait_until(lambda: box.run(0, [sys.executable, "-c", count], timeout_s=WAIT_S).stdout == "2\n", "orphans collected")
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
@@ -419,7 +413,7 @@ def test_nothing_survives_a_kill_of(possible: None, kind: str) -> None:
     )
     num_sleeping = 3 if kind == "heir" else 6
     try:
-        until(lambda: num_sleepers(marker) == num_sleeping, f"{num_sleeping} sleepers")
+        wait_until(lambda: num_sleepers(marker) == num_sleeping, f"{num_sleeping} sleepers")
         new = network_namespaces(marked_processes(marker))
         assert len(new) == 3
         if kind == "group":
@@ -434,7 +428,7 @@ def test_nothing_survives_a_kill_of(possible: None, kind: str) -> None:
     # 1: the others could not be asked to end, because the keeper was gone before their end was seen.
     assert code in ({128 + signal.SIGKILL, 1} if kind == "keeper" else {-signal.SIGKILL})
     if kind == "heir":
-        until(lambda: num_sleepers(marker) == 0, "sleepers gone")
+        wait_until(lambda: num_sleepers(marker) == 0, "sleepers gone")
         assert marked_processes(marker), "the heir was to outlive them"
     assert_nothing_is_left(marker, new, devices)
 
@@ -506,7 +500,7 @@ def test_command_ends_politely_when_asked(number: signal.Signals) -> None:
     out, error = running.communicate(timeout=WAIT_S)
     assert sorted(out.splitlines()) == ["[0] asked", "[1] asked"]
     assert (running.returncode, "interrupted; ending 2 other ranks" in error) == (128 + number, True)
-    until(lambda: not marked_processes(marker), "all processes gone")
+    wait_until(lambda: not marked_processes(marker), "all processes gone")
 
 
 def test_command_says_in_one_line_what_is_wrong() -> None:

@@ -12,8 +12,9 @@ import torch
 
 from antiphon.base.errors import PeerLost
 from antiphon.comm.m2n.streams.cuda import CudaStream
-from tests.comm.m2n.backends import PATIENCE_S, until
+from tests.comm.m2n.backends import PATIENCE_S
 from tests.comm.m2n.stream_peer import SHAPE, Side, experts, peer
+from tests.waiting import wait_until
 
 has_cuda_python = importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings")
 pytestmark = [
@@ -44,7 +45,7 @@ def test_a_stream_waits_for_its_flag() -> None:
             stage.fill_(value % 251)
             assert not ready.done()
             flag.raise_to(value)
-            until(ready.done, "the stream goes on")
+            wait_until(ready.done, "the stream goes on")
             assert target.tolist() == [value % 251] * 64
 
 
@@ -60,6 +61,6 @@ def test_a_killed_peer_lets_the_stream_go(side: Side) -> None:
         ready = side.stream.record()
         assert not ready.done()
         process.kill()
-        until(ready.done, "the stream goes on")
+        wait_until(ready.done, "the stream goes on")
         with pytest.raises(PeerLost, match="lost attention"):
             transfer.wait(PATIENCE_S)

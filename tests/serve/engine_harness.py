@@ -6,7 +6,6 @@ Everything is float32, so that the same greedy tokens come out of any layout; sa
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
+from tests.waiting import wait_until
 
 VOCAB_SIZE = 97
 EOS = 2
@@ -184,13 +184,6 @@ def complete(engine: Engine, prompts: Prompts, params: SamplingParams | Sequence
     finished = Run(engine, prompts, params).finish()
     assert [request.error for request in finished] == [None] * len(prompts)
     return [request.token_ids for request in finished]
-
-
-def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {patience_s:.0f} s"
-        time.sleep(0.01)
 
 
 def wait_until_idle(engine: Engine) -> None:

@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import httpx
 import openai
 
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
@@ -111,13 +111,6 @@ def serve(model: Path, folder: Path, *options: str, key: str = "none") -> Iterat
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s:.0f} s: {what}"
-        time.sleep(0.02)
 
 
 def event_texts(lines: Iterator[str]) -> Iterator[str]:

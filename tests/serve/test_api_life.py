@@ -19,7 +19,8 @@ from antiphon.serve.api.server import bind
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.fork_server import PROGRAMS
-from tests.serve.server_harness import PATIENCE_S, wait_until
+from tests.serve.server_harness import PATIENCE_S
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.serve.api_harness import Live, fake_engine, live, post, read_all
+from tests.waiting import wait_until
 
 MANY_TOKENS = 20_000
 LONG_STREAM = {"prompt": "x", "stream": True, "n": 4, "logprobs": 20, "max_tokens": MANY_TOKENS}
@@ -21,23 +22,18 @@ def server() -> Iterator[Live]:
 
 
 def wait_ended(server: Live, num_requests: int) -> None:
-    wait_until(lambda: len(server.engine.submissions) == num_requests)
+    wait_until(lambda: len(server.engine.submissions) == num_requests, "all requests")
     for submission in server.engine.submissions:
         assert submission.ended.wait(60), "the engine still computes for a client that does not read"
         assert submission.aborted
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    pytest.fail("the server still keeps what a client does not read")
-
-
 def wait_reset(server: Live) -> None:
     """Wait for the end of the one connection that takes nothing."""
-    wait_until(lambda: server.metric('connections_ended_total{reason="send timeout"}') == 1)
+    wait_until(
+        lambda: server.metric('connections_ended_total{reason="send timeout"}') == 1,
+        "the connection ends",
+    )
 
 
 def num_active(server: Live) -> int:
@@ -46,7 +42,7 @@ def num_active(server: Live) -> int:
 
 
 def wait_idle(server: Live) -> None:
-    wait_until(lambda: num_active(server) == 0)
+    wait_until(lambda: num_active(server) == 0, "the engine is done with it")
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -82,7 +78,10 @@ def test_hanging_up_while_the_stream_is_held_up_frees_the_engine_at_once() -> No
     with live(engine, send_timeout_s=600, max_unread_bytes=10**9) as server:
         with server.connect(receive_buffer_bytes=4096) as connection:
             connection.sendall(post("/v1/completions", LONG_STREAM))
-            wait_until(lambda: any(other.flow.write_paused for other in server.server.server_state.connections))
+            wait_until(
+                lambda: any(other.flow.write_paused for other in server.server.server_state.connections),
+                "a full connection",
+            )
         wait_ended(server, 4)
         wait_idle(server)
 

@@ -23,8 +23,8 @@ from tests.serve.engine_harness import (
     config,
     kill,
     running,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 # Five experts of each of two layers on two workers with four slots. From the first to the second all of them move.
 FIRST: Owners = ((0,), (0,), (0,), (1,), (1,))

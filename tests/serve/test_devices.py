@@ -14,7 +14,8 @@ from antiphon.serve.joining import JoinRole, join_engine
 from antiphon.serve.launch import Launcher
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker_process import WorkerName
-from tests.serve.engine_harness import TinyModel, config, wait_until
+from tests.serve.engine_harness import TinyModel, config
+from tests.waiting import wait_until
 
 SECRET = b"correct horse battery staple"
 GpuCount = Callable[[int], None]

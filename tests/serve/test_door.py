@@ -12,7 +12,8 @@ from antiphon.serve.joining import join_engine
 from antiphon.serve.launch import Launcher
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker_process import WorkerName
-from tests.serve.engine_harness import TinyModel, config, wait_until
+from tests.serve.engine_harness import TinyModel, config
+from tests.waiting import wait_until
 
 SECRET = b"correct horse battery staple"
 ALL = [WorkerName("replica", index, rank) for index in range(2) for rank in range(2)]

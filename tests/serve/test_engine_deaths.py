@@ -24,8 +24,8 @@ from tests.serve.engine_harness import (
     config,
     kill,
     running,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 RESTARTS = "antiphon.serve.policy.restarts"
 # A worker of the real kind, but one that cannot start while the file exists.

@@ -26,9 +26,9 @@ from tests.serve.engine_harness import (
     is_alive,
     kill,
     running,
-    wait_until,
     wait_until_idle,
 )
+from tests.waiting import wait_until
 
 TOTAL = 64 * NUM_TOKENS
 

@@ -28,10 +28,10 @@ from tests.serve.engine_harness import (
     kill,
     random_prompts,
     running,
-    wait_until,
     wait_until_idle,
 )
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,10 +17,10 @@ from tests.serve.engine_harness import (
     complete,
     config,
     running,
-    wait_until,
     wait_until_idle,
 )
 from tests.serve.poisoned_worker import SEED, poison
+from tests.waiting import wait_until
 
 POISON = replace(GREEDY, seed=SEED)
 GUILTY = r"\d+ steps with this request failed, the last one with it alone: {}; the server has given the request up"

@@ -25,9 +25,9 @@ from tests.serve.engine_harness import (
     config,
     kill,
     running,
-    wait_until,
     wait_until_idle,
 )
+from tests.waiting import wait_until
 
 
 def slow(*values: object) -> object:

@@ -32,9 +32,9 @@ from tests.serve.engine_harness import (
     config,
     random_prompts,
     running,
-    wait_until,
     wait_until_idle,
 )
+from tests.waiting import wait_until
 
 MANY = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
 

@@ -19,9 +19,9 @@ from tests.serve.engine_harness import (
     config,
     kill,
     running,
-    wait_until,
 )
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0  # of workers that wait for others: far from anything that a test may take

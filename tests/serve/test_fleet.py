@@ -14,7 +14,7 @@ from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.worker.messages import Configure, Reset, ResetDone, RunStep
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.specs.placement import ExpertPlacement
-from tests.serve.engine_harness import wait_until
+from tests.waiting import wait_until
 
 # Answers every Reset; whatever else it is sent, it only reads.
 ECHO = f"""#!{sys.executable}

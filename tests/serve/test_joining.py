@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,8 +18,9 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.joining import JoinedPeer, JoinListener, exchange_secret, join_engine, read_join_secret
 from antiphon.serve.launch import start_engine
 from antiphon.serve.worker_process import WorkerName
-from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config, wait_until
+from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
 SECRET = b"correct horse battery staple"
 
@@ -245,9 +245,7 @@ def test_a_spare_takes_the_place_of_a_joined_worker_that_was_killed(
         assert [request.error for request in finished] == [None] * len(prompts)
         assert [request.token_ids for request in finished] == reference
         assert engine.stats().num_worker_restarts == 1
-        deadline = time.monotonic() + 30.0
-        while not engine.complete and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: engine.complete, "all workers again", 30.0)
         assert engine._fleet.workers[WorkerName("experts", 0)].pid not in killed
 
 

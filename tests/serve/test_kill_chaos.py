@@ -18,7 +18,8 @@ import pytest
 
 from antiphon.serve.engine import Engine
 from antiphon.serve.outputs import ThreadSink
-from tests.serve.engine_harness import GREEDY, Prompts, TinyModel, Tokens, complete, config, running, wait_until
+from tests.serve.engine_harness import GREEDY, Prompts, TinyModel, Tokens, complete, config, running
+from tests.waiting import wait_until
 
 CHAOS_S = float(os.environ.get("ANTIPHON_CHAOS_S", "12"))
 SEED = int(os.environ.get("ANTIPHON_CHAOS_SEED", "1"))

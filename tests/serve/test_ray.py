@@ -15,11 +15,13 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
-from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config, wait_until
+from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config
 from tests.serve.server_harness import ServerProcess, serve
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'antiphon[ray]'")
 from ray.cluster_utils import Cluster
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 NODE = {"num_cpus": 3, "object_store_memory": 80 << 20, "include_dashboard": False}

@@ -27,8 +27,9 @@ from antiphon.serve.ray_cluster import RayCluster, RunningSeat
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.ray_seat import RaySeat, WorkerEnd
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
-from tests.serve.engine_harness import Prompts, TinyModel, Tokens, complete, config, is_alive, wait_until
+from tests.serve.engine_harness import Prompts, TinyModel, Tokens, complete, config, is_alive
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from tests.serve.fork_server import is_fork_server
-from tests.serve.server_harness import PATIENCE_S, ServerProcess, event_texts, serve, wait_until
+from tests.serve.server_harness import PATIENCE_S, ServerProcess, event_texts, serve
+from tests.waiting import wait_until
 
 LONG = {"prompt": "bada do", "temperature": 0, "max_tokens": 8000, "stream": True}
 

@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.server_harness import PATIENCE_S, ServerProcess, event_texts, serve, wait_until
+from tests.serve.server_harness import PATIENCE_S, ServerProcess, event_texts, serve
+from tests.waiting import wait_until
 
 LONG = {"prompt": "bada do", "temperature": 0, "max_tokens": 8000, "stream": True}
 

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server_harness import ServerProcess, event_texts, wait_until
+from tests.serve.server_harness import ServerProcess, event_texts
+from tests.waiting import wait_until
 
 LONG = {"prompt": "bada do", "temperature": 0, "max_tokens": 1500, "stream": True}
 GAUGES = (

@@ -18,8 +18,8 @@ from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from tests.serve.api_harness import fake_engine, live, small_tokenizer
 from tests.serve.fork_server import PROGRAMS
-from tests.serve.server_harness import wait_until
 from tests.serve.test_chat_templates import Running, with_template
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SLOW = "a" * 3_000_000  # one word without an end: seconds for the tokenizer

@@ -103,11 +103,3 @@ def crew() -> Iterator[Crew]:
     made = Crew()
     yield made
     made.join()
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Look again and again until `condition` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.001)

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, NoCredit, PeerLost, PeerTimeout, Refused, UserError
-from tests.comm.m2n.backends import BACKENDS, PATIENCE_S, SECRET, Backend, crew, need, until
+from tests.comm.m2n.backends import BACKENDS, PATIENCE_S, SECRET, Backend, crew, need
+from tests.waiting import wait_until
 
 SHM = BACKENDS[0]
 SEQUENCES = 4096  # of a slot, before they begin again
@@ -543,11 +544,11 @@ def test_discarded_steps_are_counted_and_return_their_credits(net: Net) -> None:
     outbox.wait_credits(3, PATIENCE_S)
     outbox.send(4, b"late", participants=1)  # from now on, too
     outbox.wait_reusable(PATIENCE_S)
-    until(lambda: inbox.partial(4) == ([], [0]) and outbox.credits == 3, "the credit of a late message")
+    wait_until(lambda: inbox.partial(4) == ([], [0]) and outbox.credits == 3, "the credit of a late message")
     assert inbox.counters()[0]["stale"] == 3
     inbox.discard_below(2)  # never backwards
     outbox.send(4, b"late", participants=1)
-    until(lambda: inbox.incomplete() == [] and outbox.credits == 3, "the credit of a late message")
+    wait_until(lambda: inbox.incomplete() == [] and outbox.credits == 3, "the credit of a late message")
     assert inbox.wait_complete(PATIENCE_S) == 9
     assert inbox.wait_complete(0.02) is None
     assert take(inbox, 9) == {0: b""}
@@ -822,7 +823,7 @@ def test_after_its_own_close_an_endpoint_sends_and_receives_nothing(net: Net) ->
     net.endpoints[0].close()
     net.endpoints[0].close()
     assert outbox_here.lost
-    until(lambda: outbox_to_it.lost, "the other side hears of it")
+    wait_until(lambda: outbox_to_it.lost, "the other side hears of it")
     with pytest.raises(PeerLost, match="lost receiver: this endpoint was closed"):
         outbox_here.send(0, b"")
     with pytest.raises(PeerLost, match=r"lost sender\[0\]: "):
@@ -865,7 +866,7 @@ def test_what_a_lost_source_had_sent_still_counts(net: Net) -> None:
         inbox.wait(1, 1, PATIENCE_S)
         inbox.wait(2, 1, PATIENCE_S)
     net.endpoints[1].close()
-    until(lambda: inbox.connected() == [1], "the loss")
+    wait_until(lambda: inbox.connected() == [1], "the loss")
     inbox.wait(1, [0], 0.0)
     inbox.wait(2, [0], 0.0)
     outboxes[1].send(2, b"rest", participants=2)
@@ -891,7 +892,7 @@ def test_busy_sources_do_not_hide_a_loss(net: Net) -> None:
         busy.send(step, b"", participants=1, timeout_s=PATIENCE_S)
         inbox.wait(step, 1, PATIENCE_S)
     net.endpoints[1].close()
-    until(lambda: inbox.connected() == [1], "the loss")
+    wait_until(lambda: inbox.connected() == [1], "the loss")
     seen: list[int | str | None] = []
     for step in range(3, 20):
         busy.send(step, b"", participants=1, timeout_s=PATIENCE_S)
@@ -909,7 +910,7 @@ def test_losses_that_are_known_are_not_told(net: Net) -> None:
     receiver = net.receiver(sources=2)
     outboxes = receiver.connect_all()
     net.endpoints[1].close()
-    until(lambda: receiver.inbox.connected() == [1], "the loss")
+    wait_until(lambda: receiver.inbox.connected() == [1], "the loss")
     receiver.inbox.forget_losses()
     assert receiver.inbox.wait_complete(0.02) is None
     receiver.inbox.drop(1)
@@ -937,7 +938,7 @@ def test_a_new_incarnation_replaces_the_old_one(net: Net) -> None:
     before = inbox.counters()[0]["incarnation"]
     new = receiver.connect(0)
     assert {message.source for message in inbox.messages(1)} == {0, 1}, "what a wait promised stays until the next one"
-    until(lambda: inbox.partial(1)[0] == [1], "the old messages go")
+    wait_until(lambda: inbox.partial(1)[0] == [1], "the old messages go")
     assert inbox.messages(2) == []
     assert inbox.counters()[0]["incarnation"] != before
     assert inbox.counters()[0]["lost"] == 1
@@ -946,7 +947,7 @@ def test_a_new_incarnation_replaces_the_old_one(net: Net) -> None:
     assert take(inbox, 1, 2) == {0: b"new one", 1: b"bystander"}
     assert inbox.wait_complete(0.02) is None
     with pytest.raises(PeerLost):
-        until(lambda: bool(old.send(3, b"late", timeout_s=0.05)), "the old one hears of it")
+        wait_until(lambda: bool(old.send(3, b"late", timeout_s=0.05)), "the old one hears of it")
     for step in (7, 8, 9):
         new.send(step, pattern(0, step, 60), timeout_s=PATIENCE_S)
         assert take(inbox, step) == {0: pattern(0, step, 60).tobytes()}
@@ -973,7 +974,7 @@ def test_many_incarnations_use_up_nothing(net: Net) -> None:
     before, resident = descriptors(), psutil.Process().memory_info().rss
     for step in range(40, 240, 2):
         live_and_die(step)
-    until(lambda: descriptors() <= before, "all descriptors of the old incarnations are closed")
+    wait_until(lambda: descriptors() <= before, "all descriptors of the old incarnations are closed")
     assert psutil.Process().memory_info().rss - resident < 4 << 20
     assert int(receiver.inbox.counters()[0]["lost"]) >= 118
 
@@ -1109,7 +1110,7 @@ def test_an_interrupt_waits_for_the_next_wait_and_disturbs_nothing_else(net: Net
     outbox.commit(2, 3)
     assert take(inbox, 1) == {0: b"not a wait"}
     assert take(inbox, 2) == {0: b"\x01\x01\x01"}
-    until(lambda: outbox.credits == 2, "both credits")
+    wait_until(lambda: outbox.credits == 2, "both credits")
     for step in (3, 4):
         outbox.send(step, b"", timeout_s=PATIENCE_S)
     with pytest.raises(Interrupted):
@@ -1164,7 +1165,7 @@ def test_counters_and_histograms_add_up(net: Net) -> None:
     counters = receiver.endpoint.control_counters()
     assert (counters["accepted"], counters["rejected"], counters["gone"]) == (2, 0, 0)
     net.endpoints[1].close()
-    until(lambda: receiver.endpoint.control_counters()["gone"] == 1, "the loss is counted")
+    wait_until(lambda: receiver.endpoint.control_counters()["gone"] == 1, "the loss is counted")
 
 
 def test_long_waits_are_in_the_right_bucket(shm: Net) -> None:

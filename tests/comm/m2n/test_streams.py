@@ -22,8 +22,9 @@ from antiphon.comm.m2n.streams.core import StreamCore
 from antiphon.comm.m2n.streams.cuda import load_driver
 from antiphon.comm.m2n.streams.lanes import Lane
 from antiphon.comm.m2n.streams.stream import FlagPage, HostStream
-from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name, need, until
+from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name, need
 from tests.comm.m2n.stream_peer import SHAPE, Side, experts, peer
+from tests.waiting import wait_until
 
 SHORT_S = 0.15  # a deadline that is meant to pass
 
@@ -249,7 +250,7 @@ def test_a_killed_peer_lets_the_stream_go() -> None:
             ready = side.stream.record()
             assert not ready.done()
             process.kill()
-            until(ready.done, "the stream goes on", 2.0)
+            wait_until(ready.done, "the stream goes on", 2.0)
             with pytest.raises(PeerLost, match="lost attention"):
                 transfer.wait(PATIENCE_S)
 
@@ -486,7 +487,7 @@ def test_a_stream_reports_what_its_work_raised() -> None:
         stream.enqueue(lambda: 1 // 0)
         stream.enqueue(lambda: ran.append(1))
         ready = stream.record()
-        until(ready.done, "events pass all the same")
+        wait_until(ready.done, "events pass all the same")
         with pytest.raises(ZeroDivisionError):
             stream.synchronize(PATIENCE_S)
     assert not ran
