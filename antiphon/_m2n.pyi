@@ -238,6 +238,10 @@ class AttentionSide:
         Nanoseconds: of the call, and the part of them in which the slowest expert worker did not compute."""
     def prefetch(self, worker: int, layer: int, expert: int) -> None:
         """The next dispatch asks `worker` for a copy of this expert. At most two requests ride on a message."""
+    def wanted_copies(
+        self, layer: int, counts: NDArray[np.uint32], open: NDArray[np.bool_]
+    ) -> list[tuple[int, int, float]]:
+        """As `ExpertSplit.wanted_copies`, by the present split of the layer."""
     def num_pending(self, micro_batch: int) -> int: ...
     def forget(self) -> None: ...
     def take_counts(self) -> bytes:
@@ -255,6 +259,8 @@ class ExpertSplit:
     ) -> None: ...
     def split(self, counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Rows of expert 0's owners in their order, then of expert 1's, and so on; from the rows of each expert."""
+    def wanted_copies(self, counts: NDArray[np.uint32], open: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
+        """(expert, worker, gain): `antiphon.placement.forecast.choose_prefetches`, with the same results."""
 
 class ReceivedBatch:
     """Rows of one (layer, micro-batch)."""

@@ -3,6 +3,9 @@
 The table's placement is made from the first half of the steps and judged on the second, because a placement is used on
 steps that come later. The one that is written is made from all steps. Rejected: the newest steps counting most, as
 `--balance window` has it: a file stays in use for longer than what was popular just now.
+
+The column "ahead" says what `--balance predict` would bring at most: copies by each step's forecast besides, one for
+each worker, whose loads cost nothing.
 """
 
 from pathlib import Path
@@ -11,14 +14,15 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from antiphon import _m2n
 from antiphon.base.errors import UserError
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
 from antiphon.placement.place import matrix_of, owners_of, place
 from antiphon.placement.routing_trace import read_routing_trace
-from antiphon.placement.split import FloatArray, IntArray, balancedness, split_rows
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, balancedness, split_rows
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement, placement_to_json
 
-COLUMNS = ("layer", "contiguous", "placed, shared evenly", "placed, split", "5th percentile", "copies")
+COLUMNS = ("layer", "contiguous", "placed, shared evenly", "placed, split", "5th percentile", "ahead", "copies")
 
 
 def placement(
@@ -43,11 +47,14 @@ def placement(
     if len(counts) < 2:
         raise UserError(f"{trace} has {len(counts)} steps: record at least 2, one to place by and one to judge by")
     ratios = _speeds(speeds, workers)
+    expected: list[IntArray | None] = [None] * recorded.header.num_layers  # the first layer is never expected
+    if (forecasts := recorded.forecasts_of_steps()) is not None:
+        expected[1:] = np.moveaxis(forecasts, 1, 0)
     layers = [
-        _judged(number, steps, workers, slots, ratios, knee)
-        for number, steps in zip(recorded.header.layers, np.moveaxis(counts, 1, 0), strict=True)
+        _judged(number, steps, forecast, workers, slots, ratios, knee)
+        for number, steps, forecast in zip(recorded.header.layers, np.moveaxis(counts, 1, 0), expected, strict=True)
     ]
-    show(table(COLUMNS, [tuple(each.values()) for each in layers]), json=json)
+    show(table(COLUMNS, [["" if x is None else x for x in each.values()] for each in layers]), json=json)
     if out is not None:
         held = place(counts.mean(axis=0), workers, slots, speeds=ratios, floor=knee)
         made = ExpertPlacement(workers, dict(zip(recorded.header.layers, map(owners_of, held), strict=True)))
@@ -57,9 +64,16 @@ def placement(
 
 
 def _judged(
-    layer: int, steps: IntArray, num_workers: int, slots: int, speeds: FloatArray | None, knee: int
-) -> dict[str, float]:
-    """A row of the table, from the rows [T, E] of one layer: balancedness in the second half of the steps."""
+    layer: int,
+    steps: IntArray,
+    forecast: IntArray | None,
+    num_workers: int,
+    slots: int,
+    speeds: FloatArray | None,
+    knee: int,
+) -> dict[str, float | None]:
+    """A row of the table, from the rows [T, E] of one layer, and those expected: balancedness in the second half of the
+    steps."""
     half = len(steps) // 2
     held = place(steps[:half].mean(axis=0), num_workers, slots, speeds=speeds, floor=knee)
     num_experts = steps.shape[1]
@@ -67,14 +81,30 @@ def _judged(
     later = steps[half:]
     even = held / held.sum(axis=1, keepdims=True) * later[..., None]
     split = balancedness(split_rows(later, held, speeds, knee), speeds)
+    ahead = None
+    if forecast is not None:
+        with_copies = _with_copies_ahead(forecast[half:], held, speeds, knee)
+        ahead = float(balancedness(split_rows(later, with_copies, speeds, knee), speeds).mean())
     return {
         "layer": layer,
         "contiguous": float(balancedness(split_rows(later, plain, speeds, knee), speeds).mean()),
         "even_shares": float(balancedness(even, speeds).mean()),
         "split": float(split.mean()),
         "split_p5": float(np.quantile(split, 0.05)),
+        "ahead": ahead,
         "copies": int(held.sum()) - num_experts,
     }
+
+
+def _with_copies_ahead(forecast: IntArray, held: BoolArray, speeds: FloatArray | None, knee: int) -> BoolArray:
+    """Who has a copy in each step [T, E, W], with those that its forecast [T, E] wants."""
+    num_workers = held.shape[1]
+    split = _m2n.ExpertSplit(num_workers, owners_of(held), () if speeds is None else speeds.tolist(), knee)
+    held_TEW = np.repeat(held[None], len(forecast), axis=0)
+    for held_EW, expected_E in zip(held_TEW, forecast.astype(np.uint32), strict=True):
+        for expert, worker, _ in split.wanted_copies(expected_E, np.ones(num_workers, dtype=bool)):
+            held_EW[expert, worker] = True
+    return held_TEW
 
 
 def _speeds(text: str | None, num_workers: int) -> FloatArray | None:

@@ -8,6 +8,7 @@ relieves the fullest worker is loaded:
    at least a knee, and no part is left smaller than that.
 3. Repeat with the loads that this leaves, until the fullest worker finds nobody. A worker takes one copy at most.
 
+Attention workers use the native form (`csrc/m2n/expert_split.cpp`), which makes the same choices.
 Rejected: first-fit-decreasing for all experts (the paper's packing). It moves experts that nobody waits for, and a
 worker would need room for as many new experts as it has.
 
@@ -36,7 +37,6 @@ def choose_prefetches(
     """Copies worth having for these rows, beyond those in `held_EW`. `open_W`: workers that may take one. `speeds_W`:
     rows/s, only their ratios count. Empty if the fullest worker cannot be relieved by a knee."""
     parts_EW = split_rows(counts_E, held_EW, speeds_W, knee)
-    speeds_W = speeds_W / speeds_W.mean()
     times_W = np.where(parts_EW > 0, np.maximum(parts_EW, knee), 0).sum(axis=0) / speeds_W
     before = float(times_W.max())
     open_W = open_W.copy()
@@ -56,7 +56,7 @@ def choose_prefetches(
         times_W[taker] += rows / speeds_W[taker]
         open_W[taker] = False
         chosen.append((expert, taker))
-    gain = before - float(times_W.max())
+    gain = (before - float(times_W.max())) * float(speeds_W.mean())
     if gain < knee:
         return []
     return [Prefetch(expert, worker, gain / len(chosen)) for expert, worker in chosen]

@@ -14,7 +14,7 @@ Letters: T rows, L MoE layers, K experts chosen by a row, E experts.
 
 import errno
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -87,14 +87,16 @@ class RoutingTrace:
     @property
     def has_forecasts(self) -> bool:
         """Of all rows."""
-        return self.header.num_layers > 1 and all(rows.forecasts or not rows.num_rows for rows in self.rows)
+        with_rows = [rows for rows in self.rows if rows.num_rows]
+        return bool(with_rows) and all(rows.forecasts for rows in with_rows)
 
     def forecasts_LTK(self) -> IdArray | None:
         """Of all layers but the first, for the rows of `ids_LTK`; None if some are not known."""
-        if not self.has_forecasts:
-            return None
-        shape = self.header.num_layers - 1, -1, self.header.top_k
-        return np.concatenate([np.frombuffer(each.forecasts, "<u2").reshape(shape) for each in self.rows], axis=1)
+        return np.concatenate(list(map(self._forecasts_of, self.rows)), axis=1) if self.has_forecasts else None
+
+    def _forecasts_of(self, rows: RoutedRows) -> IdArray:
+        shape = self.header.num_layers - 1, rows.num_rows, self.header.top_k
+        return np.frombuffer(rows.forecasts, dtype="<u2").reshape(shape)
 
     def popularity(self) -> tuple[float, ...]:
         """Shares of the experts, the most popular first: the mean over layers, of which each has its own favourites."""
@@ -105,11 +107,17 @@ class RoutingTrace:
 
     def counts_of_steps(self) -> CountArray:
         """[steps, L, E]: rows that chose each expert, of all workers together, steps ascending."""
-        header = self.header
+        return self._by_step(self.header.num_layers, self.ids_of)
+
+    def forecasts_of_steps(self) -> CountArray | None:
+        """As `counts_of_steps`, rows that were expected there, of all layers but the first; None if not known."""
+        return self._by_step(self.header.num_layers - 1, self._forecasts_of) if self.has_forecasts else None
+
+    def _by_step(self, num_layers: int, ids_of: Callable[[RoutedRows], IdArray]) -> CountArray:
         numbers = {step: place for place, step in enumerate(sorted({rows.step for rows in self.rows}))}
-        counts = np.zeros((len(numbers), header.num_layers, header.num_experts), dtype=np.int64)
+        counts = np.zeros((len(numbers), num_layers, self.header.num_experts), dtype=np.int64)
         for rows in self.rows:
-            counts[numbers[rows.step]] += count_rows(self.ids_of(rows), header.num_experts)
+            counts[numbers[rows.step]] += count_rows(ids_of(rows), self.header.num_experts)
         return counts
 
 

@@ -25,6 +25,9 @@ inline m2n::Deadline deadline_after(double timeout_s) {
     return m2n::Deadline::after_ns(static_cast<int64_t>(std::llround(timeout_s * 1e9)));
 }
 
+using Counts = nanobind::ndarray<const uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using Flags = nanobind::ndarray<const bool, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+
 // Runs `wait` without the GIL; a timeout's message gets the number of seconds.
 template <class Wait>
 auto within(double timeout_s, Wait&& wait) {

@@ -98,6 +98,11 @@ void bind_attention(nb::module_& module) {
              nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("out"),
              nb::arg("timeout_s"))
         .def("prefetch", &AttentionSide::prefetch, nb::arg("worker"), nb::arg("layer"), nb::arg("expert"))
+        .def("wanted_copies",
+             [](AttentionSide& side, uint32_t layer, const Counts& counts, const Flags& open) {
+                 return wanted_copies(side.split_of(layer), counts, open);
+             },
+             nb::arg("layer"), nb::arg("counts"), nb::arg("open"))
         .def("num_pending", &AttentionSide::num_pending, nb::arg("micro_batch"))
         .def("forget", &AttentionSide::forget)
         .def("take_counts",

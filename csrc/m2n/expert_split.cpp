@@ -58,6 +58,9 @@ ExpertSplit::ExpertSplit(uint32_t num_workers, const std::vector<std::vector<int
 double ExpertSplit::cost(double rows) const { return rows > 0 ? std::max(rows, double(knee_)) : 0.0; }
 
 std::span<const uint32_t> ExpertSplit::split(std::span<const uint32_t> counts) {
+    if (counts.size() != num_experts()) {
+        refuse(std::to_string(counts.size()) + " counts for " + std::to_string(num_experts()) + " experts");
+    }
     counts_ = counts;
     place_single();
     order_ = copied_;
@@ -77,6 +80,71 @@ std::span<const uint32_t> ExpertSplit::split(std::span<const uint32_t> counts) {
     for (auto expert = order_.begin(); expert != small; ++expert) make_whole(*expert, counts[*expert]);
     std::ranges::transform(parts_, rows_.begin(), [](double part) { return static_cast<uint32_t>(part); });
     return rows_;
+}
+
+std::vector<WantedCopy> ExpertSplit::wanted_copies(std::span<const uint32_t> counts, std::span<const bool> open) {
+    if (open.size() != num_workers_) {
+        refuse(std::to_string(open.size()) + " flags for " + std::to_string(num_workers_) + " workers");
+    }
+    split(counts);
+    parts_of_.resize(num_workers_);
+    for (auto& parts : parts_of_) parts.clear();
+    std::vector<double> times(num_workers_, 0.0);  // rows until all are counted
+    for (uint32_t expert = 0; expert < num_experts(); ++expert) {
+        for (uint32_t at = first_[expert]; at < first_[expert + 1]; ++at) {
+            if (rows_[at] == 0) continue;
+            parts_of_[owners_[at]].push_back({expert, double(rows_[at])});
+            times[owners_[at]] += cost(rows_[at]);
+        }
+    }
+    double sum_speeds = 0;
+    for (uint32_t worker = 0; worker < num_workers_; ++worker) {
+        times[worker] /= speeds_[worker];
+        sum_speeds += speeds_[worker];
+    }
+    const double before = *std::ranges::max_element(times);
+    std::vector<bool> is_open(open.begin(), open.end());
+    std::vector<WantedCopy> wanted;
+    while (true) {
+        const auto fullest = static_cast<uint32_t>(std::ranges::max_element(times) - times.begin());
+        uint32_t taker = fullest;
+        for (uint32_t worker = 0; worker < num_workers_; ++worker) {
+            if (is_open[worker] && times[worker] < times[taker]) taker = worker;
+        }
+        Part* part = taker == fullest ? nullptr : largest_part(fullest, taker);
+        if (part == nullptr) break;
+        const double speed = speeds_[fullest], taker_speed = speeds_[taker];
+        const double equal = std::floor((times[fullest] - times[taker]) / (1 / speed + 1 / taker_speed));
+        const double rows = part->rows <= equal ? part->rows : std::min(equal, part->rows - knee_);
+        if (rows < knee_) break;
+        const uint32_t expert = part->expert;
+        part->rows -= rows;
+        parts_of_[taker].push_back({expert, rows});
+        times[fullest] -= rows / speed;
+        times[taker] += rows / taker_speed;
+        is_open[taker] = false;
+        wanted.push_back({expert, taker, 0});
+    }
+    const double gain = (before - *std::ranges::max_element(times)) * (sum_speeds / num_workers_);
+    if (gain < knee_) return {};
+    for (WantedCopy& each : wanted) each.gain = gain / double(wanted.size());
+    return wanted;
+}
+
+ExpertSplit::Part* ExpertSplit::largest_part(uint32_t giver, uint32_t taker) {
+    Part* largest = nullptr;
+    for (Part& part : parts_of_[giver]) {
+        if (part.rows == 0 || holds(taker, part.expert)) continue;
+        const auto is_larger = [&](const Part& than) {
+            return part.rows != than.rows ? part.rows > than.rows : part.expert < than.expert;
+        };
+        if (largest == nullptr || is_larger(*largest)) largest = &part;
+    }
+    return largest;
+}
+
+bool ExpertSplit::holds(uint32_t worker, uint32_t expert) const {
+    return std::ranges::find(owners(expert), static_cast<int32_t>(worker)) != owners(expert).end();
 }
 
 void ExpertSplit::place_single() {

@@ -1,5 +1,6 @@
-// How many rows each copy of an expert gets in this step, from the gate's counts: `antiphon/placement/split.py` in
-// native code, where the method and what was rejected are told. Both give the same rows.
+// How many rows each copy of an expert gets in this step, from the gate's counts, and which further copies these counts
+// would want: `antiphon/placement/split.py` and `forecast.py` in native code, where the methods and what was rejected
+// are told. Both forms give the same rows and choices.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,13 @@
 #include <vector>
 
 namespace antiphon::m2n {
+
+// A copy of `expert` for `worker`. `gain`: rows that the fullest worker would be spared, this copy's part of it.
+struct WantedCopy {
+    uint32_t expert = 0;
+    uint32_t worker = 0;
+    double gain = 0;
+};
 
 class ExpertSplit {
   public:
@@ -26,9 +34,13 @@ class ExpertSplit {
     // Where the expert's owners begin among all of them.
     uint32_t first(uint32_t expert) const { return first_[expert]; }
 
-    // `counts`: rows of each expert. The result, valid until the next call, has the rows of all owners of expert 0,
-    // then those of expert 1, and so on. Allocates nothing.
+    // `counts`: rows of each expert. Error(invalid): not as many as experts. The result, valid until the next call, has
+    // the rows of all owners of expert 0, then those of expert 1, and so on. Allocates nothing.
     std::span<const uint32_t> split(std::span<const uint32_t> counts);
+
+    // Copies worth having for `counts`, at most one for each worker of which `open` is true. Nothing if the fullest
+    // worker cannot be spared a knee of rows.
+    std::vector<WantedCopy> wanted_copies(std::span<const uint32_t> counts, std::span<const bool> open);
 
   private:
     double pour(uint32_t expert, double rows);
@@ -37,6 +49,13 @@ class ExpertSplit {
     void make_whole(uint32_t expert, double rows);
     // Fills the loads `base` of `count` workers up to one level with `rows`; their parts come into `poured_`.
     void to_level(double rows, uint32_t count);
+    // The largest part of `giver` whose expert `taker` does not hold; null: there is none.
+    struct Part {
+        uint32_t expert = 0;
+        double rows = 0;
+    };
+    Part* largest_part(uint32_t giver, uint32_t taker);
+    bool holds(uint32_t worker, uint32_t expert) const;
     double cost(double rows) const;
 
     uint32_t num_workers_;
@@ -51,6 +70,7 @@ class ExpertSplit {
     std::vector<uint32_t> rows_, order_;
     std::vector<uint32_t> kept_, by_time_;                   // of one expert's owners
     std::vector<double> base_, speed_, least_, times_, poured_;  // as `kept_`
+    std::vector<std::vector<Part>> parts_of_;  // by worker, for `wanted_copies`
 };
 
 }  // namespace antiphon::m2n

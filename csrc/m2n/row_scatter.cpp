@@ -25,12 +25,16 @@ void RowScatter::place(uint32_t layer, ExpertSplit split) {
     splits_[layer] = std::move(split);
 }
 
-void RowScatter::plan(uint32_t layer, const int32_t* ids, uint32_t count,
-                      std::vector<std::vector<uint32_t>>& rows_of) {
+ExpertSplit& RowScatter::split_of(uint32_t layer) {
     if (layer >= splits_.size() || !splits_[layer]) {
         throw Error(Code::invalid, "the experts of layer " + std::to_string(layer) + " are placed nowhere");
     }
-    ExpertSplit& split = *splits_[layer];
+    return *splits_[layer];
+}
+
+void RowScatter::plan(uint32_t layer, const int32_t* ids, uint32_t count,
+                      std::vector<std::vector<uint32_t>>& rows_of) {
+    ExpertSplit& split = split_of(layer);
     this->count(layer, ids, count);
     if (split.has_copies()) {
         const auto rows = split.split(counts_);

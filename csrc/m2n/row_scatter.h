@@ -52,6 +52,9 @@ class RowScatter {
     // Rows of `layer` go by this split from now on. Error(invalid): it is for another number of workers.
     void place(uint32_t layer, ExpertSplit split);
 
+    // Of a layer. Error(invalid): it was not placed.
+    ExpertSplit& split_of(uint32_t layer);
+
     // Decides where every choice goes and lists the rows of each worker. Error(invalid): a layer that was not placed, an
     // id that is no expert.
     void plan(uint32_t layer, const int32_t* ids, uint32_t count, std::vector<std::vector<uint32_t>>& rows_of);

@@ -65,6 +65,7 @@ class AttentionSide {
     // The next dispatch asks `worker` for a copy of this expert: of a later layer ahead of it, or of its own layer. At
     // most two requests ride on one message. Where the layer's rows go is `place`'s matter.
     void prefetch(uint32_t worker, uint32_t layer, uint32_t expert);
+    ExpertSplit& split_of(uint32_t layer) { return scatter_.split_of(layer); }
     void forget();  // whatever was dispatched and not combined, and requests that have not left
 
     uint64_t bytes_sent() const { return bytes_sent_; }

@@ -45,10 +45,31 @@ def test_a_hot_expert_gets_copies(trace: Path, capsys: pytest.CaptureFixture[str
     assert all(len(owners[0]) >= 3 for owners in made.owners.values())
 
 
+def test_copies_ahead_of_a_layer_are_judged_by_the_forecasts_of_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In layer 1 another expert is hot in each step, and foreseen. No placement of before helps."""
+    file = tmp_path / "routing.trace"
+    writer = RoutingTraceWriter(file, TraceHeader(model="m", layers=(0, 1), num_experts=8, top_k=1))
+    for step in range(20):
+        ids = np.full((2, 64, 1), 3 * step % 8, dtype="<u2")
+        ids[:, ::4, 0] = np.arange(16) % 8
+        writer.append_step(step, 0, ids.tobytes(), ids[1:].tobytes())
+    writer.close()
+    assert call(str(file), "--workers", "4", "--slots", "3", "--json", "-") == 0
+    first, second = json.loads(capsys.readouterr().out)["layers"]
+    assert first["ahead"] is None, "no layer before it could tell"
+    assert second["split"] < 0.7
+    assert second["ahead"] > 0.9
+
+
 def test_the_table_names_its_columns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(trace), "--workers", "4", "--slots", "2", "--speeds", "1,1,1,0.5", "--knee", "2") == 0
     printed = capsys.readouterr().out.splitlines()
-    assert " ".join(printed[0].split()) == "layer contiguous placed, shared evenly placed, split 5th percentile copies"
+    assert (
+        " ".join(printed[0].split())
+        == "layer contiguous placed, shared evenly placed, split 5th percentile ahead copies"
+    )
     assert len(printed) == 3
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon import _m2n
 from antiphon.placement.forecast import choose_prefetches
 from antiphon.placement.split import split_rows
 
@@ -52,6 +53,10 @@ def test_the_fullest_worker_gets_no_fuller(data: st.DataObject) -> None:
     held = contiguous(num_experts, num_workers) | (random.random((num_experts, num_workers)) < 0.1)
     speeds, open_W = random.uniform(0.3, 1.0, num_workers), random.random(num_workers) < 0.7
     chosen = choose_prefetches(counts, held, open_W, speeds, knee)
+    native = _m2n.ExpertSplit(num_workers, [np.flatnonzero(w).tolist() for w in held], speeds.tolist(), knee)
+    assert native.wanted_copies(counts.astype(np.uint32), open_W) == [
+        (each.expert, each.worker, pytest.approx(each.gain)) for each in chosen
+    ]
     after = held.copy()
     for each in chosen:
         assert open_W[each.worker]

@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from antiphon.models.expert_half import FREE
+from antiphon.placement.forecast import Prefetch, choose_prefetches
+from antiphon.placement.place import matrix_of
+from antiphon.placement.split import BoolArray, IntArray
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
 from antiphon.serve.worker.routing import Forecast
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
@@ -29,6 +33,12 @@ class Exchange:
 
     def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
         self.asked.append((layer, dict(copies)))
+
+    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
+        held_EW = matrix_of(self.placement.owners[layer], self.placement.num_workers)
+        for worker, expert in self.prefetched(layer).items():
+            held_EW[expert, worker] = True
+        return choose_prefetches(counts_E, held_EW, open_W, np.ones(len(open_W)), self.placement.knee)
 
 
 @pytest.fixture

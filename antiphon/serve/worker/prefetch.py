@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -30,8 +31,7 @@ from torch import Tensor
 from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
-from antiphon.placement.forecast import Prefetch, choose_prefetches, needs_phase_two
-from antiphon.placement.place import matrix_of
+from antiphon.placement.forecast import Prefetch, needs_phase_two
 from antiphon.placement.split import BoolArray, FloatArray, IntArray
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.routing import Forecast
@@ -53,7 +53,7 @@ class Prefetcher:
         self._first, self._parts = 0, 1.0  # of this step
         self._late: dict[int, dict[int, int]] = {}  # of this step, by layer and worker
         self._placement: ExpertPlacement | None = None
-        self._matrices: dict[int, BoolArray] = {}  # of `_placement`
+        self._present_W: BoolArray = np.ones(0, dtype=bool)  # of `_placement`
 
     def begin_step(self, num_rows: list[int]) -> None:
         """`num_rows`: of each micro-batch. What is chosen with the first one that has rows serves all of them."""
@@ -106,27 +106,25 @@ class Prefetcher:
         self.counts.num_copies += len(copies)
         self._ask(layer, copies)
 
-    def _held(self, layer: int) -> BoolArray:
-        if self._exchange.placement is not self._placement:
-            self._placement = self._exchange.placement
-            self._matrices = {
-                each: matrix_of(owners, self._placement.num_workers) for each, owners in self._placement.owners.items()
-            }
-        return self._matrices[layer]
-
     def _count(self, ids_TK: Tensor) -> IntArray:
         return np.bincount(ids_TK.cpu().numpy().ravel(), minlength=self._num_experts)
 
     def _choose(self, layer: int, counts_E: IntArray) -> list[Prefetch]:
-        """By the present copies; one that gets no rows now may be replaced."""
-        placement, num_workers = self._exchange.placement, self._exchange.placement.num_workers
-        held_EW = self._held(layer).copy()
-        open_W: BoolArray = np.any(held_EW, axis=0)  # a worker that is gone holds nothing
+        """A worker may take one that is there and whose copy of before is not divided now."""
+        placement = self._exchange.placement
+        open_W = self._present_workers(placement).copy()
         for worker, expert in self._exchange.prefetched(layer).items():
-            if counts_E[expert] >= 2 * placement.knee:
-                held_EW[expert, worker], open_W[worker] = True, False
-        speeds_W = np.array(placement.speeds or (1.0,) * num_workers)
-        return choose_prefetches(counts_E, held_EW, open_W, speeds_W, placement.knee)
+            open_W[worker] &= counts_E[expert] < 2 * placement.knee
+        return self._exchange.wanted_copies(layer, counts_E, open_W)
+
+    def _present_workers(self, placement: ExpertPlacement) -> BoolArray:
+        """[W]: one that is gone holds nothing."""
+        if placement is not self._placement:
+            self._placement = placement
+            self._present_W = np.zeros(placement.num_workers, dtype=bool)
+            for of_layer in placement.owners.values():
+                self._present_W[list(chain.from_iterable(of_layer))] = True
+        return self._present_W
 
     def _ask(self, layer: int, copies: list[Prefetch]) -> dict[int, int]:
         wanted = {each.worker: each.expert for each in copies}
