@@ -1,6 +1,6 @@
 # One environment in .venv, everything else through it. `make help` lists what there is.
 #
-# PYTHON       the Python to build the environment from (3.11 or newer; default: the first such on the PATH)
+# PYTHON       the Python to build the environment from (3.11 or newer; default: the first of 3.11 to 3.13 on the PATH)
 # TORCH        the torch to install; 2.11 to 2.13 are supported, for example TORCH=torch==2.12.1
 # TORCH_FLAGS  extra flags for pip when it installs torch. The default index serves a CUDA build of some gigabytes;
 #              for the small CPU build add the index that pytorch.org names for it: TORCH_FLAGS="--extra-index-url ADDRESS"

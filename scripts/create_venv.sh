@@ -33,13 +33,14 @@ unpack_debian_packages() {
     rm -rf "$download"
 }
 
+tested() { "$1" -c 'import sys; sys.exit(sys.version_info >= (3, 14))' 2>/dev/null; }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 if [ -z "$python" ]; then
     for candidate in python3 python3.13 python3.12 python3.11; do
-        if new_enough "$candidate"; then python=$candidate && break; fi
+        if new_enough "$candidate" && tested "$candidate"; then python=$candidate && break; fi
     done
-    [ -n "$python" ] || fail "no Python 3.11 or newer found: $(package_hint python3 "Python 3.11 or newer")," \
+    [ -n "$python" ] || fail "no Python 3.11 to 3.13 found: $(package_hint python3 "Python 3.11, 3.12 or 3.13")," \
         "or name one that is not on the PATH: make setup PYTHON=/path/to/python3.12"
 fi
 example="name another, for example: make setup PYTHON=python3.12"

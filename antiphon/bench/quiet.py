@@ -4,8 +4,8 @@ Method
 1. `/proc/stat` gives the CPU time of everybody, psutil that of our own process tree (this process, its
    children, and what they have reaped); the difference over the CPU time there was is the *foreign share*.
    Time stolen by the hypervisor is foreign too.
-2. Before a repetition, wait until the share falls below the limit; after it, note the share seen while it
-   ran.
+2. Before a repetition, wait until the share falls below the limit, for a minute at most; after it, note the
+   share seen while it ran.
 3. Repeat in rounds, every contestant once a round and in alternating order, until each has three quiet
    repetitions or the rounds run out. The quiet ones count; without any, the least disturbed do, and the
    report says so through their share.
@@ -26,8 +26,12 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 
+from antiphon.base.logging import get_logger
+
 FOREIGN_SHARE_LIMIT = 0.08
 NUM_QUIET_REPETITIONS = 3
+_SHORT_PATIENCE_S = 5.0
+_log = get_logger("bench")
 
 Value = TypeVar("Value")
 
@@ -99,13 +103,19 @@ def foreign_share_during(duration_s: float, extra_root_pids: Sequence[int] = ())
 
 
 def wait_for_quiet(*, timeout_s: float, extra_root_pids: Sequence[int] = ()) -> bool:
-    """Block until half a second saw little foreign CPU; False if `timeout_s` passed first."""
+    """Block until half a second saw little foreign CPU; False if `timeout_s` passed first. A wait is logged."""
     deadline_s = time.monotonic() + timeout_s
-    while True:
-        if foreign_share_during(0.5, extra_root_pids) < FOREIGN_SHARE_LIMIT:
-            return True
+    is_told = False
+    while (share := foreign_share_during(0.5, extra_root_pids)) >= FOREIGN_SHARE_LIMIT:
         if time.monotonic() >= deadline_s:
             return False
+        if not is_told:
+            limit = f"{FOREIGN_SHARE_LIMIT:.0%}"
+            _log.info(
+                "other programs use %.0f%% of the CPUs: waiting up to %.0f s for %s", 100 * share, timeout_s, limit
+            )
+            is_told = True
+    return True
 
 
 @dataclass(frozen=True)
@@ -174,13 +184,14 @@ def repeat_until_quiet(
     """Run the contestants interleaved until each has `num_required` quiet repetitions, at most `max_rounds` rounds.
 
     A contestant that has enough still runs while another has not: numbers are only compared within the same
-    rounds.
+    rounds. After a wait in vain for a quiet machine the next ones are short.
     """
-
+    patience_s = quiet_timeout_s
     records: dict[str, list[Repetition[Value]]] = {name: [] for name in contestants}
     for names in rounds_of(list(contestants), max_rounds):
         for name in names:
-            wait_for_quiet(timeout_s=quiet_timeout_s, extra_root_pids=extra_root_pids)
+            is_quiet = wait_for_quiet(timeout_s=patience_s, extra_root_pids=extra_root_pids)
+            patience_s = quiet_timeout_s if is_quiet else min(quiet_timeout_s, _SHORT_PATIENCE_S)
             watch = CpuWatch(extra_root_pids)
             value = contestants[name]()
             records[name].append(Repetition(value, watch.foreign_share()))

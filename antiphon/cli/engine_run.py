@@ -90,7 +90,10 @@ def layout_line(facts: dict[str, Any]) -> str:
     if facts["layout"] == "hybrid":
         replicas = plural(facts["num_attention"], "replica") + attention_ranks
         shared = plural(facts["expert_tp"], "rank")
-        return f"hybrid: {instances}{replicas} that share their experts, each expert on {shared}"
+        sharing = (
+            "that share their experts" if facts["num_attention"] > 1 else "with all experts (--attention adds more)"
+        )
+        return f"hybrid: {instances}{replicas} {sharing}, each expert on {shared}"
     experts = plural(facts["num_experts_workers"], "expert worker") + expert_ranks
     batches = plural(facts["num_micro_batches"], "micro-batch", "micro-batches")
     return (
@@ -136,6 +139,8 @@ def report_timeline(engine: Engine, path: Path, json: str | None = None) -> None
     exposed = format_seconds(summary.exposed_communication_s)
     show(f"steps took {format_seconds(summary.step_s)}, of it {exposed} exposed communication", json=json)
     show(timeline_table(summary), json=json)
+    if silent := [str(name) for name, recorded in spans.items() if not recorded.starts_ns]:
+        show(f"no step of {', '.join(sorted(silent))} since it started", json=json)
     show(f"trace: {path} (open it in ui.perfetto.dev)", json=json)
 
 

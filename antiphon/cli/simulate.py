@@ -91,7 +91,8 @@ def notes_of(
     notes = []
     if list(plan.phases) == ["decode"] and not pools[0].kv_arrives:
         notes.append(
-            "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out"
+            "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out "
+            "(--prefill elsewhere leaves them out here too)"
         )
     side_by_side = sum(pool.phase.batch * pool.phase.num_instances for pool in pools if pool.name == "decode")
     if result.arrival_rate is None and result.num_requests < 2 * side_by_side:

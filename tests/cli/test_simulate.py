@@ -124,7 +124,8 @@ def test_json_holds_all_of_it_and_is_the_same_again(antiphon: Cli) -> None:
     assert series["decode"]["running"][-1] == series["decode"]["waiting"][-1] == 0
     assert series["decode"]["kv_usage"][-1] == 0
     assert first["notes"] == [
-        "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out"
+        "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out "
+        "(--prefill elsewhere leaves them out here too)"
     ]
     assert antiphon.json_of("decode.json", "--prefill", "elsewhere")["notes"] == []
 
