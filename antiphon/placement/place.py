@@ -117,9 +117,9 @@ def recent_loads(window: FloatArray, half_life_steps: float = HALF_LIFE_STEPS) -
     return loads
 
 
-def chance_of(load: float, num_steps: int) -> float:
+def chance_of(load: float, num_steps: int, half_life_steps: float = HALF_LIFE_STEPS) -> float:
     """Standard deviation of one of `recent_loads`, if its rows came independently of each other."""
-    return float(np.sqrt(load * (_weights(num_steps, HALF_LIFE_STEPS) ** 2).sum()))
+    return float(np.sqrt(load * (_weights(num_steps, half_life_steps) ** 2).sum()))
 
 
 def _weights(num_steps: int, half_life_steps: float) -> FloatArray:

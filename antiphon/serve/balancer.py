@@ -5,8 +5,13 @@
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
     predict   as `window`; besides, attention workers ask for copies in the middle of a step (`worker/prefetch`)
 
-A plan is made on a thread of its own: steps go on meanwhile. It is taken only if its moves pay and it gains more than
-chance makes of even counts (`placement.place`).
+A plan is made on a thread of its own: steps go on meanwhile. It is taken only if it gains enough (`placement.place`):
+
+1. Its moves must pay. An expert worker loads in the time of `load_rows` rows, and a placement is expected to stay for
+   as long as the present one has stayed. Where load drifts, moves are not worth their loads; where one expert has been
+   hot for long, even the last bit of it is. Of the first plan's placement nothing is known: it is expected to stay.
+2. It must gain more than chance makes of even counts, and than further copies cost: each reads its weights, too.
+
 While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
 interpreter's lock. Plans of large models take long, so the thread rests in proportion.
 Rejected: a process for the plan. It costs memory and a start, and with short turns steps hardly notice the thread.
@@ -35,15 +40,20 @@ PERIOD_S = 5.0
 PLANNING_SHARE = 0.05  # of the time, at most
 _TURN_S, _SHORT_TURN_S = sys.getswitchinterval(), 5e-4
 NEW_SPEED = 0.1  # of the fastest worker's speed; less is no news
-MOVE_COST = 0.02  # of an even load: what the busiest worker must gain for each expert that moves
-NOISE = 2.0  # standard deviations of an even load, which it must gain besides: of many workers one is busy by chance
+HALF_LIFE_STEPS = 20.0  # a step counts half of one so many later: a plan is for many steps, and each step is noisy
+FIRST_LIFE_STEPS = 1000  # of the first plan's placement
+LEAST_LIFE_STEPS = 2 * WINDOW_STEPS  # of a later one's
+WORTH = 0.05  # of an even load, which the busiest worker must gain at least
+NOISE = 2.0  # standard deviations of an even load, at least as well: of many workers one is busy by chance
 
 
 class Balancer:
-    """Used by the engine's thread. `first`: the placement that it starts with."""
+    """Used by the engine's thread. `first`: the placement that it starts with. `load_rows`: rows that an expert worker
+    computes in the time of one load."""
 
-    def __init__(self, policy: Policy, first: ExpertPlacement, num_micro_batches: int) -> None:
+    def __init__(self, policy: Policy, first: ExpertPlacement, num_micro_batches: int, load_rows: int) -> None:
         self._policy = policy
+        self._load_rows = load_rows
         self._floor = float(
             first.knee * num_micro_batches
         )  # rows of a step: each micro-batch reads an expert's weights
@@ -53,7 +63,8 @@ class Balancer:
         self._speeds = WorkerSpeeds(first.num_workers, first.knee)
         self._window: deque[list[bytes]] = deque(maxlen=WINDOW_STEPS)  # by step, of each attention worker
         self._step = 0
-        self._num_steps = 0
+        self._num_steps = 0  # since the last plan
+        self._age_steps = 0  # of the present placement
         self._planned_from = self._current = first
         self._planned_s = 0.0
         self._planning_s = 0.0  # what the last plan took of a core
@@ -70,6 +81,7 @@ class Balancer:
         else:
             self._window.append([expert_rows])
             self._num_steps += 1
+            self._age_steps += 1
             self._step = step
 
     def note_busy(self, report: ExpertReport) -> None:
@@ -82,16 +94,18 @@ class Balancer:
         if placing.current is not self._current:
             if (placing.current.owners, placing.current.speeds) != (self._current.owners, self._current.speeds):
                 self._speeds.forget()
+                self._age_steps = 0
             self._current = placing.current
         if self._plan is not None and self._plan.done():
             target, self._plan = self._plan.result(), None
             if target is not None and not placing.moving and placing.current is self._planned_from:
                 placing.aim(target)  # else a client has moved experts meanwhile
         elif self._is_due() and not placing.moving and self._plan is None:
+            life_steps = max(LEAST_LIFE_STEPS, self._age_steps) if self._planned_s else FIRST_LIFE_STEPS
             self._planned_s, self._num_steps, self._planned_from = time.monotonic(), 0, placing.current
             speeds = self._speeds.shares()
             self._plan = self._thread.submit(
-                self._plan_beside, list(self._window), placing.current, placing.slots, speeds
+                self._plan_beside, list(self._window), placing.current, placing.slots, speeds, life_steps
             )
 
     def _is_due(self) -> bool:
@@ -102,21 +116,21 @@ class Balancer:
         return time.monotonic() - self._planned_s > max(PERIOD_S, self._planning_s / PLANNING_SHARE)
 
     def _plan_beside(
-        self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...]
+        self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...], life_steps: int
     ) -> ExpertPlacement | None:
         """`_make_plan` while steps go on."""
         started_s = time.thread_time()
         sys.setswitchinterval(_SHORT_TURN_S)
         try:
-            return self._make_plan(window, now, slots, speeds)
+            return self._make_plan(window, now, slots, speeds, life_steps)
         finally:
             sys.setswitchinterval(_TURN_S)
             self._planning_s = time.thread_time() - started_s
 
     def _make_plan(
-        self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...]
+        self, window: list[list[bytes]], now: ExpertPlacement, slots: int, speeds: tuple[float, ...], life_steps: int
     ) -> ExpertPlacement | None:
-        loads = recent_loads(self._rows_of(window))
+        loads = recent_loads(self._rows_of(window), HALF_LIFE_STEPS)
         held = np.stack([matrix_of(now.owners[layer], now.num_workers) for layer in self._layers])
         even = float(loads.sum(axis=1).mean()) / now.num_workers
         even_cost = float(np.maximum(loads, self._floor).sum(axis=1).mean()) / now.num_workers
@@ -127,8 +141,8 @@ class Balancer:
             speeds=np.array(speeds),
             floor=self._floor,
             present=held,
-            move_cost=MOVE_COST * even_cost,
-            noise=NOISE * chance_of(even, len(window)),
+            move_cost=self._load_rows / life_steps,
+            noise=max(WORTH * even_cost, NOISE * chance_of(even, len(window), HALF_LIFE_STEPS)),
         )
         if (wanted == held).all() and not _differ(speeds, now.speeds):
             return None

@@ -60,7 +60,8 @@ class Launcher:
         for own in (self.config.own("attention"), self.config.own("experts")):
             check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
         self.context_length = config.context_length(self.spec)
-        knee = _KNEE_ROWS["cpu" if config.device == "cpu" else "gpu"]
+        device = "cpu" if config.device == "cpu" else "gpu"
+        knee, self._load_rows = _KNEE_ROWS[device], _LOAD_ROWS[device]
         self._placement = replace(config.expert_placement(self.spec), knee=knee)
         self._slots = config.slots_of(self._placement)
         self._placing: dict[int, PlacementControl] = {}  # by instance
@@ -142,7 +143,7 @@ class Launcher:
                 tracked=tracked,
                 timeout_s=config.timeout_s,
                 placing=placing,
-                balancer=Balancer(config.balance, self._placement, config.num_micro_batches) if balances else None,
+                balancer=self._balancer() if balances else None,
                 record=None if record is None else partial(record.add, number),
             )
             groups.append(group)
@@ -155,6 +156,10 @@ class Launcher:
             statistics=statistics,
             relaunch=self.launch,
         )
+
+    def _balancer(self) -> Balancer:
+        config = self.config
+        return Balancer(config.balance, self._placement, config.num_micro_batches, self._load_rows)
 
     def _place_experts(self, holders: list[WorkerName], statistics: EngineStatistics) -> PlacementControl | None:
         """`holders`: the workers that hold experts for others."""
@@ -273,7 +278,7 @@ class Launcher:
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
             count_rows=config.balance != "off",
-            prefetch_rows=_LOAD_ROWS["cpu" if config.device == "cpu" else "gpu"] if config.balance == "predict" else 0,
+            prefetch_rows=self._load_rows if config.balance == "predict" else 0,
             record_routing=config.record_routing is not None,
             replay_routing="" if config.replay_routing is None else str(config.replay_routing),
             exchange=exchange,

@@ -20,7 +20,7 @@ def planned(*counts_of_workers: list[int]) -> list[ExpertPlacement]:
     """What a `static` balancer aims at after steps in which each attention worker counted this."""
     aims: list[ExpertPlacement] = []
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=aims.append)
-    made = Balancer("static", FIRST, num_micro_batches=1)
+    made = Balancer("static", FIRST, num_micro_batches=1, load_rows=512)
     for step in range(balancer.WINDOW_STEPS):
         made.advance(placing)
         assert made._plan is None, "too few steps"
@@ -50,24 +50,49 @@ def test_what_one_worker_counts_is_not_all() -> None:
 @pytest.mark.parametrize("rows", [16, 256, 4096])
 def test_chance_moves_no_expert(rows: int) -> None:
     first = replace(contiguous_placement(16, 4, range(8)), knee=8)
-    made = Balancer("window", first, num_micro_batches=2)
+    made = Balancer("window", first, num_micro_batches=2, load_rows=512)
     random = np.random.default_rng(rows)
     for _ in range(10):
         counts = random.multinomial(rows, np.full(16, 1 / 16), (balancer.WINDOW_STEPS, 8)).astype(np.uint32)
-        assert made._make_plan([[step.tobytes()] for step in counts], first, 5, (1.0,) * 4) is None
+        assert made._make_plan([[step.tobytes()] for step in counts], first, 5, (1.0,) * 4, 10_000) is None
 
 
 def test_a_slow_worker_s_experts_move_once() -> None:
     now = replace(contiguous_placement(16, 4, range(8)), knee=8)
-    made = Balancer("window", now, num_micro_batches=2)
+    made = Balancer("window", now, num_micro_batches=2, load_rows=512)
     random = np.random.default_rng(0)
     planned = []
     for _ in range(6):
         counts = random.multinomial(256, np.full(16, 1 / 16), (balancer.WINDOW_STEPS, 8)).astype(np.uint32)
-        planned.append(made._make_plan([[step.tobytes()] for step in counts], now, 5, (0.5, 1.0, 1.0, 1.0)))
+        planned.append(made._make_plan([[step.tobytes()] for step in counts], now, 5, (0.5, 1.0, 1.0, 1.0), 80))
         now = planned[-1] or now
     assert planned[0] is not None
     assert planned[1:] == [None] * 5
+
+
+def test_a_move_must_pay_within_the_expected_life() -> None:
+    now = replace(contiguous_placement(8, 4, [0]), knee=8)
+    made = Balancer("window", now, num_micro_batches=1, load_rows=512)
+    window = [[np.array([52, 48, 40, 40, 40, 40, 40, 40], dtype=np.uint32).tobytes()]] * balancer.WINDOW_STEPS
+    assert made._make_plan(window, now, 3, (1.0,) * 4, 80) is None, (
+        "a load costs 6 rows a step, 10 are gained and 4 are not worth it"
+    )
+    assert made._make_plan(window, now, 3, (1.0,) * 4, 800) is not None
+
+
+def test_a_placement_ages_until_experts_move() -> None:
+    placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=None)
+    made = Balancer("window", FIRST, num_micro_batches=1, load_rows=512)
+    for step in range(30):
+        made.count(step, np.ones(4, dtype=np.uint32).tobytes())
+        made.count(step, np.ones(4, dtype=np.uint32).tobytes())
+    assert made._age_steps == 30
+    placing.current = replace(FIRST, version=1)
+    made.advance(placing)
+    assert made._age_steps == 30, "only the version is new"
+    placing.current = replace(FIRST, version=2, owners={3: ((0, 1), (0,), (1,), (1,))})
+    made.advance(placing)
+    assert made._age_steps == 0
 
 
 def test_threads_take_short_turns_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +107,7 @@ def test_threads_take_short_turns_while_a_plan_is_made(monkeypatch: pytest.Monke
 def test_a_plan_that_took_long_is_not_made_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balancer, "PERIOD_S", 0.0)
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=None)
-    made = Balancer("window", FIRST, num_micro_batches=1)
+    made = Balancer("window", FIRST, num_micro_batches=1, load_rows=512)
     rows = np.array([10, 10, 10, 10], dtype=np.uint32).tobytes()
 
     def plans(took_s: float) -> bool:
@@ -101,7 +126,7 @@ def test_a_plan_that_took_long_is_not_made_again_soon(monkeypatch: pytest.Monkey
 
 def test_speeds_are_measured_anew_when_experts_moved() -> None:
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=None)
-    made = Balancer("window", FIRST, num_micro_batches=1)
+    made = Balancer("window", FIRST, num_micro_batches=1, load_rows=512)
     for worker, busy_s in enumerate((1.0, 2.0)):
         made._speeds.add(worker, num_batches=100, rows=[[10_000]], busy_s=busy_s)
     placing.current = replace(FIRST, version=1)
