@@ -22,7 +22,7 @@ from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, balancedness, split_rows
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement, placement_to_json
 
-COLUMNS = ("layer", "contiguous", "placed, shared evenly", "placed, split", "5th percentile", "ahead", "copies")
+COLUMNS = ("layer", "contiguous", "shared evenly", "split", "5th percentile", "ahead", "copies")
 
 
 def placement(

@@ -66,10 +66,7 @@ def test_copies_ahead_of_a_layer_are_judged_by_the_forecasts_of_a_record(
 def test_the_table_names_its_columns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(trace), "--workers", "4", "--slots", "2", "--speeds", "1,1,1,0.5", "--knee", "2") == 0
     printed = capsys.readouterr().out.splitlines()
-    assert (
-        " ".join(printed[0].split())
-        == "layer contiguous placed, shared evenly placed, split 5th percentile ahead copies"
-    )
+    assert " ".join(printed[0].split()) == "layer contiguous shared evenly split 5th percentile ahead copies"
     assert len(printed) == 3
 
 
