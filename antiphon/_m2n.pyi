@@ -260,7 +260,7 @@ class ExpertSplit:
     def split(self, counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Rows of expert 0's owners in their order, then of expert 1's, and so on; from the rows of each expert."""
     def wanted_copies(self, counts: NDArray[np.uint32], open: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
-        """(expert, worker, gain): `antiphon.placement.forecast.choose_prefetches`, with the same results."""
+        """(expert, worker, gain) of copies worth having for these rows: see `antiphon.placement.forecast`."""
 
 class ReceivedBatch:
     """Rows of one (layer, micro-batch)."""

@@ -119,9 +119,11 @@ class _Pass:
 def bench_balance(
     order: BalanceOrder, policies: Sequence[Policy], folder: Path, report: Report | None = None
 ) -> list[BalanceRow]:
-    """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text."""
-    if order.routing is not None and "predict" in policies and not read_routing_trace(order.routing).has_forecasts:
-        raise UserError(f"{order.routing} has no forecasts, which the policy predict needs: record it again")
+    """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text, or a
+    record does not say what `predict` needs."""
+    record = order.routing if order.case == "recorded" and "predict" in policies else None
+    if record is not None and not read_routing_trace(record).has_forecasts:
+        raise UserError(f"{record} has no forecasts, which the policy predict needs: record it again")
     model = make_hot(order.model, folder, order.seed) if order.case == "hot" else order.model
     found: dict[Policy, list[_Pass]] = {policy: [] for policy in policies}
     for number in range(order.rounds):

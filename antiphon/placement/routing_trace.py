@@ -176,7 +176,7 @@ def read_routing_trace(path: Path) -> RoutingTrace:
             raise UserError(f"{path}: step {each.step} has {len(each.ids)} bytes of ids for {each.num_rows} rows")
         if len(each.forecasts) not in (0, len(each.ids) // header.num_layers * (header.num_layers - 1)):
             raise UserError(f"{path}: step {each.step} has {len(each.forecasts)} bytes of forecasts")
-        if max(np.frombuffer(each.ids + each.forecasts, "<u2"), default=0) >= header.num_experts:
+        if np.frombuffer(each.ids + each.forecasts, "<u2").max(initial=0) >= header.num_experts:
             raise UserError(f"{path}: step {each.step} names an expert beyond {header.num_experts - 1}")
     return trace
 

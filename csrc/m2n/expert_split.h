@@ -1,6 +1,6 @@
 // How many rows each copy of an expert gets in this step, from the gate's counts, and which further copies these counts
-// would want: `antiphon/placement/split.py` and `forecast.py` in native code, where the methods and what was rejected
-// are told. Both forms give the same rows and choices.
+// would want. `antiphon/placement/split.py` and `forecast.py` tell the methods and what was rejected; the former's rows
+// are the same.
 #pragma once
 
 #include <cstdint>

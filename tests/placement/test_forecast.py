@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon import _m2n
-from antiphon.placement.forecast import choose_prefetches
 from antiphon.placement.split import split_rows
+from tests.placement.prefetch_choice import choose_prefetches
 
 
 def contiguous(num_experts: int, num_workers: int) -> np.ndarray:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from antiphon.models.expert_half import FREE
-from antiphon.placement.forecast import Prefetch, choose_prefetches
+from antiphon.placement.forecast import Prefetch
 from antiphon.placement.place import matrix_of
 from antiphon.placement.split import BoolArray, IntArray
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
 from antiphon.serve.worker.routing import Forecast
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
+from tests.placement.prefetch_choice import choose_prefetches
 
 LOAD_ROWS = 100
 HOT = [5] * 60 + [2, 0, 6, 1]  # expert 5 of worker 2 gets nearly all 64 rows
