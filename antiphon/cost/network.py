@@ -15,7 +15,7 @@ them in one scale-up domain.
 6. A message of x bytes reaches the fraction x / (x + half) of the bandwidth: each message costs `half` bytes more.
 
 Rejected: the proportionalities of MixServe's eq. 1-3 as costs. They leave out latency and divide by the degree twice in
-eq. 2; `reproduce.mix_equations` keeps them, named as what they are.
+eq. 2; `reproduce.mix` keeps them, named as what they are.
 
 M2N: attention workers send rows to expert workers, and results come back.
 

@@ -1,7 +1,7 @@
 """All rows of all papers, in the order in which they are shown, and those that are asked for.
 
-What a paper prints is data. ``data/msi_counted.toml`` has rows whose values ``msi_counted.py`` computes: each names
-an entry of the module's `OURS` and its arguments, ``ours = ["per price", "H20", "memory"]``. A ``[[claim]]`` is one
+What a paper prints is data. ``data/msi.toml`` has rows whose values ``msi.py`` computes: each names an entry of the
+module's `OURS` and its arguments, ``ours = ["per price", "H20", "memory"]``. A ``[[claim]]`` is one
 row, or has several under ``rows`` that share its other keys. ``last_digit`` of a printed number gives its tolerance.
 Rejected: rows as code. They hide the few lines that compute among the many that state.
 """
@@ -15,33 +15,11 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.reproduce import (
-    lina_counted,
-    lina_step,
-    mix_counted,
-    mix_figures,
-    msi_counted,
-    msi_pipeline,
-    msi_systems,
-    msm_counted,
-    msm_figures,
-    msm_training,
-)
+from antiphon.reproduce import lina, mix, msi, msm
 from antiphon.reproduce.claim import PAPERS, Claim, Paper, Row, digit, evaluate
 from antiphon.specs.nearest import nearest_names
 
-MODULES: tuple[ModuleType, ...] = (
-    msi_counted,
-    msi_pipeline,
-    msi_systems,
-    mix_counted,
-    mix_figures,
-    msm_counted,
-    msm_training,
-    msm_figures,
-    lina_counted,
-    lina_step,
-)
+MODULES: tuple[ModuleType, ...] = (msi, mix, msm, lina)
 
 
 @cache
@@ -58,7 +36,7 @@ def _claims_of(module: ModuleType) -> Iterator[Claim]:
     text = files("antiphon.reproduce").joinpath("data", f"{name}.toml").read_text(encoding="utf-8")
     for group in tomllib.loads(text)["claim"]:
         for row in group.pop("rows", [{}]):
-            yield _claim(module, name.partition("_")[0], {**group, **row})
+            yield _claim(module, name, {**group, **row})
 
 
 def _claim(module: ModuleType, paper: str, row: dict[str, Any]) -> Claim:

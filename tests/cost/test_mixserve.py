@@ -11,7 +11,7 @@ from antiphon.cost.dispatch import Degrees, Spread, fused_combine_s, fused_dispa
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import network
 from antiphon.planner.outcome import mg1_wait
-from antiphon.reproduce import mix_equations as printed
+from antiphon.reproduce import mix as printed
 from tests.cost.specimens import PERFECT, round_cluster, round_group
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.reproduce.lina import LAYER
 from antiphon.sim.expert_packing import PackingNetwork, choose_packing, packed_layer
-from antiphon.sim.lina_figure_7 import LAYER
 from antiphon.sim.training_step import BackwardLayer, BackwardOptions, simulate_backward
 
 # Lina section 7.1: four nodes of four A100, 100 Gb/s InfiniBand per node; PCIe 4.0 x16 inside a node.

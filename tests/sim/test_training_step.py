@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.reproduce.lina import LAYER, figure_7, figure_8b
 from antiphon.sim.gantt import Bar
-from antiphon.sim.lina_figure_7 import LAYER, figure_7, figure_8b
 from antiphon.sim.schedules import SCHEDULES, Contention, Schedule
 from antiphon.sim.training_step import (
     BackwardLayer,

@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
-from antiphon.reproduce.lina_counted import lina_model, lina_models
+from antiphon.reproduce.lina import lina_model, lina_models
 from antiphon.specs.catalog import Kind, catalog, names, shipped_file, shipped_model_config
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.device import DeviceSpec, load_device

@@ -1,0 +1,405 @@
+"""MegaScale-MoE: rows by counting, training speed by the cost model, figures (long because it is a whole paper).
+
+A section a source, whose assumptions stand at its head; `OURS` has what rows of `data/msm.toml` name.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from antiphon.cost.network import all_to_all_bytes, network
+from antiphon.cost.roofline import roofs
+from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
+from antiphon.cost.training.dispatch import crossover_top_k
+from antiphon.cost.training.fit_memory import Rematerialize
+from antiphon.cost.training.flops import model_flops_utilization, tokens_per_s
+from antiphon.cost.training.gradient_sync import SyncBytes, across_to_inside, sync_time
+from antiphon.cost.training.layer_case import LayerCase
+from antiphon.cost.training.megascale_models import (
+    INTERNAL_352B_AS_PRINTED,
+    NODE_DEVICES,
+    SEQUENCE_LENGTH,
+    TABLE_2,
+    TABLE_3,
+    TABLE_3_BATCH,
+    TABLE_3_PIPELINE,
+    Measured,
+    Name,
+)
+from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
+from antiphon.cost.training.operators import layer_operators
+from antiphon.cost.training.overlap import computation_to_communication, fused_speedup
+from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
+from antiphon.cost.training.step import estimate_step
+from antiphon.cost.training.step_estimate import StepEstimate
+from antiphon.cost.training.volumes import (
+    expert_parallel_volume,
+    expert_to_tensor_ratio,
+    layer_ratio,
+    sequence_to_tensor_ratio,
+)
+from antiphon.reproduce import shipped
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.counts import count_parameters
+
+# --- By counting ---
+#
+# MegaScale-MoE by counting: parameters, what each rank sends (eq. 1-4), activations (Figure 9), R (eq. 5-9), eq. 10;
+# whether Table 3 agrees with itself, and the MFU that follows from its throughputs.
+#
+# `theirs` of an equation is the printed equation by hand; ours is the sum over tensors or operators that the planner
+# uses.
+
+RANKS = 8
+
+
+def _ulysses_elements() -> float:
+    """What one rank sends of queries, keys, values, and of the output, in units of b s h."""
+    row = TABLE_2["Internal-352B"]
+    into = (1 + 2 / row.heads_per_kv_head) / RANKS
+    return float(all_to_all_bytes(into, RANKS).inside + all_to_all_bytes(1 / RANKS, RANKS).inside)
+
+
+def _width(name: str, which: str) -> float:
+    activations = layer_activations(LayerShape.of(TABLE_2[name].model(), RANKS))
+    return float(total_width(activations, "all" if which == "all" else "kept"))
+
+
+def _r_by_counting() -> float:
+    """FLOPs of the experts over bytes of dispatch and combine, of one rank, BF16."""
+    row = TABLE_2["Mixtral-8x7B"]
+    flops = 2 * 3 * row.top_k * row.expert_width / RANKS
+    sent = 2 * float(expert_parallel_volume(RANKS, row.top_k))
+    return (flops / 989e12) / (sent / 400e9)
+
+
+def _throughput(system: Name, num_devices: int) -> float:
+    """Of Table 3's printed time."""
+    return float(tokens_per_s(SEQUENCE_LENGTH, TABLE_3_BATCH, _line(system, num_devices).iteration_s))
+
+
+def _days(system: Name, num_devices: int) -> float:
+    return 1e12 / _line(system, num_devices).printed_tokens_per_s / 86400
+
+
+def _line(system: Name, num_devices: int) -> Measured:
+    return next(line for line in TABLE_3[system] if line.num_devices == num_devices)
+
+
+def _printed_mfu(num_devices: int) -> float:
+    """Of Table 3's printed throughput; a GPU does 989 TFLOP/s."""
+    rate, model = _line("megascale", num_devices).printed_tokens_per_s, shipped.model("msm-internal-352b")
+    return float(model_flops_utilization(model, SEQUENCE_LENGTH, rate, num_devices, 989e12))
+
+
+def _volume(part: str, name: str) -> float:
+    row = TABLE_2[name]
+    if part == "layer":
+        return float(layer_ratio(RANKS, row.heads_per_kv_head, row.top_k))
+    if part == "SP / TP":
+        return float(sequence_to_tensor_ratio(RANKS, row.heads_per_kv_head))
+    return float(expert_to_tensor_ratio(RANKS, row.top_k))
+
+
+OURS: dict[str, Callable[..., Any]] = {
+    "parameters": lambda name: count_parameters(shipped.model(name)).total,
+    "parameters as printed": lambda: count_parameters(INTERNAL_352B_AS_PRINTED.model()).total,
+    "volume": _volume,
+    "elements": _ulysses_elements,
+    "activations": _width,
+    "activations saved": lambda name: 1 - _width(name, "kept") / _width(name, "all"),
+    "R": _r_by_counting,
+    "R of many ranks": computation_to_communication,
+    "across / inside": across_to_inside,
+    "throughput as printed": _throughput,
+    "days": _days,
+    "MFU as printed": _printed_mfu,
+}
+
+# --- Steps of the evaluation ---
+#
+# How MegaScale-MoE's evaluation is set up for our cost model, and the estimates that several rows share.
+#
+# Not stated in the paper and taken here: micro-batches of one sequence, two virtual stages per pipeline stage.
+# "Megatron-LM" is our model of tensor parallelism for attention and experts without overlap, as is the baseline of
+# Table 5.
+
+H800 = "msm-h800"
+VIRTUAL_STAGES = 2
+Variant = Literal["tp_tp", "sp_tp", "tp_ep", "sp_ep", "inter", "intra", "megascale"]
+SETUPS: dict[Variant, TrainingSetup] = {
+    "tp_tp": TrainingSetup(attention="tensor", experts="tensor", dispatch="all_gather", overlap="none"),
+    "sp_tp": TrainingSetup(attention="sequence", experts="tensor", dispatch="all_gather", overlap="none"),
+    "tp_ep": TrainingSetup(attention="tensor", experts="expert", dispatch="all_to_all", overlap="none"),
+    "sp_ep": TrainingSetup(attention="sequence", experts="expert", dispatch="all_to_all", overlap="none"),
+    "inter": TrainingSetup(attention="sequence", experts="expert", dispatch="all_to_all", overlap="inter"),
+    "intra": TrainingSetup(attention="sequence", experts="expert", dispatch="all_to_all", overlap="intra"),
+    "megascale": TrainingSetup(
+        attention="sequence",
+        experts="expert",
+        dispatch="all_to_all",
+        overlap="intra",
+        precision=TrainingPrecision(gradient_wire="bfloat16"),
+    ),
+}
+
+
+@cache
+def step_352b(variant: Variant, num_devices: int, batch: int = TABLE_3_BATCH) -> StepEstimate:
+    """One iteration of the 352B model, pipeline 15, the rest of the devices in data parallelism."""
+    cluster = shipped.cluster(H800)
+    training = Training(
+        model=shipped.model("msm-internal-352b"),
+        cluster=cluster,
+        group=cluster.groups[0],
+        sequence_length=SEQUENCE_LENGTH,
+        batch=batch,
+    )
+    setup = replace(
+        SETUPS[variant],
+        model_parallel=NODE_DEVICES,
+        pipeline=TABLE_3_PIPELINE,
+        virtual_stages=VIRTUAL_STAGES,
+        data_parallel=num_devices // (NODE_DEVICES * TABLE_3_PIPELINE),
+    )
+    return estimate_step(training, setup)
+
+
+@cache
+def step_one_node(
+    name: str, variant: Variant, cluster_name: str = H800, data_parallel: int = 1, batch: int = 32
+) -> StepEstimate:
+    """One iteration of a Table 2 model without pipeline, nothing made again (section 6.2: one node, batch 32; section
+    6.1, Figure 13: four nodes). Layers are left as they are: time per layer does not depend on how many there are."""
+    training = training_of(name, shipped.cluster(cluster_name), batch)
+    return estimate_step(training, setup_of_one_node(SETUPS[variant], data_parallel), "none")
+
+
+def setup_of_one_node(setup: TrainingSetup, data_parallel: int) -> TrainingSetup:
+    """Groups of one node each, no pipeline."""
+    return replace(setup, model_parallel=NODE_DEVICES, data_parallel=data_parallel)
+
+
+@cache
+def step_for_memory(name: str, num_devices: int, rematerialize: Rematerialize) -> StepEstimate:
+    """`name` on that many H800 with the shortest pipeline that has room for all activations (Figure 17 ran without SAR;
+    its configuration is not stated), one micro-batch per stage in flight."""
+    pipeline = next(pipeline for pipeline in (1, 2, 4, 8, 16) if _fits(name, num_devices, pipeline))
+    return _with_pipeline(name, num_devices, pipeline, rematerialize)
+
+
+def _fits(name: str, num_devices: int, pipeline: int) -> bool:
+    cluster = shipped.cluster(H800)
+    usable = training_of(name, cluster, num_devices).usable_bytes
+    return float(np.max(_with_pipeline(name, num_devices, pipeline, "none").memory.total)) <= usable
+
+
+def _with_pipeline(name: str, num_devices: int, pipeline: int, rematerialize: Rematerialize) -> StepEstimate:
+    training = training_of(name, shipped.cluster(H800), num_devices)
+    setup = replace(
+        SETUPS["megascale"],
+        model_parallel=NODE_DEVICES,
+        pipeline=pipeline,
+        data_parallel=num_devices // (NODE_DEVICES * pipeline),
+    )
+    return estimate_step(training, setup, rematerialize)
+
+
+def training_of(name: str, cluster: ClusterSpec, batch: int) -> Training:
+    return Training(
+        model=TABLE_2[name].model(),
+        cluster=cluster,
+        group=cluster.groups[0],
+        sequence_length=SEQUENCE_LENGTH,
+        batch=batch,
+    )
+
+
+def number(value: object) -> float:
+    """The one value of an estimate that holds one candidate."""
+    return float(np.max(np.asarray(value, dtype=np.float64)))
+
+
+# --- Training speed ---
+#
+# MegaScale-MoE's training speed by the cost model: Table 3, the ladder of Table 5, Figures 7, 12 and 13.
+#
+# Table 3's MegaScale-MoE times, Table 5 and Figure 7 chose the calibration of the H800 cluster; the rest are checks of
+# it.
+
+FIGURE_13 = {"H800": H800, "A100": "msm-a100", "H20": "msm-h20"}
+
+
+def _crossover() -> float:
+    cluster, hidden = shipped.cluster(H800), TABLE_2["Mixtral-8x7B"].hidden_size
+    return float(crossover_top_k(network(cluster, cluster.groups[0]), SEQUENCE_LENGTH, 2.0 * hidden, NODE_DEVICES))
+
+
+def _over(better: Variant, worse: Variant, num_devices: int) -> float:
+    return number(step_352b(better, num_devices).tokens_per_s) / number(step_352b(worse, num_devices).tokens_per_s)
+
+
+def _rate(variant: Variant, num_devices: int) -> float:
+    return number(step_352b(variant, num_devices).tokens_per_s)
+
+
+def _mfu(num_devices: int) -> float:
+    return number(step_352b("megascale", num_devices).mfu)
+
+
+def _ladder_order() -> str:
+    names: dict[Variant, str] = {"tp_tp": "TP+TP", "sp_ep": "SP+EP", "inter": "inter", "intra": "intra"}
+    return " < ".join(names[one] for one in sorted(names, key=lambda one: number(step_352b(one, 240).tokens_per_s)))
+
+
+def _figure_13(device: str, variant: Variant) -> float:
+    return number(step_one_node("Mixtral-8x7B", variant, FIGURE_13[device], 4, 128).mfu)
+
+
+def _figure_13_order() -> str:
+    return " > ".join(sorted(FIGURE_13, key=lambda name: -_figure_13(name, "megascale")))
+
+
+def _kept(variant: Variant) -> float:
+    first, last = (number(step_352b(variant, n, batch).tokens_per_s) / n for n, batch in ((480, 360), (1440, 1080)))
+    return last / first
+
+
+OURS |= {
+    "crossover": _crossover,
+    "throughput": _rate,
+    "over": _over,
+    "MFU": _mfu,
+    "ladder": _ladder_order,
+    "kept": _kept,
+    "communication": lambda *case: number(step_352b(*case).communication_s) / number(step_352b(*case).iteration_s),
+    "order of MFU": _figure_13_order,
+    "largest gain in MFU": lambda: max(_figure_13(name, "megascale") / _figure_13(name, "tp_tp") for name in FIGURE_13),
+}
+
+# --- The figures ---
+#
+# MegaScale-MoE's ablations by the cost model: Figures 14 to 17, memory of sequence parallelism, compression.
+#
+# None of them chose the cluster's calibration: all rows are checks.
+
+
+@cache
+def _gains() -> tuple[float, ...]:
+    return tuple(
+        number(step_one_node(name, "sp_ep").mfu) / number(step_one_node(name, "tp_tp").mfu) for name in TABLE_2
+    )
+
+
+def _best_layout(name: str) -> Variant:
+    layouts: tuple[Variant, ...] = ("tp_tp", "sp_tp", "tp_ep", "sp_ep")
+    return max(layouts, key=lambda layout: number(step_one_node(name, layout).mfu))
+
+
+@cache
+def _intra_savings() -> tuple[float, ...]:
+    return tuple(
+        1 - number(step_one_node(name, "intra").iteration_s) / number(step_one_node(name, "inter").iteration_s)
+        for name in TABLE_2
+    )
+
+
+def _saved(name: str, part: str) -> float:
+    kept, everything = (step_for_memory(name, 128, how).memory for how in ("cheap", "none"))
+    if part == "total":
+        return 1 - number(kept.total) / number(everything.total)
+    return 1 - number(kept.activations) / number(everything.activations)
+
+
+def _speed(name: str) -> float:
+    return number(step_for_memory(name, 128, "cheap").mfu) / number(step_for_memory(name, 128, "none").mfu)
+
+
+@cache
+def _state_ratios() -> tuple[float, ...]:
+    """EP for experts on both sides, attention by SP against TP, one node (section 6.2)."""
+    found = []
+    for row in TABLE_2.values():
+        if row.num_shared:
+            continue
+        model = row.model()
+        layers = fullest_stage(model, 1)
+        sizes = []
+        for variant in ("sp_ep", "tp_ep"):
+            setup = setup_of_one_node(SETUPS[variant], data_parallel=1)
+            sizes.append(sum(number(part) for part in state_bytes(rank_parameters(model, setup, layers), setup)))
+        found.append(sizes[0] / sizes[1])
+    return tuple(found)
+
+
+@cache
+def _sync_ratios() -> tuple[float, ...]:
+    """10 GB of experts per GPU; attention of P bytes on each GPU (SP) or P / 8 (TP)."""
+    cluster = shipped.cluster(H800)
+    net = network(cluster, cluster.groups[0])
+    found = []
+    for data_parallel in (4, 8):
+        for attention_bytes in (384e6, 768e6, 1536e6):
+            times = []
+            for size in (
+                SyncBytes(sharded=10e9, replicated=attention_bytes),
+                SyncBytes(sharded=10e9 + attention_bytes / NODE_DEVICES, replicated=0.0),
+            ):
+                total = sync_time(
+                    net, degree=NODE_DEVICES, data_parallel=data_parallel, gradients=size, parameters=size
+                ).total
+                times.append(number(total.total_s))
+            found.append(times[0] / times[1])
+    return tuple(found)
+
+
+def _gradient_time(element_bytes: float) -> float:
+    cluster = shipped.cluster(H800)
+    size = SyncBytes(sharded=5e9 * element_bytes, replicated=0.0)
+    return number(
+        sync_time(
+            network(cluster, cluster.groups[0]), degree=NODE_DEVICES, data_parallel=8, gradients=size, parameters=size
+        ).gradients.total_s
+    )
+
+
+@cache
+def _pair_speedups() -> tuple[float, ...]:
+    """Figure 16, forward, all pairs of all models: time one after the other over time fused."""
+    cluster = shipped.cluster(H800)
+    group, efficiency = cluster.groups[0], cluster.efficiency
+    found = []
+    for row in TABLE_2.values():
+        case = LayerCase(
+            model=row.model(),
+            setup=setup_of_one_node(SETUPS["intra"], data_parallel=1),
+            roofs=roofs(group.device, efficiency),
+            network=network(cluster, group),
+            sequence_length=SEQUENCE_LENGTH,
+        )
+        operators = layer_operators(case)
+        for item in operators.communications.values():
+            product = operators.products[item.fuses_with].forward
+            speedup = fused_speedup(number(item.time.total_s), number(product.total_s), efficiency.overlap)
+            found.append(number(speedup))
+    return tuple(found)
+
+
+OURS |= {
+    "least gain": lambda: min(_gains()),
+    "most gain": lambda: max(_gains()),
+    "best with": lambda layout: sum(_best_layout(name) == layout for name in TABLE_2),
+    "least speed-up": lambda: min(_pair_speedups()),
+    "most speed-up": lambda: max(_pair_speedups()),
+    "least saving": lambda: min(_intra_savings()),
+    "most saving": lambda: max(_intra_savings()),
+    "memory saved": _saved,
+    "speed kept": _speed,
+    "least states": lambda: min(_state_ratios()),
+    "most states": lambda: max(_state_ratios()),
+    "most synchronisation": lambda: max(_sync_ratios()),
+    "compression": lambda few, many: _gradient_time(few) / _gradient_time(many),
+}
