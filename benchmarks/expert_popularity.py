@@ -125,7 +125,7 @@ def counts_of(ids_TK: Ids, num_experts: int) -> Ids:
 
 
 class Score:
-    """Of one predictor: rightness by step and layer, counts that it placed for and those that came."""
+    """The score of one predictor: rightness by step and layer, counts that it placed for and those that came."""
 
     def __init__(self) -> None:
         self.same: list[bool] = []

@@ -118,7 +118,7 @@ def join_gloo(store: str, rank: int, num_ranks: int, timeout_s: float) -> None:
 
 
 def seconds_of_calls(call: Callable[[], object], num_calls: int, barrier: Callable[[], object]) -> list[float]:
-    """Of each call after a barrier, without the first two."""
+    """Seconds of each call after a barrier, without the first two."""
     times = []
     for _ in range(num_calls + _NUM_WARM):
         barrier()

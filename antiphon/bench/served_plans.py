@@ -223,7 +223,7 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
 
 
 def _roles_elsewhere(served: ServedPlan) -> list[str]:
-    """Of each process that is not on the first node, in their order."""
+    """The role of each process that is not on the first node, in order."""
     attention, experts, ranks_here = served.join_workers
     role = "attention" if served.layout == "disaggregated" else "replica"
     ranks = [role] * (attention * served.attention_tp * served.num_stages) + ["experts"] * (experts * served.expert_tp)

@@ -61,7 +61,8 @@ class StepCase(ABC):
             )
 
     def tables(self, workplace: Path, output: dict[str, Any]) -> dict[str, Any]:
-        """Of the trainer's file: a run over the text in `workplace` that never saves, evaluates or balances."""
+        """The tables of the trainer's file: a run over the text in `workplace` that never saves, evaluates or
+        balances."""
         return {
             "model": {"path": str(self.folder), "begin": "checkpoint"},
             "data": {"files": [str(workplace / TEXT)], "held_out": 0.0, "document_masks": False},

@@ -31,7 +31,7 @@ class _Wait:
 
 
 class RollCall:
-    """Of `rank` among `ranks`; `timeout_s` of their collectives."""
+    """The roll call of `rank` among `ranks`; `timeout_s` is that of their collectives."""
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float) -> None:
         self._store = store
@@ -73,7 +73,8 @@ class RollCall:
                 self._store.delete_key(self._key(self._rank))
 
     def _tell(self) -> None:
-        """Of the thread. It wakes when the oldest wait that it saw is due, so most waits begin and end unnoticed."""
+        """What the thread runs. It wakes when the oldest wait that it saw is due, so most waits begin and end
+        unnoticed."""
         with self._changed:
             while True:
                 for wait in self._waits:

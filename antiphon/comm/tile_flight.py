@@ -99,7 +99,7 @@ class Routes:
 
     @staticmethod
     def of(collective: Collective, dtype: torch.dtype) -> "Routes":
-        """Of rows in `dtype`."""
+        """The routes of rows in `dtype`."""
         size, own = collective.group.size, collective.group.index
         form, by_channel = Format("none", dtype), False
         if isinstance(collective, (Float8AllToAll, Float8AllGather, Float8ReduceScatter)):
@@ -155,7 +155,7 @@ class TileFlight:
         self._send(tile, self._encoded(rows_TH))
 
     def send_all(self, x_TH: Tensor) -> None:
-        """Of rows that are all there: for each rank in order, or for all."""
+        """Send rows that are all there: for each rank in order, or for all."""
         assert x_TH.shape[0] == (self.routes.send[0] if self.routes.same else sum(self.routes.send))
         begins = [0 if self.routes.same else sum(self.routes.send[:rank]) for rank in range(len(self.routes.send))]
         for_all: dict[int, Tensor] = {}

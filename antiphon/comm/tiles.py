@@ -36,7 +36,7 @@ def check_tile_rows(tile_rows: int) -> None:
 
 
 def tiles_of(rank: int, rows: int, tile_rows: int) -> list[Tile]:
-    """Of one rank's rows, in order; none where there are no rows."""
+    """The tiles of one rank's rows, in order; none where there are no rows."""
     return [
         Tile(rank, number, first, min(first + tile_rows, rows))
         for number, first in enumerate(range(0, rows, tile_rows))

@@ -48,7 +48,7 @@ class Submission:
 
 
 class Wire:
-    """Of one rank; `policy` is its own. `ledger`: bytes of sums, which no computation waits for."""
+    """One rank's wire; `policy` is its own. `ledger`: bytes of sums, which no computation waits for."""
 
     def __init__(self, policy: MicroOpScheduler) -> None:
         self.ledger = Ledger()
@@ -147,7 +147,7 @@ class Wire:
             raise
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Of each thread."""
+        """What each thread runs."""
         try:
             while not self._closed:
                 work()

@@ -21,7 +21,7 @@ def flat(value: float) -> Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadTimes:
-    """Of one worker with `num_threads` threads, nobody beside it.
+    """Times of one worker with `num_threads` threads and no other worker beside it.
 
     Attention of a layer: `attention_s(rows)` at a context of `base_context`, plus `per_context_s(rows)` for every
     cached token beyond, of each row. `experts_s[h]`: a layer's experts when the worker holds h of them, by all rows

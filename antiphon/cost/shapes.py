@@ -53,7 +53,7 @@ def attended_width(attention: AttentionSpec, tp: Number) -> Number:
 
 
 def visible_tokens(attention: AttentionSpec, context: Number) -> Number:
-    """Of `context` tokens those that a row attends to. Where windowed layers alternate with full ones: the mean over
+    """How many of `context` tokens a row attends to. Where windowed layers alternate with full ones: the mean over
     them."""
     if attention.sparse is not None:
         return np.minimum(context, attention.sparse.top_tokens)
@@ -87,13 +87,14 @@ def attention_matrices(model: ModelSpec, tp: Number) -> tuple[Matrix, ...]:
 
 
 def borrowed_elements(model: ModelSpec, tp: Number) -> Number:
-    """Of the projections to keys and values that all layers together lack, because they take another layer's."""
+    """Elements of the projections to keys and values that layers lack because they take another layer's."""
     num_layers = model.num_layers - model.num_state_layers - model.num_caching_layers
     return num_layers * model.hidden_size * attended_width(model.attention, tp)
 
 
 STATE_BYTES = 4
-"""Of an element of a recurrent state: engines keep it in 32 bits, it is added to for as long as a sequence lasts."""
+"""The bytes of an element of a recurrent state: engines keep it in 32 bits, it is added to for as long as a sequence
+lasts."""
 
 
 def state_matrices(model: ModelSpec, tp: Number) -> tuple[Matrix, ...]:

@@ -86,12 +86,12 @@ class RoutingTrace:
 
     @property
     def has_forecasts(self) -> bool:
-        """Of all rows."""
+        """Whether all rows have forecasts."""
         with_rows = [rows for rows in self.rows if rows.num_rows]
         return bool(with_rows) and all(rows.forecasts for rows in with_rows)
 
     def forecasts_LTK(self) -> IdArray | None:
-        """Of all layers but the first, for the rows of `ids_LTK`; None if some are not known."""
+        """Forecasts of all layers but the first, for the rows of `ids_LTK`; None if some are not known."""
         return np.concatenate(list(map(self._forecasts_of, self.rows)), axis=1) if self.has_forecasts else None
 
     def _forecasts_of(self, rows: RoutedRows) -> IdArray:

@@ -101,12 +101,12 @@ class Candidates:
 
     @property
     def attention_devices(self) -> IntArray:
-        """Of one instance; all of its devices if colocated."""
+        """Attention devices of one instance; all of its devices if colocated."""
         return self.attention_tp * self.attention_dp * self.pp
 
     @property
     def expert_devices(self) -> IntArray:
-        """Of one instance, beside the attention devices; 0 if colocated."""
+        """Expert devices of one instance, beside the attention devices; 0 if colocated."""
         return np.where(self.is_disaggregated, self.expert_tp * self.expert_ep, 0)
 
     @property

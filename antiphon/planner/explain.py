@@ -82,7 +82,7 @@ def _described(setting: Setting, table: CandidateTable, index: int, reason: str)
 
 
 def nearest(table: CandidateTable, among: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
-    """Of infeasible candidates the one that breaks its limit least: only the rate before a promise, then the
+    """The infeasible candidate that breaks its limit least: only the rate before a promise, then the
     fastest."""
     index = np.flatnonzero(among)
     latency = table.latency_s[index]
@@ -240,7 +240,7 @@ def _devices(one: Candidates) -> int:
 
 
 def _why_idle(one: Candidates, times: dict[str, float]) -> str:
-    """Of a disaggregated candidate: exchange longer than work, too few micro-batches, or unequal sides."""
+    """Why a disaggregated candidate idles: exchange longer than work, too few micro-batches, or unequal sides."""
     m, t_a, t_e, t_c = int(one.micro_batches[0]), times["attention"], times["experts"], times["exchange"]
     t_f, longer = max(t_a, t_e), milliseconds(max(t_a, t_e))
     if t_c > t_f:

@@ -243,8 +243,8 @@ def experts_layer_s(times: ThreadTimes, rows: float, num_held: float) -> float:
 
 
 def fullest_experts_s(times: ThreadTimes, model: ModelSpec, rows: float, num_parts: int) -> float:
-    """Of the part of the experts that a layer waits for: where products count, the one with the most pairs; where
-    weights are read, the one with the most experts that got rows."""
+    """Seconds of the part of the experts that a layer waits for: where products count, the one with the most pairs;
+    where weights are read, the one with the most experts that got rows."""
     router = model.router
     busiest, widest = fullest_part(rows, num_parts, num_experts=router.num_experts, top_k=router.top_k)
     held = router.num_experts / num_parts

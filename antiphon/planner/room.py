@@ -137,7 +137,7 @@ def _colocated(domains: Domains, chosen: Candidates) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightBytes:
-    """Of one device, by role. Colocated devices hold both."""
+    """Bytes of weights on one device, by role. Colocated devices hold both."""
 
     attention: FloatArray
     experts: FloatArray

@@ -215,7 +215,7 @@ class Setting:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Of the experts, in their order if measured, else in order of popularity."""
+        """Shares of the experts, in their order if measured, else in order of popularity."""
         if self.workload.expert_loads:
             return self.workload.expert_loads
         experts = self.model.router.num_experts

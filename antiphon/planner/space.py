@@ -48,7 +48,7 @@ NUM_WORKER_COUNTS = 12
 ALL_WORKER_COUNTS_UP_TO = 32
 """Models with more experts are tried with the smallest number of workers for each number of experts held."""
 MOST_ATTENTION_WORKERS = 4096
-"""Of one instance. A larger cluster has more instances."""
+"""The limit of one instance. A larger cluster has more instances."""
 
 
 @dataclass(frozen=True, kw_only=True)

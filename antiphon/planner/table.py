@@ -90,7 +90,7 @@ class CandidateTable:
 
     @property
     def num_devices(self) -> IntArray:
-        """Of all instances together."""
+        """Devices of all instances together."""
         each = self.candidates.attention_devices + self.candidates.expert_devices
         return self.outcome.num_instances * each
 

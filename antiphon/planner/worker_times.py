@@ -162,7 +162,7 @@ def expert_layer(setting: Setting, rows: FloatArray, held: FloatArray, kind: int
 
 
 def shared_expert_s(setting: Setting, candidates: Candidates, kind: int) -> Number:
-    """Of an attention layer's time, that of its shared expert."""
+    """The part of an attention layer's time that its shared expert takes."""
     model = setting.model
     tp = real(candidates.attention_tp)
     return dense_feed_forward(

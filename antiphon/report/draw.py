@@ -60,7 +60,7 @@ def _lines(chart: LineChart, title: str) -> str:
 
 
 def _scales(chart: LineChart) -> tuple[Scale, Scale]:
-    """Of both axes; the left edge leaves room for the numbers."""
+    """The scales of both axes; the left edge leaves room for the numbers."""
     xs = [value for line in chart.lines for value in line.x] + [spot.x for spot in chart.spots]
     ys = [value for line in chart.lines for value in line.y if value is not None]
     ys += [spot.y for spot in chart.spots]
@@ -207,7 +207,7 @@ def _heat_map(chart: HeatMap, title: str) -> str:
 
 
 def _heat_names(chart: HeatMap, left: float, width: float, row_height: float) -> str:
-    """Of as many rows and columns as have room."""
+    """The names of as many rows and columns as have room."""
     every = max(1, round(FONT / row_height + 0.49))
     rows = [
         label(left - 8, 12 + row_height * (index + 0.5), row, text_anchor="end")

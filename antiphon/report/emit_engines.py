@@ -30,7 +30,7 @@ from antiphon.specs.plan import PHASES, PhaseName, Plan
 VLLM, SGLANG = "0.32", "0.5.23"
 SGLANG_PORT = 5000
 LEAST_BATCHED_TOKENS = 8192
-"""Of a server that also prefills: what vLLM takes for one with an API."""
+"""Batched tokens of a server that also prefills: what vLLM takes for one with an API."""
 KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 ROUTED = "two kinds of server: {router} sends a prompt to a prefill server, then its keys and values to a decode server"
 

@@ -36,7 +36,7 @@ class RunRecord:
         return {key: sum(row.get(key, 0.0) for row in rows) / len(rows) for key in names}
 
     def median(self, name: str) -> float | None:
-        """Of a metric that is a number; None if no step has it."""
+        """The median of a metric that is a number; None if no step has it."""
         values = sorted(self.curve(name)[1])
         return values[len(values) // 2] if values else None
 

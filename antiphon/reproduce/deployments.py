@@ -99,7 +99,7 @@ def deployments() -> tuple[tuple[Deployment, float], ...]:
 
 
 def section() -> str:
-    """Of docs/reproduction.md."""
+    """The section of docs/reproduction.md about published deployments."""
     rows = deployments()
     close = sum(abs(ours / one.theirs - 1) <= WITHIN for one, ours in rows)
     lines = [

@@ -77,7 +77,7 @@ def _r_by_counting() -> float:
 
 
 def _throughput(system: Name, num_devices: int) -> float:
-    """Of Table 3's printed time."""
+    """The throughput that follows from Table 3's printed time."""
     return float(tokens_per_s(SEQUENCE_LENGTH, TABLE_3_BATCH, _line(system, num_devices).iteration_s))
 
 
@@ -90,7 +90,7 @@ def _line(system: Name, num_devices: int) -> Measured:
 
 
 def _printed_mfu(num_devices: int) -> float:
-    """Of Table 3's printed throughput; a GPU does 989 TFLOP/s."""
+    """The MFU that follows from Table 3's printed throughput; a GPU does 989 TFLOP/s."""
     rate, model = _line("megascale", num_devices).printed_tokens_per_s, shipped.model("msm-internal-352b")
     return float(model_flops_utilization(model, SEQUENCE_LENGTH, rate, num_devices, 989e12))
 

@@ -148,7 +148,7 @@ def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand,
 
 
 def _kv_blocks(setting: Setting, one: Candidates, num_sequences: int) -> int:
-    """Of one attention worker, on its fullest device, beside the recurrent states of `num_sequences`."""
+    """KV blocks of one attention worker, on its fullest device, beside the recurrent states of `num_sequences`."""
     weights = weight_bytes(setting, one)
     held = float(weights.attention[0])
     if not one.is_disaggregated[0]:

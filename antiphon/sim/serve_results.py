@@ -224,7 +224,8 @@ def _predicted_at(live: LivePool, batch: float) -> float | None:
 
 
 def _predicted_batch(phase: PhasePlan) -> float:
-    """Of one instance: what is in flight (Little) where a rate is served below capacity, the plan's batch at most."""
+    """The batch of one instance: what is in flight (Little) where a rate is served below capacity, the plan's batch at
+    most."""
     predicted = phase.predicted
     if predicted.tpot_s is None:
         return float(phase.batch)

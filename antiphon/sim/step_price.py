@@ -82,7 +82,7 @@ def rows_of(
 
 
 def _largest_share(largest_start: int, visible: int, num_rows: int, context_tokens_per_row: float) -> float:
-    """Of all cost, that of the sequence with the longest context, as the engine counts cost."""
+    """The share of all cost that the sequence with the longest context has, as the engine counts cost."""
     return chunk_cost(largest_start, 1, context_tokens_per_row) / (num_rows + visible / context_tokens_per_row)
 
 
@@ -128,7 +128,8 @@ class StepPricer:
         self._tokens_per_step = setting.workload.tokens_per_step
 
     def price(self, workers: Mapping[int, Sequence[Rows]], load: ExpertLoad) -> StepPrice:
-        """Of a step that gives one token. `workers`: micro-batches of each attention worker that takes part."""
+        """The price of a step that gives one token. `workers`: micro-batches of each attention worker that takes
+        part."""
         if not self._drafts:
             return self._whole(workers, load)
         step = self._whole({worker: [self._proposed(each) for each in cut] for worker, cut in workers.items()}, load)

@@ -18,8 +18,8 @@ Role = Literal["attention", "experts"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCounts:
-    """Of one pool, over all its instances; `num_experts` 0: colocated. `prefix`: the pool's name, empty if it is the
-    only one."""
+    """Workers of one pool, over all its instances; `num_experts` 0: colocated. `prefix`: the pool's name, empty if it
+    is the only one."""
 
     prefix: str
     num_attention: int

@@ -117,8 +117,8 @@ def attention_parameters(model: ModelSpec) -> int:
 
 
 def _all_attention(model: ModelSpec, each: int) -> int:
-    """Of all layers: a layer that takes keys and values from another has no projections for them, one with a state has
-    its own."""
+    """Elements of attention in all layers: a layer that takes keys and values from another has no projections for them,
+    one with a state has its own."""
     attention, state = model.attention, model.state
     num_layers = model.num_layers - model.num_state_layers
     borrowed = (num_layers - model.num_caching_layers) * model.hidden_size
@@ -127,12 +127,12 @@ def _all_attention(model: ModelSpec, each: int) -> int:
 
 
 def state_elements(model: ModelSpec) -> int:
-    """Of the matrices of a layer with a state."""
+    """Elements of the matrices of a layer with a state."""
     return 0 if model.state is None else model.hidden_size * (model.state.in_width + model.state.out_width)
 
 
 def indexer_elements(attention: AttentionSpec, hidden: int) -> int:
-    """Of the matrices by which sparse attention finds its tokens: queries, one key, and a weight per head."""
+    """Elements of the matrices by which sparse attention finds its tokens: queries, one key, a weight per head."""
     sparse = attention.sparse
     if sparse is None:
         return 0
@@ -141,7 +141,7 @@ def indexer_elements(attention: AttentionSpec, hidden: int) -> int:
 
 
 def _query_elements(attention: AttentionSpec, hidden: int) -> int:
-    """Of the matrices from a row to the queries of all heads, and to their gates."""
+    """Elements of the matrices from a row to the queries of all heads, and to their gates."""
     width = attention.num_heads * attention.head_dim * (2 if attention.output_gate else 1)
     rank = attention.query_rank
     return hidden * width if rank is None else rank * (hidden + width)

@@ -39,7 +39,7 @@ class PrecisionSpec:
 
     @property
     def expert_bytes(self) -> float:
-        """Of one element of a routed expert."""
+        """Bytes of one element of a routed expert."""
         return BYTES_OF[self.experts or self.weights]
 
     @property

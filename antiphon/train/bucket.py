@@ -164,7 +164,7 @@ class Bucket:
         return wire.all_reduce(self._parameters[0].name, flat.numel() * flat.element_size(), sum_piece)
 
     def _sum(self, flat: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Of all replicas; of shards of `sizes` this rank's. `flat` is used up."""
+        """The sum over all replicas; of shards of `sizes`, this rank's. `flat` is used up."""
         if not self._zero:
             return self._replicas.sum(flat)
         return self._replicas.sum_shard(flat, self._sizes if sizes is None else sizes)

@@ -92,7 +92,7 @@ def _json_lines(file: Path, text_key: str, begin: int) -> Iterator[Document]:
 
 
 def _line_number(file: Path, first_byte: int) -> int:
-    """Of the line that begins at `first_byte`; the first is 1."""
+    """The number of the line that begins at `first_byte`; the first is 1."""
     number = 1
     with file.open("rb") as lines:
         for line in lines:

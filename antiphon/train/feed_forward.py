@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind", bound=Operator)
 
 
 def dense_operators() -> list[Operator]:
-    """Of a layer without experts: from normed rows to the next layer's."""
+    """The operators of a layer without experts: from normed rows to the next layer's."""
     add = Compute(name="add", reads=("ln2_in", "dense_out"), makes=("hidden_next",), function=_add_dense)
     return [*_gated("dense"), add]
 
@@ -37,10 +37,10 @@ def dense_operators() -> list[Operator]:
 def expert_operators(
     spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool, parts: int = 1
 ) -> list[Operator]:
-    """Of a MoE layer: from normed rows to the next layer's, in `parts` where rows travel. `weighs_early`: the router's
-    weights multiply before the second product where that costs nothing (MegaScale-MoE, section 4.1), so that backward
-    does not need its result: not where that product has a bias, nor where they stay at home, unless the dispatcher
-    wants it."""
+    """The operators of a MoE layer: from normed rows to the next layer's, in `parts` where rows travel. `weighs_early`:
+    the router's weights multiply before the second product where that costs nothing (MegaScale-MoE, section 4.1), so
+    that backward does not need its result: not where that product has a bias, nor where they stay at home, unless the
+    dispatcher wants it."""
     has_shared, bounded = bool(spec.feed_forward.shared_intermediate), budget.may_exceed
     weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
     has_bias = spec.feed_forward.expert_bias and adds_bias

@@ -74,7 +74,7 @@ def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
 
 
 def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> MemoryNeed:
-    """Of the fullest rank under `setup`."""
+    """What the fullest rank needs under `setup`."""
     layers = fullest_stage(spec, setup.pipeline, setup.virtual_stages)
     held = rank_parameters(spec, setup, layers)
     parameters, gradients, optimizer = state_bytes(held, setup)
@@ -105,7 +105,7 @@ def _moments(spec: ModelSpec, config: TrainConfig) -> float:
 
 
 def _kept(everything: float, moe_layers: float, layers: float, sizes: LayerSizes, config: TrainConfig) -> float:
-    """Of `everything` that backward reads, what `[memory]` keeps; a list of names may keep less than this."""
+    """What `[memory]` keeps of `everything` that backward reads; a list of names may keep less than this."""
     unit = float(sizes.rows) * sizes.model.hidden_size * sizes.setup.precision.row_bytes
     if config.memory.activation_bytes:
         return min(everything, float(config.memory.activation_bytes))

@@ -63,7 +63,7 @@ def _counts(common: Sequence[Sequence[_Common]]) -> tuple[int, ...]:
 
 
 def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_Common]:
-    """Of two ranks' lists, in one order on both."""
+    """What two ranks' lists have in common, in one order on both."""
     found = []
     for i, (mine, my_sizes) in enumerate(held):
         for j, (theirs, their_sizes) in enumerate(wanted):
@@ -89,7 +89,7 @@ def _cut(view: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
 
 
 def _all_places(boxes: Mapping[str, Sequence[tuple[Offsets, Tensor]]], ranks: Group) -> list[dict[str, list[Place]]]:
-    """Of the experts' tensors, by rank and name."""
+    """The places of the experts' tensors, by rank and name."""
     of_experts = {name: each for name, each in boxes.items() if _EXPERTS in name}
     places = {name: [(offsets, tuple(view.shape)) for offsets, view in each] for name, each in of_experts.items()}
     own = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8)

@@ -65,7 +65,7 @@ class _Slot:
 
 
 class OperatorGraph:
-    """Of `operator`, which takes and leaves `values`."""
+    """The graph of `operator`, which takes and leaves `values`."""
 
     def __init__(self, operator: Compute, values: Mapping[str, Any]) -> None:
         self._operator = operator
@@ -94,7 +94,7 @@ class OperatorGraph:
         return made, made_by_name.keys() - self._edges.keys()
 
     def gradients(self, grads: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[nn.Parameter, Tensor]]]:
-        """Of what was read, by name, and of parameters, from those of what was made. To be called once."""
+        """Gradients of what was read, by name, and of parameters, from those of what was made. To be called once."""
         made = {name: grad for name, grad in grads.items() if name in self._edges}
         inputs, edges = [*self._tokens.values(), *self._parameters], [self._edges[name] for name in made]
         self._edges.clear()  # else this object and what its hooks are known to would keep each other
@@ -138,7 +138,7 @@ def by_name(operator: Operator, made: Any) -> dict[str, Any]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each once."""
+    """The bytes of their storages, each counted once."""
     return sum({_place(each): each.untyped_storage().nbytes() for each in tensors}.values())
 
 

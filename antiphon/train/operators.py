@@ -53,7 +53,7 @@ class Here:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of what needs float32 at least."""
+        """The type of what needs float32 at least."""
         return torch.promote_types(self.weights.dtype, torch.float32)
 
 
@@ -101,7 +101,7 @@ class Product(Operator):
         return grouped_input_gradient(grad.contiguous(), weight, values[1].counts_E)
 
     def weight_gradients(self, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the weight and of the bias."""
+        """Gradients of the weight and of the bias."""
         if self.grouped:
             grad, counts_E = grad.contiguous(), values[1].counts_E
             return grouped_weight_gradient(grad, values[0], counts_E), grouped_bias_gradient(grad, counts_E)
@@ -120,7 +120,7 @@ class Exchange(Operator):
 
 
 def part_name(name: str, number: int) -> str:
-    """Of part `number`, the first is 0, of an operator or a tensor that comes in parts."""
+    """The name of part `number`, the first is 0, of an operator or a tensor that comes in parts."""
     return f"{name}/{number + 1}"
 
 

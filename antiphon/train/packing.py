@@ -48,7 +48,7 @@ class Decision:
 
 
 class Packing:
-    """Of a run that begins as `config` says."""
+    """The packing of a run that begins as `config` says."""
 
     def __init__(self, config: TrainConfig, spec: ModelSpec) -> None:
         if config.parallel.expert % 2:
@@ -75,7 +75,7 @@ class Packing:
         return step > 0 and not self._is_decided(step + 1)
 
     def observe(self, operator_s: Mapping[str, float], travelled_s: Mapping[str, Sequence[float]]) -> None:
-        """Of one step of this rank: seconds by operator, and of each exchange by name."""
+        """Take note of one step of this rank: seconds by operator, and of each exchange by name."""
         exchanges = {name: each for name, each in travelled_s.items() if not name.endswith("backward")}
         for name, each in exchanges.items():
             self._travelled_s += each if name.startswith(("dispatch.", "combine.")) else []

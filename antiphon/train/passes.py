@@ -29,8 +29,9 @@ from antiphon.train.spans import Spans
 
 @dataclass(frozen=True)
 class PassResult:
-    """Of all ranks: `loss` in nats a target, the `balance` loss, `counts_LE`: choices by MoE layer and expert, and
-    `dropped_L`: how many of a layer's no expert had room for. The losses of passes add up to those of their step."""
+    """The result over all ranks: `loss` in nats a target, the `balance` loss, `counts_LE`: choices by MoE layer and
+    expert, and `dropped_L`: how many of a layer's no expert had room for. The losses of passes add up to those of their
+    step."""
 
     loss: Tensor
     balance: Tensor
@@ -165,8 +166,8 @@ class _Stages:
         return [self.losses[number] for number in sorted(self.losses)]
 
     def use(self) -> Tensor:
-        """Of this rank's layers, with zeros for others: choices by MoE layer and expert, flat, then those dropped by
-        layer, then the balance loss."""
+        """The use of this rank's layers, with zeros for others: choices by MoE layer and expert, flat, then those
+        dropped by layer, then the balance loss."""
         spec = self._model.spec
         counts_LE = torch.zeros(spec.num_moe_layers, spec.router.num_experts, dtype=torch.float64)
         dropped_L, balance = counts_LE.new_zeros(spec.num_moe_layers), counts_LE.new_zeros(1)

@@ -48,7 +48,7 @@ class PipelineSchedule:
         return range(place, self.num_stages, self.pipeline)
 
     def place_of(self, stage: int) -> int:
-        """Of the rank that has this stage."""
+        """The place of the rank that has this stage."""
         return stage % self.pipeline
 
     def check(self, micro_batches: int) -> None:

@@ -21,8 +21,8 @@ from antiphon.train.memory_check import MemoryNeed, memory_need, setup_of
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """Of one optimizer step. `mfu`: of the machine's fastest product; `memory`: of the fullest rank; `parts_s`: where
-    the time goes."""
+    """What is predicted of one optimizer step. `mfu`: of the machine's fastest product; `memory`: of the fullest rank;
+    `parts_s`: where the time goes."""
 
     step_s: float
     tokens_per_s: float

@@ -32,7 +32,7 @@ from antiphon.train.config import LossConfig
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Of all ranks of the stage: choices of each expert, sums of probabilities and of squared log-sum-exps, rows."""
+    """Sums over all ranks of the stage: choices of each expert, probabilities, squared log-sum-exps, rows."""
 
     counts_E: Tensor
     probabilities_E: Tensor
@@ -88,7 +88,7 @@ class Routing:
         return ids_TK
 
     def facts(self, index: int) -> LayerFacts:
-        """Of the MoE layer with this number in its stage. Waits for the other ranks when first asked."""
+        """The facts of the MoE layer with this number in its stage. Waits for the other ranks when first asked."""
         if index not in self._facts:
             sums, num_experts = self._pending[index].wait(), self._router.num_experts
             counts_E, probabilities_E, rest = torch.split(sums, [num_experts, num_experts, 2])
@@ -105,8 +105,8 @@ class Routing:
         return torch.stack([before_E if self.use_before_E is None else self.use_before_E, *shares]).sum(0)
 
     def gradients(self, index: int) -> tuple[Tensor, Tensor]:
-        """Of this micro-batch's losses with respect to the layer's sums of probabilities [E] and of squared
-        log-sum-exps."""
+        """Gradients of this micro-batch's losses with respect to the layer's sums of probabilities [E] and of
+        squared log-sum-exps."""
         losses, facts, num_experts = self._losses, self.facts(index), self._router.num_experts
         part = self._share / self._num_layers / facts.rows
         shares_E = facts.counts_E / facts.counts_E.sum()

@@ -51,7 +51,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class RowBudget:
-    """Of one MoE layer. `factor`: rows of a rank over its share at even use; 0: no limit."""
+    """The budget of one MoE layer. `factor`: rows of a rank over its share at even use; 0: no limit."""
 
     mesh: Mesh
     num_experts: int
@@ -85,7 +85,8 @@ class RowBudget:
 
 
 def part_over_budget(rows_E: Sequence[int], num_ranks: int, factor: float) -> float:
-    """Of a layer's rows, which chose its experts so often, what does not go in piece 0 where `num_ranks` share them."""
+    """The part of a layer's rows that does not go in piece 0. `rows_E`: how many chose each expert; `num_ranks` share
+    the experts."""
     experts = split_evenly(len(rows_E), num_ranks)
     rows_n = [sum(rows_E[first:last]) for first, last in experts]
     share = _even_share(sum(rows_E), experts)

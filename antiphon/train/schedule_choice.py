@@ -36,7 +36,7 @@ _log = get_logger("train")
 
 @dataclass(frozen=True)
 class Choice:
-    """Of one kind of layer and one direction."""
+    """What was chosen for one kind of layer and one direction."""
 
     kind: str
     backward: bool

@@ -54,7 +54,7 @@ class _State:
         return _State(now_s, wire_s, tuple(sorted(arrivals.items(), key=_by_name)), (*self.order, action))
 
     def is_behind(self, other: "_State") -> bool:
-        """Of the same actions: nothing here is earlier than there."""
+        """Whether nothing here is earlier than in `other`, which did the same actions."""
         return (
             self.now_s >= other.now_s
             and self.wire_free_s >= other.wire_free_s

@@ -67,11 +67,11 @@ class SequenceParallel:
         return (self.heads[1] - self.heads[0]) * head_dim, (last - first) * head_dim
 
     def gather(self) -> AllGather:
-        """Of rows, positions first."""
+        """The gather of rows, positions first."""
         return AllGather(self.tensor, "attention", self._in_group)
 
     def scatter(self) -> ReduceScatter:
-        """Of what each tensor rank has for all rows of the group, positions first."""
+        """The sum, scattered, of what each tensor rank has for all rows of the group, positions first."""
         return ReduceScatter(self.tensor, "attention", self._in_group)
 
     def sum_over_heads(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class SequenceParallel:
         return self.fitted(q_BSND, k_BSGD[:, :, first:last], v_BSGV[:, :, first:last])
 
     def fitted(self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the heads that this rank works on: keys and values as `causal_attention` wants them."""
+        """Queries of the heads that this rank works on, with keys and values as `causal_attention` wants them."""
         num_queries = q_BSND.shape[2]
         return q_BSND, self._for_queries(k_BSGD, num_queries), self._for_queries(v_BSGV, num_queries)
 
@@ -97,7 +97,7 @@ class SequenceParallel:
         return torch.cat([part.flatten() for part in parts])
 
     def to_heads(self, packed: Tensor) -> AllToAll:
-        """Of what `pack_heads` made."""
+        """The exchange of what `pack_heads` made."""
         widths, rows = [self._width_of(heads) for heads in self._heads], self.num_rows
         batch = packed.shape[0] // (rows * sum(widths))
         own = widths[self.sequence.index]
@@ -129,7 +129,7 @@ class SequenceParallel:
         return torch.cat([out_BSNV[:, start:stop].flatten() for start, stop in self._groups])
 
     def to_rows(self, packed: Tensor) -> AllToAll:
-        """Of what `pack_rows` made."""
+        """The exchange of what `pack_rows` made."""
         own, width = self.heads[1] - self.heads[0], self._widths[1]
         batch = packed.shape[0] // (sum(self._lengths) * own * width)
         receive = tuple(batch * self.num_rows * (last - first) * width for first, last in self._heads)
@@ -170,12 +170,12 @@ class SequenceParallel:
         return max(max(self._width_of(heads), (heads[1] - heads[0]) * self._widths[1]) for heads in self._heads)
 
     def rows_to_heads(self, num_sequences: int) -> AllToAll:
-        """Of rows, each with the heads of one rank: those here go to each rank."""
+        """The exchange of rows, each with the heads of one rank: those here go to each rank."""
         send = (num_sequences * self.num_rows,) * self.sequence.size
         return AllToAll(self.sequence, "attention", send, tuple(num_sequences * length for length in self._lengths))
 
     def heads_to_rows(self, num_rows: int) -> Collective:
-        """Of `num_rows` rows of all positions in order of rank."""
+        """The exchange of `num_rows` rows of all positions in order of rank."""
         return self.rows_to_heads(num_rows // sum(self._lengths)).reverse()
 
     def by_rank(self, x_BSW: Tensor) -> Tensor:

@@ -126,8 +126,8 @@ def _buckets(
     zero: int,
     matrices: MatricesOf,
 ) -> list[Bucket]:
-    """Of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks hold parts
-    apart again, so that these ranks cut their shards alike."""
+    """The buckets of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks
+    hold parts apart again, so that these ranks cut their shards alike."""
     found: dict[tuple[int, bool, bool], tuple[Replicas, list[Parameter]]] = {}
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))

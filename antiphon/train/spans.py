@@ -86,7 +86,7 @@ class Spans:
 
     @contextmanager
     def apart(self, name: str, seconds: Callable[[], float]) -> Iterator[None]:
-        """Of the time of what is being done, that by which `seconds` grows within counts as `name`, at its end."""
+        """Count the time by which `seconds` grows within as `name`, and take it from what is being done."""
         before_s = seconds()
         yield
         if self.on and self._own.open:

@@ -43,7 +43,7 @@ class Tiled(Operator):
     links: TileLinks
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
-        """Of `reads` and `saves`, what a step of it needs."""
+        """Which of `reads` and `saves` a step of it needs."""
         return {"start": self.reads, "start again": self.reads, "weights": self.product.saves}.get(verb, ())
 
     def start(self, here: Here, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:

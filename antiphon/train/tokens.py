@@ -116,7 +116,7 @@ def open_tokens(cache: Path, split: Split) -> TokenFile:
 
 @dataclass(frozen=True)
 class _Size:
-    """Of one split so far. `text_bytes`: of the text that the ids stand for."""
+    """The size of one split so far. `text_bytes`: of the text that the ids stand for."""
 
     num_ids: int = 0
     num_documents: int = 0

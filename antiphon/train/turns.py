@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 
 class Turns:
-    """Of one model. `together` is called by the thread that trains, `give_way` by those it starts; by others it does
-    nothing."""
+    """The turns of one model. `together` is called by the thread that trains, `give_way` by those it starts; by others
+    it does nothing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

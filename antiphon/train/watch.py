@@ -29,9 +29,9 @@ _log = get_logger("train")
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the rank
-    that waited longest. What a collective did while a rank was computing is not in it. `lost_numbers` of E4M3 rows, by
-    what was lost, of all ranks."""
+    """Traffic of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the
+    rank that waited longest. What a collective did while a rank was computing is not in it. `lost_numbers` of E4M3
+    rows, by what was lost, of all ranks."""
 
     sent_bytes: Mapping[str, float]
     waited_s: float
@@ -44,8 +44,8 @@ class StepTraffic:
 
 
 class Watch:
-    """Of one rank of `mesh`. `first_step`: of this run. `timeline`: the file that `join_parts` writes in the end, None:
-    none. `metrics` None on ranks that write none."""
+    """The watch of one rank of `mesh`. `first_step`: of this run. `timeline`: the file that `join_parts` writes in the
+    end, None: none. `metrics` None on ranks that write none."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def way_operators(
 
 
 def end_of(number: int) -> str:
-    """Of the names of way `number`'s operators; the first is 0."""
+    """The end of the names of way `number`'s operators; the first is 0."""
     return "" if number == 0 else f"_{number + 1}"
 
 

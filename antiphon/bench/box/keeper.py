@@ -83,7 +83,7 @@ class Keeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the keeper's process, for tests; None before it was started."""
+        """The keeper's process, for tests; None before it was started."""
         return None if self._process is None else self._process.pid
 
     def ask(self, do: str, descriptors: Sequence[int] = (), **values: Any) -> dict[str, Any]:

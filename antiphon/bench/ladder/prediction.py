@@ -57,8 +57,8 @@ _COMBINE = ("total", "over_budget", "add")
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Of one layer's backward: seconds of each action on the processor, of each start's exchange on the wire, and the
-    bytes of one of the experts' exchanges."""
+    """Times of one layer's backward: seconds of each action on the processor, of each start's exchange on the wire, and
+    the bytes of one of the experts' exchanges."""
 
     computing_s: Mapping[Action, float]
     travelling_s: Mapping[Action, float]
@@ -160,7 +160,7 @@ class _Costs:
 
     @property
     def outside_s(self) -> float:
-        """Of a step, what is no layer's."""
+        """The part of a step that belongs to no layer."""
         names = {
             name
             for plan in self.plans
@@ -174,7 +174,7 @@ class _Costs:
 
     @property
     def exchange_bytes(self) -> float:
-        """Of the largest exchange of a layer's backward."""
+        """Bytes of the largest exchange of a layer's backward."""
         return max((each.backward_bytes for each in exchanges(self.spec, self.config, self.sizes).values()), default=0)
 
     def of(self, plan: LayerPlan, *, backward: bool) -> Times:
@@ -212,7 +212,7 @@ class _Costs:
         return max(0.0, waits_s - then_s) + now_s
 
     def _ways_s(self, config: TrainConfig, *, backward: bool) -> Iterator[float]:
-        """Of each exchange of experts' rows in a layer; backward they go forward again first."""
+        """Seconds of each exchange of experts' rows in a layer; backward they go forward again first."""
         for each in exchanges(self.spec, config, self.sizes).values():
             if each.axes == ("expert",):
                 yield each.seconds(self.links, self.sizes, backward=False)

@@ -29,8 +29,8 @@ WARM = 3  # steps whose losses are compared and whose times are not
 
 @dataclass
 class Record:
-    """Of one variant, by step. `exposed_s`: waiting for others, of the rank that waits longest. `expert_rows`: of the
-    last step, by layer and expert."""
+    """One variant's measurements, by step. `exposed_s`: waiting for others, of the rank that waits longest.
+    `expert_rows`: of the last step, by layer and expert."""
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)

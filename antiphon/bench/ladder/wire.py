@@ -56,7 +56,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Of a box: `bytes_per_s` of each node's link, each way."""
+    """The links of a box: `bytes_per_s` of each node's link, each way."""
 
     nodes: int
     ranks_per_node: int

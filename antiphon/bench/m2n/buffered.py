@@ -9,7 +9,7 @@ ACK_BYTES = 4
 
 
 class BufferedMember:
-    """Of a `Member` (see `api`), what has to do with bytes. `prepare` sets `sent` and `received`, unless they
+    """The part of a `Member` (see `api`) that handles bytes. `prepare` sets `sent` and `received`, unless they
     are elsewhere: a buffer for each of `outgoing` and of `incoming`."""
 
     def __init__(self, seat: Seat) -> None:

@@ -106,7 +106,7 @@ def _shared_files(pid: int) -> set[Path]:
 
 
 def find_mpiexec() -> str:
-    """Of this Python's environment, or of the system. `UserError`: there is none, or no mpi4py."""
+    """The `mpiexec` of this Python's environment, or of the system. `UserError`: there is none, or no mpi4py."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None or importlib.util.find_spec("mpi4py") is None:

@@ -160,7 +160,7 @@ class Rig:
         return step
 
     def _typical_draw(self, work: Work) -> int:
-        """Of some draws of tokens the one whose rows choose nearest to the expected number of different experts."""
+        """The draw of tokens whose rows choose nearest to the expected number of different experts."""
         router, size = self.spec.router, (work.rows, work.context)
         if work.prompt_tokens or work.rows * router.top_k > _MANY_PAIRS * router.num_experts:
             return 0

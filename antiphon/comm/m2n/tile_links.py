@@ -50,7 +50,7 @@ _RANK_BITS, _NUMBER_BITS = 12, 20
 
 
 class M2nTileLinks:
-    """Of one rank. Belongs to the thread that uses it."""
+    """One rank's links. They belong to the thread that uses them."""
 
     def __init__(self, group: Group, endpoint: _m2n.Endpoint, inbox: _m2n.Inbox, tile_rows: int, timeout_s: float):
         self.group = group
@@ -204,7 +204,7 @@ def _name(group: Group, place: int) -> str:
 
 
 def _gathered(group: Group, text: bytes) -> list[bytes]:
-    """Of each rank of `group`."""
+    """The text of each rank of `group`."""
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sizes = gather_sizes(group, len(text), own.device)
     return [bytes(each.tolist()) for each in torch.split(run(AllGather(group, "tickets", sizes), own), list(sizes))]

@@ -230,7 +230,7 @@ class Dispatch:
         return list(torch.split(group.all_gather(rows, counts), list(counts)))
 
     def _reduce(self, partials: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Sequence[Tensor]:
-        """Of each of some nodes' rows this rank's shard of the sums over the expert group, those of its own attention
+        """This rank's shard of the sums over the expert group, for the rows of each node: those of its own attention
         group. `counts[node][i]`: rows of attention group i."""
         group, shards = self._levels.experts, self._topology.num_shards
         if group.size == 1:

@@ -174,7 +174,7 @@ def _sends(training: Training, setup: TrainingSetup, tables: TrainingTables, num
 
 
 def held_parameters(model: ModelSpec, setup: TrainingSetup, layers: StageLayers) -> RankParameters:
-    """Of one rank. Embedding and head are whole on every rank of the first and the last stage."""
+    """What one rank holds. Embedding and head are whole on every rank of the first and the last stage."""
     held = rank_parameters(model, setup, layers, with_tables=False)
     tables = table_parameters(count_parameters(model), setup.pipeline)
     return RankParameters(sharded=held.sharded, replicated=held.replicated + tables)
