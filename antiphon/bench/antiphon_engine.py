@@ -53,7 +53,7 @@ def parse_contestant(text: str) -> LocalChoice:
 def greedy_outputs(
     engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object
 ) -> Iterator[EngineOutput]:
-    """All prompts at once, each continued by so many tokens. `UserError`, which begins with `who`, if one fails."""
+    """All prompts at once, each continued by this many tokens. `UserError`, which begins with `who`, if one fails."""
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     sink = ThreadSink()
     for index, prompt in enumerate(prompts):

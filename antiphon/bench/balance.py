@@ -62,7 +62,7 @@ _FAR = 1e3  # times the length of a usual router row
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOrder:
-    """What to measure. `batch` requests run at once, each with so many tokens; `slots` of an expert worker a layer.
+    """What to measure. `batch` requests run at once, each with this many tokens; `slots` of an expert worker a layer.
 
     `routing`: the record of the case `recorded`. `UserError` if it does not fit the model."""
 

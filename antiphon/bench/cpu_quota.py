@@ -1,6 +1,6 @@
 """A process with a fixed part of a core to itself, as if it had a slow machine of its own: Linux's control groups.
 
-Several workers on few cores otherwise share what there is, and then nobody waits for the slowest. Needs root.
+Several workers on few cores otherwise share what there is, and then no worker waits for the slowest. Needs root.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def _parent() -> Path | None:
 
 @contextmanager
 def limited(pid: int, cores: float) -> Iterator[None]:
-    """While inside, the process gets so many cores at most. `ResourceError` where that cannot be."""
+    """While inside, the process gets this many cores at most. `ResourceError` where that cannot be."""
     if reason := quota_unavailable():
         raise ResourceError(f"no part of a core can be set aside: {reason}")
     parent = _parent()

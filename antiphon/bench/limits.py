@@ -223,7 +223,7 @@ def _best_time_s(action: Callable[[], object], num_passes: int) -> float:
 
 
 def touched_experts(sizes: DecoderSizes, num_tokens: int) -> float:
-    """Experts of a layer that so many tokens touch, expected."""
+    """Experts of a layer that this many tokens touch, expected."""
     num_experts, top_k = sizes.num_experts, sizes.num_experts_per_token
     return float(expected_touched(num_experts, num_tokens * top_k, num_experts=num_experts, top_k=top_k))
 

@@ -168,7 +168,8 @@ def foreign_words(row: Mapping[str, Any]) -> str:
 
 
 def rounds_of(contestants: Sequence[Value], num_rounds: int) -> Iterator[Sequence[Value]]:
-    """Everybody in each round, the order turned around every time: nobody profits from a machine that drifts."""
+    """All contestants in each round, in reversed order every second time, so that none profits from a machine that
+    drifts."""
     for number in range(num_rounds):
         yield contestants if number % 2 == 0 else contestants[::-1]
 

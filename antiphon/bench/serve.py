@@ -67,7 +67,7 @@ def bench_serve(
 ) -> tuple[list[dict[str, Any]], MachineLimits]:
     """Rows of `bench serve`, and the machine's limits as measured between the runs (the last workload's median).
 
-    No rows if nobody could be started. What Antiphon itself refuses (`UserError`) ends the benchmark."""
+    No rows if no engine could be started. What Antiphon itself refuses (`UserError`) ends the benchmark."""
     open_checkpoint(model, load_model_spec(model))  # what is wrong with it is said before anybody starts
     config = read_config(model)
     decoder = DecoderSizes.from_config(config)

@@ -70,7 +70,7 @@ class PinnedLayout:
 
 
 def layouts_of(num_devices: int) -> list[PinnedLayout]:
-    """Nine layouts that use so many devices, at least two, all of them."""
+    """Nine layouts that use this many devices, at least two, all of them."""
     d, half = num_devices, num_devices // 2
     apart = f"attention.tp=1,attention.dp={d - half},experts.tp=1,experts.ep={half}"
     return [
@@ -172,7 +172,7 @@ def profile_here(model: Path, folder: Path, *, quick: bool) -> Path:
 def make_plan(
     machines: Machines, model: Path, profile: Path, layout: PinnedLayout, size: WorkloadSize, folder: Path
 ) -> ServedPlan:
-    """`antiphon plan` for so many requests at once; its file goes to `folder`."""
+    """`antiphon plan` for this many requests at once; its file goes to `folder`."""
     workload, file = folder / "workload.toml", folder / f"{profile.parent.name}, {layout.name}.json"
     lengths = f"[input_tokens]\ntrace = [{size.input_tokens}]\n[output_tokens]\ntrace = [{size.output_tokens}]\n"
     workload.write_text(f'name = "benchmark"\n{lengths}[slo]\n')

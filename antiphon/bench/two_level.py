@@ -2,7 +2,7 @@
 
 n nodes of m ranks, all processes of this machine; inside a node ranks talk over one transport, between nodes over
 another. Every node has rows of its own, which choose experts uniformly. Nodes may be those of a cluster in a box
-(`bench/box`), whose links are as slow as they are told to be; what a link carries in a round trip is then counted.
+(`bench/box`), whose links are as slow as configured; what a link carries in a round trip is then counted.
 
 | contestant | attention | experts |
 |---|---|---|

@@ -271,7 +271,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.flight.launch(grad, backward=True)
-        return grad.new_zeros(()).expand(ctx.shape), None  # what the token's gradient must look like; nobody reads it
+        return grad.new_zeros(()).expand(ctx.shape), None  # what the token's gradient must look like; it is never read
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

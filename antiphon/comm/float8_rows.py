@@ -40,7 +40,7 @@ def decode_by_token(bytes_TH: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rows_by_channel(rows: int) -> int:
-    """Rows of H bytes that so many rows become, scales and all."""
+    """Rows of H bytes that this many rows become, scales and all."""
     return rows + SCALE_BYTES * -(-rows // GROUP)
 
 

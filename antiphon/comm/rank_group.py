@@ -126,16 +126,16 @@ class Alone:
         return payload
 
     def barrier(self) -> None:
-        """Nobody else is awaited."""
+        """A group of one waits for no other rank."""
 
     def abort(self, epoch: int) -> None:
         """Nothing waits."""
 
     def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
-        """Nobody else is connected."""
+        """A group of one connects to no other rank."""
 
     def traffic(self) -> Traffic:
         return Traffic(pairs=[], waits=[], round_trips=[])
 
     def close(self) -> None:
-        """Nobody else is told."""
+        """A group of one has no other rank to tell."""

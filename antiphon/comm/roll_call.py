@@ -23,7 +23,7 @@ from antiphon.base.errors import ResourceError
 
 @dataclass(eq=False)
 class _Wait:
-    """`due_s`: when it is to be told."""
+    """`due_s`: when it is to be reported."""
 
     what: str
     due_s: float

@@ -3,7 +3,7 @@
     pending = wire.all_to_all("dispatch", size_bytes, launch)    # the thread that computes
     ...
     pending.wait()                                               # then the buffer is pending.result
-    pending = wire.all_reduce("layer 3", size_bytes, sum_piece)  # nobody waits for it before the step's end
+    pending = wire.all_reduce("layer 3", size_bytes, sum_piece)  # no rank waits for it before the step's end
 
 An all-to-all is launched at once where the policy allows it, else as soon as the one before has ended: a thread waits
 for the handle of the one in flight. Sums run piece by piece in a thread of their own, because on two levels, or in a
@@ -13,7 +13,7 @@ All-to-alls use the groups of the mesh, sums groups of their own, and inside eac
 which is the same on every rank. All-to-alls never wait for sums, so no rank waits for another in a circle.
 
 Rejected: a launch from the callback of the work before. It would run in the collective library's threads, where an
-error has nobody to reach.
+error reaches no caller.
 """
 
 import threading
@@ -77,7 +77,7 @@ class Wire:
         return submission
 
     def all_reduce(self, name: str, size_bytes: int, sum_piece: SumPiece) -> Submission:
-        """Submit a sum of so many bytes. `sum_piece(number, num_pieces)` makes one piece of it and blocks until it is
+        """Submit a sum of `size_bytes`. `sum_piece(number, num_pieces)` makes one piece of it and blocks until it is
         there; it is called once for each piece, in order, in a thread of the wire."""
         submission = Submission(self, name)
         with self._changed:

@@ -131,7 +131,7 @@ class Profile:
         return None
 
     def turn_s(self, rows: Number) -> Number:
-        """What the engine itself takes between two steps with so many running sequences on a worker."""
+        """What the engine itself takes between two steps with this many running sequences on a worker."""
         return self.step_s + self.step_per_sequence_s * rows
 
     def training_tables(self, sequence_length: int) -> TrainingTables:
@@ -156,7 +156,7 @@ def profiled_experts(table: ExpertTable, rows: Number, num_held: Number) -> Part
 
 
 def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number = 1) -> Parts:
-    """So many messages one after another, booked as scale-out; the time of the smallest measured one as fixed."""
+    """This many messages one after another, booked as scale-out; the time of the smallest measured one as fixed."""
     total = np.asarray(num_messages * np.asarray(times.at(message_bytes)))
     fixed = np.minimum(total, num_messages * times.seconds[0])
     return Parts(scale_out_s=total - fixed, fixed_s=fixed)

@@ -1,7 +1,7 @@
 """The seam between model maths and machine: one signature per operation, several back-ends.
 
 A back-end (`reference`: plain PyTorch on any device; `cpu`: native packed kernels) owns the layout of the weights it
-packed and of the KV cache it created; nobody else looks inside. All operations are ordered on the current stream of
+packed and of the KV cache it created; no other code looks inside. All operations are ordered on the current stream of
 `device` and return tensors of the same device. Shapes use these letters:
 
 T rows (tokens) of the micro-batch   S sequences in it   H hidden   N query heads   G KV heads   D head width

@@ -31,7 +31,7 @@ FloatArray = NDArray[np.float64]
 
 
 def check_fit(num_experts: int, num_workers: int, slots: int) -> None:
-    """`UserError` unless so many workers with so many slots can hold all experts."""
+    """`UserError` unless `num_workers` with `slots` each can hold all experts."""
     if num_workers < 1:
         raise UserError(f"{num_workers} workers: there must be at least 1")
     needed = -(-num_experts // num_workers)
@@ -131,8 +131,8 @@ def _copy_counts(costs: FloatArray, num_workers: int, slots: int) -> list[list[i
 
 
 def _greedy(costs: FloatArray, copies: Sequence[int], num_workers: int, slots: int) -> FloatArray:
-    """Copies in falling order of cost, each on the least loaded worker that may take it; a copy nobody may take is
-    left out, and the others of that expert share its rows."""
+    """Copies in falling order of cost, each on the least loaded worker that may take it; a copy that no worker may take
+    is left out, and the others of that expert share its rows."""
     held = np.zeros((costs.size, num_workers), dtype=bool)
     loads, counts = np.zeros(num_workers), np.zeros(num_workers, dtype=np.int64)
     pieces = sorted(

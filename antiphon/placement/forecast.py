@@ -6,10 +6,10 @@ relieves the fullest worker is loaded:
 1. Split the expected rows over the present copies (`placement/split`). A part costs at least `knee` rows.
 2. The fullest worker hands rows of its largest part to the one that would be done first: as many as make both equal,
    at least a knee, and no part is left smaller than that.
-3. Repeat with the loads that this leaves, until the fullest worker finds nobody. A worker takes one copy at most.
+3. Repeat with the loads that this leaves, until the fullest worker finds no other. A worker takes one copy at most.
 
 The choice itself is native code (`csrc/m2n/expert_split.cpp`): it is made twice in each layer of a step.
-Rejected: first-fit-decreasing for all experts (the paper's packing). It moves experts that nobody waits for, and a
+Rejected: first-fit-decreasing for all experts (the paper's packing). It moves experts that no step waits for, and a
 worker would need room for as many new experts as it has.
 
 Letters: E experts, W workers.

@@ -1,6 +1,6 @@
 """From one placement to another in steps that an engine can take while it serves.
 
-A step gives a worker at most one new expert a layer. It is loaded into a slot that nobody uses while the old map is in
+A step gives a worker at most one new expert a layer. It is loaded into an unused slot while the old map is in
 force; then the new map takes over, and what it no longer names is freed. So a worker needs one slot more than it holds
 experts, no row ever waits for weights, and an expert has an owner at every moment.
 
@@ -66,7 +66,7 @@ def _held(owners: Owners, num_workers: int) -> Held:
 
 
 def _first_to_add(now: Owners, target: Owners, held: set[int], wanted: set[int]) -> int | None:
-    """One that nobody who should keep it has is added first: others wait for that."""
+    """An expert that none of its future owners has is added first: others wait for that."""
     missing = sorted(wanted - held, key=lambda expert: (bool(set(now[expert]) & set(target[expert])), expert))
     return missing[0] if missing else None
 

@@ -1,7 +1,7 @@
 """Which experts the rows of real steps chose: what `antiphon serve --record-routing FILE` writes, and its reader.
 
-A file is a sequence of frames: 4 bytes of length (little endian), then so many bytes of MessagePack. The first frame is
-the `TraceHeader`, every other one a `RoutedRows`: the rows that one attention worker computed in one step.
+A file is a sequence of frames: 4 bytes of length (little endian), then that number of bytes of MessagePack. The first
+frame is the `TraceHeader`, every other one a `RoutedRows`: the rows that one attention worker computed in one step.
 
 Ids are kept by row and layer, not only counted: counts follow from them, and what a row chose in earlier layers is
 what Lina's estimation reads (section 5.1). Beside them stand forecasts: what the next layer's router says of the rows

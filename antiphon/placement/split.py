@@ -63,7 +63,7 @@ def balancedness(rows: FloatArray | IntArray, speeds: FloatArray | None = None) 
 
 
 class _Pouring:
-    """B splits at once. `owners` [B, E, K] ascending, W (nobody) where an expert has fewer; `parts` as `owners`;
+    """B splits at once. `owners` [B, E, K] ascending, W (no worker) where an expert has fewer; `parts` as `owners`;
     `loads` [B, W + 1]; `order` [B, R] the experts with copies, largest first, `pours` which of them are split."""
 
     def __init__(self, counts: FloatArray, held: BoolArray, speeds: FloatArray | None, knee: int) -> None:

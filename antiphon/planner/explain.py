@@ -1,10 +1,10 @@
 """Why a layout lost, in a sentence with numbers: every word of it follows from the model's own terms.
 
 1. A layout that can run is held against the winner by the account of a token: devices times step over batch is what it
-   takes of the objective's resource (devices, price, watts) for so many seconds, and is split, exactly, into attention,
-   experts, communication, fixed costs (of kernels and collectives), the rest of the step (dense layers, head), waiting
-   for the other side or another stage, and capacity that the rate leaves spare. The item that differs most is named,
-   and what causes it (T_c against T_f, idle sides, too few micro-batches, other devices).
+   takes of the objective's resource (devices, price, watts) for a number of seconds, and is split, exactly, into
+   attention, experts, communication, fixed costs (of kernels and collectives), the rest of the step (dense layers,
+   head), waiting for the other side or another stage, and capacity that the rate leaves spare. The item that differs
+   most is named, and what causes it (T_c against T_f, idle sides, too few micro-batches, other devices).
 2. A layout that cannot run is explained by the limit that its nearest candidate broke: promise, rate, memory, devices.
 
 Rejected: naming the largest part of the loser's step. A large part that the winner has as well explains nothing.
@@ -224,7 +224,7 @@ def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
 
 
 def most_requests_per_s(setting: Setting, one: Candidates, num_instances: int) -> float:
-    """The largest rate at which so many instances keep the promise, at its percentile."""
+    """The largest rate at which this many instances keep the promise, at its percentile."""
     beyond = replace(setting, workload=replace(setting.workload, requests_per_s=1e15))
     served = outcome_at(beyond, one, np.array([num_instances]))
     return float(served.tokens_per_s[0]) / setting.tokens_of_request

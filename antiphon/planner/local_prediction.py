@@ -212,7 +212,7 @@ def _one_micro_batch(
     rows: float,
     context: float,
 ) -> tuple[float, float, float]:
-    """(T_a, T_e, T_c) of one layer with nobody of the other side at work.
+    """(T_a, T_e, T_c) of one layer while the other side does nothing.
 
     The calls of the exchange belong to the side that makes them: dispatch and combine to T_a, receive and reply to T_e.
     Each further expert worker costs one more message, whose fixed part is that of one row.
@@ -264,7 +264,7 @@ def _slowed(t_a: float, t_e: float, slow_a: float, slow_e: float) -> tuple[float
 
 
 def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
-    """The times with so many threads; `UserError` if they were not measured."""
+    """The times with this many threads; `UserError` if they were not measured."""
     for measured in times.threads:
         if measured.num_threads == num_threads:
             return measured

@@ -4,7 +4,7 @@
 2. Candidates fit, none keeps the promise: the fastest one's latency, rounded up, is what can be promised.
 3. The promise is kept, the rate is too high: the rate that the cluster takes.
 
-Rejected: "infeasible" alone. Whoever asks needs the next question to ask.
+Rejected: "infeasible" alone. A user needs to know what to change.
 """
 
 import math

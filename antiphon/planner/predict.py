@@ -15,7 +15,7 @@ How far a prediction may be off, and which layouts the model cannot tell apart:
 3. A band holds 80% of normal errors: 1.28 times both together. Two layouts differ by their parts alone; closer than
    1.28 times those of both they are a tie, and the simpler one is recommended.
 
-Rejected: a band by differentiating every constant. It needs a spread for each, which nobody has measured.
+Rejected: a band by differentiating every constant. It needs a spread for each, which has not been measured.
 """
 
 import math

@@ -8,7 +8,8 @@
 4. The objective counts both pools: requests per second by device, price or watt. Without a rate, of the pairs within
    `NEARLY_BEST` of the best the one that takes the largest rate.
 
-Rejected: planning one phase, then the other on what is left. Whoever is planned first takes the devices that both want.
+Rejected: planning one phase, then the other on what is left. The phase that is planned first takes the devices that
+both want.
 """
 
 from collections import Counter

@@ -241,8 +241,8 @@ class Setting:
         )
 
     def busiest(self, num_workers: int, slots: int) -> float:
-        """Share of all rows of the busiest of so many expert workers with so many slots, under the best placement; a
-        slot may stay empty."""
+        """Share of all rows of the busiest of `num_workers` expert workers with `slots` slots each, under the best
+        placement; a slot may stay empty."""
         least = -(-len(self.shares) // num_workers)
         return min(_placed(self.shares, num_workers, used)[0] for used in range(least, slots + 1))
 

@@ -105,7 +105,7 @@ def scaled(cluster: ClusterSpec, factor: int) -> ClusterSpec:
 
 
 def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:
-    """The cluster with so many nodes of each kind; kinds with none are left out."""
+    """The cluster with this many nodes of each kind; kinds with none are left out."""
     groups = tuple(
         replace(group, num_nodes=count) for group, count in zip(cluster.groups, nodes, strict=True) if count > 0
     )

@@ -5,7 +5,7 @@
 2. The winner is tried again with one thing changed (no interleaving, FP32 gradients on the wire, no overlap,
    everything kept, more made again): what each choice is worth.
 
-Rejected: a table of all candidates in the plan. Nobody reads ten thousand rows; the best of each kind answer "why not".
+Rejected: a table of all candidates in the plan. Ten thousand rows are not read; the best of each kind answer "why not".
 """
 
 from dataclasses import replace

@@ -91,7 +91,7 @@ def total_devices(report: Report) -> int:
 
 
 def totals(report: Report) -> list[tuple[str, str, str, str]]:
-    """(device, how many, price, power) of each kind, then of all together; a price that nobody states is unknown."""
+    """(device, how many, price, power) of each kind, then of all together; a price that is not stated is unknown."""
     specs = {group.device.name: group.device for group in report.cluster.groups}
     counted = devices_used(report)
     prices = {name: None if (price := specs[name].price) is None else price * count for name, count in counted.items()}

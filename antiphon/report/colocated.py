@@ -4,7 +4,7 @@
 2. else the best of the losing colocated layouts, by the plan's objective; one that keeps the promises comes first
 3. the losses are said in words and, as far as they are predicted, in numbers
 
-Rejected: turning a disaggregated plan's own sizes into colocated ones. Nobody would have looked whether they fit.
+Rejected: turning a disaggregated plan's own sizes into colocated ones. They may not fit, and the search never looked.
 """
 
 import math

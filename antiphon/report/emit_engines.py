@@ -169,7 +169,7 @@ def sglang_command(plan: Plan, target: Target) -> str:
 
 
 def _equal_nodes(num_devices: int, most: int) -> int:
-    """The fewest nodes that take equally many devices each, at most so many: SGLang knows no others."""
+    """The fewest nodes that take equally many devices each, at most this many: SGLang knows no others."""
     return next(count for count in range(-(-num_devices // most), num_devices + 1) if num_devices % count == 0)
 
 

@@ -5,7 +5,7 @@
 3. the best of every other layout and why it lost
 4. with `explain`: MegaScale-Infer's conditions with numbers, placement, one more node, what was searched
 
-Rejected: one wide table of all candidates. Nobody reads it.
+Rejected: one wide table of all candidates. It is too long to read.
 
 Two plans are compared as they are (`comparison_report`). Rejected: predicting both anew with the code at hand. A plan
 that was measured or published should be compared as it is; `antiphon simulate` says how it would do now.

@@ -27,7 +27,7 @@ def plural(count: int, one: str, many: str = "") -> str:
 
 
 def score(predicted: Predicted, objective: Objective) -> float | None:
-    """The rate that `objective` compares; None where it is unknown, such as a price nobody states."""
+    """The rate that `objective` compares; None where it is unknown, such as a price that is not stated."""
     value: float | None = getattr(predicted, OBJECTIVE_FIELDS[objective])
     return value
 

@@ -12,7 +12,7 @@ measured on. No part is fitted to whole deployments here. Tables are files with 
 
 Numbers stand as they are printed, in the printed unit. Rejected: tables that the cost model reads instead of a formula.
 They know some twenty shapes of two devices; a formula with a few constants that meets them within their spread also
-answers for the others. Rejected: comparing whole layers only. Two wrong parts then cancel, and nobody sees it.
+answers for the others. Rejected: comparing whole layers only. Two wrong parts then cancel, unseen.
 """
 
 import math
@@ -217,7 +217,7 @@ exchanges beside what the planner's cost model says of them with the defaults of
 `antiphon/specs/data/measured/*.toml`; each states its source.
 
 Not found in public with shapes and device: an all-to-all of RCCL on a device that is shipped here (MORI's kernels stand
-for AMD's), all-to-alls of NCCL over several nodes as a table, attention on an A100 with its passes told apart,
+for AMD's), all-to-alls of NCCL over several nodes as a table, attention on an A100 with its passes apart,
 grouped products and attention on a 910B. There the formula is what the other devices' tables made it.
 """
 

@@ -74,8 +74,8 @@ def figure_8b() -> BackwardTimeline:
 #
 # Lina's models are Transformers with two-matrix experts, which no `ModelSpec` can describe. Here they have only what
 # the paper's figures need: parameters, bytes exchanged, FLOPs. Training uses top-2, inference top-1 (Lina section 7.1).
-# Rejected: an ungated feed-forward in `FeedForwardSpec`, which every engine would have to carry for models nobody
-# serves.
+# Rejected: an ungated feed-forward in `FeedForwardSpec`, which every engine would have to carry for models that
+# are not served.
 
 FEED_FORWARD_MATRICES = 2
 

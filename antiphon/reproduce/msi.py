@@ -233,7 +233,7 @@ def _after_the_best() -> str:
 
 
 def _over_one(count: int, index: int) -> float:
-    """What `_replicas` says of so many attention replicas, over the same of one."""
+    """What `_replicas` says of this many attention replicas, over the same of one."""
     return _replicas()[count][index] / _replicas()[1][index]
 
 

@@ -115,7 +115,7 @@ class EventGraph:
         return index
 
     def run(self) -> Run:
-        """Simulate until all activities have ended. `UserError` if a resource holds some back for ever."""
+        """Simulate until all activities have ended. `UserError` if a resource never lets some begin."""
         if self._has_run:
             raise UserError("this graph has run already: build a new one, its disciplines keep state")
         self._has_run = True
@@ -170,7 +170,7 @@ class _Simulation:
         if left:
             raise UserError(
                 f"{len(left)} of {len(self._states)} activities never end, {left[0]!r} among them: "
-                "its resource, or that of one it waits for, holds it back for ever"
+                "its resource, or that of one it waits for, never lets it begin"
             )
         return self._result
 

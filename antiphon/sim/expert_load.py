@@ -126,7 +126,7 @@ class ExpertLoad:
         self._draw_counts()
 
     def _receive_s(self, num_experts: int) -> float:
-        """Weights of so many experts, of all layers of the stage, over the NICs of one worker's devices."""
+        """Weights of this many experts, of all layers of the stage, over the NICs of one worker's devices."""
         setting, one = self._setting, self._one
         tp, pp = float(one.expert_tp[0]), float(one.pp[0])
         size = np.asarray(expert_weight_bytes(setting.model, num_experts, tp, setting.precision, pp=pp))

@@ -3,7 +3,7 @@
 1. A step: every live attention worker with work plans it (`serve.policy.scheduler`), the step is cut and priced, and
    at its end every plan is committed. All attention workers of an instance step together.
 2. An attention worker dies: its requests leave; the others' plans are sent again, the step begins anew.
-3. An expert worker dies (or a colocated rank): nobody steps until it is back, then the same plans are sent again.
+3. An expert worker dies (or a colocated rank): no worker steps until it is back, then the same plans are sent again.
 4. A pause (experts move) takes the place of a step.
 
 Rejected: a model of the scheduler. The engine's is plain Python on integers and runs here as it is.
@@ -138,7 +138,7 @@ class Instance:
         return self.schedulers[worker].evacuate()
 
     def kill_experts(self, worker: int, until_s: float) -> None:
-        """Nobody steps until then."""
+        """No worker steps until then."""
         self._give_up()
         self._experts_down[worker] = max(until_s, self._experts_down.get(worker, 0.0))
 

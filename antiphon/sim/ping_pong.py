@@ -89,7 +89,7 @@ class PingPongResult:
     bars: list[Bar]
 
     def bars_of(self, num_attention: int, num_experts: int) -> list[Bar]:
-        """The bars of so many workers of each side, which all do the same."""
+        """The bars of this many workers of each side, which all do the same."""
         counts = {"attention[0]": num_attention, "experts[0]": num_experts}
         return [
             replace(bar, track=bar.track.replace("[0]", f"[{worker}]"))

@@ -14,7 +14,7 @@ oversubscription.
     [efficiency]                   # any of the fields of `EfficiencySpec`
 
 Links are one direction. A group's `price` and `power_w` replace the device's. JSON holds the same keys, devices in
-full. Rejected: one file of fields per group on the command line, which nobody could keep or share.
+full. Rejected: one file of fields per group on the command line, which could not be kept or shared.
 """
 
 import re

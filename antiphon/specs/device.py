@@ -27,7 +27,7 @@ class DeviceSpec:
     `scale_up_mesh`: whether it is a wire of its own to each other device of a full domain, and no switch.
     `sustained`: fraction of the peak rates that is left at the clock a loaded device settles at. `num_processors`: how
     many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: not known, tiles are free.
-    `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where nobody states one.
+    `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where none is stated.
     `sources`: field name -> where its number is from.
     """
 

@@ -80,7 +80,7 @@ class AttentionSpec:
     has no value, so that a head may attend to nothing (gpt-oss).
 
     Only for planning: `sparse`; `query_rank`: queries go through so narrow a row first (Step-3); `output_gate`: as many
-    gates as query elements are projected beside them (Qwen3-Next); `layers_per_cache`: so many neighbouring layers
+    gates as query elements are projected beside them (Qwen3-Next); `layers_per_cache`: this many neighbouring layers
     share keys and values (Hunyuan-Large).
     """
 

@@ -74,7 +74,7 @@ class ExpertPlacement:
         return max(held, default=0)
 
     def check_fits(self, moe_layers: Sequence[int], num_experts: int, num_workers: int, slots: int) -> None:
-        """`UserError` unless it is a map of this model for so many workers with so many slots in each layer."""
+        """`UserError` unless it is a map of this model for `num_workers` with `slots` in each layer."""
         if sorted(self.owners) != sorted(moe_layers):
             raise UserError(
                 f"the placement is for layers {_short(self.owners)}, this model has experts in {_short(moe_layers)}: "

@@ -37,7 +37,7 @@ MAX_INSTANCES = 64
 
 
 def groups_nest(num_ranks: Any, attention_tp: Any, expert_tp: Any) -> Any:
-    """Whether so many ranks can be both attention groups and expert groups: one kind is made of whole groups of the
+    """Whether this many ranks can be both attention groups and expert groups: one kind is made of whole groups of the
     other, and the ranks are whole groups of both. Of numbers, or of arrays of candidates."""
     nested = (attention_tp % expert_tp == 0) | (expert_tp % attention_tp == 0)
     return nested & (num_ranks % attention_tp == 0) & (num_ranks % expert_tp == 0)

@@ -6,7 +6,7 @@
    `Literal`, a tuple, a table of names, another dataclass. `Annotated` types such as `Positive` limit a number; a whole
    number is at least 1 unless its annotation says otherwise. Null means left out, where the field has a default.
 2. What a file spells unlike the dataclass is read key by key (`number`, `table`, ...) and handed to `read`.
-3. Keys that nobody asked for are refused, and the nearest known one is offered.
+3. Unknown keys are refused, and the nearest known one is offered.
 
 Rejected: msgspec or pydantic on the same dataclasses. Neither refuses unknown keys of a dataclass, and their errors
 name types of Python, not what to write.

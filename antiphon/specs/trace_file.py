@@ -1,7 +1,7 @@
 """Request traces: how long each request's prompt and output were, and when it came.
 
 JSONL: one object a line with `input_tokens`, `output_tokens` and optionally `arrival_s`. CSV: the same names in the
-first line. Other columns are left alone, because traces carry user and model columns that are nobody's mistake; a line
+first line. Other columns are left alone, because traces carry user and model columns, which is no mistake; a line
 that cannot be read is an error that names file, line and value. A trace has arrivals for all of its lines or for none.
 """
 

@@ -3,7 +3,7 @@
 A router has collapsed when its fullest expert has had far more rows than the mean for `PATIENCE_STEPS` steps in a row;
 an expert is dead when it has had none for as long, and even use would have given it `MISSED_ROWS` by then (with a row a
 step expected, none is chance). One warning when it begins, one when it ends.
-Rejected: entropy of the use. It is one number too, but nobody knows what 3.1 of 4.2 means.
+Rejected: entropy of the use. It is one number too, but 3.1 of 4.2 says little to a reader.
 """
 
 from collections.abc import Sequence

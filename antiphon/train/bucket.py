@@ -184,7 +184,7 @@ class Bucket:
         self._values.copy_(self._replicas.gather(self._shard.detach(), self._sizes))
 
     def release(self) -> None:
-        """Give back the memory of parameters that are kept in shards; until `gather` nobody may use them."""
+        """Give back the memory of parameters that are kept in shards; until `gather` they may not be used."""
         if self._zero == 3:
             self._values.untyped_storage().resize_(0)
 

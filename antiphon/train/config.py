@@ -3,7 +3,7 @@
     config = read_config(Path("train.toml"), ["optimizer.learning_rate=1e-3"])
 
 Paths in the file are relative to it; `~` and environment variables are expanded, and `${PYTHON_LIBRARY}` is the folder
-of the running interpreter's standard library. Keys that nobody knows are refused with the nearest known one.
+of the running interpreter's standard library. Unknown keys are refused with the nearest known one.
 """
 
 import os

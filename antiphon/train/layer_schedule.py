@@ -300,7 +300,7 @@ OPERATORS = frozenset(
 
 
 def span_name(action: Action) -> str:
-    """What the time of `action` is recorded as: gradients are told by being in backward."""
+    """What the time of `action` is recorded as: gradients are those in backward."""
     if action.verb in (WAIT, WAIT_GRADIENT):
         return f"wait for {action.operator}"
     again = {WEIGHTS: "weights", AGAIN: "again", START_AGAIN: "again", WAIT_AGAIN: "again, wait"}.get(action.verb)

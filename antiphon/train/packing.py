@@ -112,7 +112,7 @@ class Packing:
         return Decision(step=step, expert=expert, ffn_s=ffn_s, all_to_all_s=travelled_s)
 
     def _fits(self, expert: int) -> bool:
-        """Whether a rank has memory for its experts when so many ranks share them."""
+        """Whether a rank has memory for its experts when this many ranks share them."""
         if expert < 1:
             return True
         config = with_expert(self._config, expert)

@@ -31,8 +31,8 @@ def local_ranks() -> int:
 
 
 def threads_of_rank(ranks: int) -> int:
-    """Threads of each of so many ranks on this machine: `OMP_NUM_THREADS`, or an even share of its cores. `torchrun` by
-    hand gives each one thread."""
+    """Threads of each of this many ranks on this machine: `OMP_NUM_THREADS`, or an even share of its cores. `torchrun`
+    by hand gives each one thread."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // ranks))
 
 

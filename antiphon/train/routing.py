@@ -76,7 +76,7 @@ class Routing:
         return attached
 
     def number_rows(self, numbers: RowNumbers) -> None:
-        """Which rows of the micro-batch are here: to be told before the first layer."""
+        """Which rows of the micro-batch are here: to be set before the first layer."""
         self._numbers = numbers
 
     def limit(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

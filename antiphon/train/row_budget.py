@@ -3,7 +3,7 @@
 Without one, memory follows the router: a rank whose experts are chosen four times as often as the mean keeps four times
 the rows, in every layer, until backward. The budget is a multiple of the balanced share.
 
-1. Ranks add up how many rows each of them would get. If nobody is over budget, all goes in one piece, as ever.
+1. Ranks add up how many rows each of them would get. If no rank is over budget, all goes in one piece, as ever.
 2. Otherwise three quarters of a budget go first and are kept for backward. The rest goes in pieces of a quarter each:
    sent, worked on, returned, forgotten; backward sends and works on them again, one by one. So no layer keeps more than
    three quarters, and no moment adds more than one quarter.

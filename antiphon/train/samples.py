@@ -1,4 +1,4 @@
-"""Which tokens the samples of a run are, by their global number: the same whoever asks, and wherever.
+"""Which tokens the samples of a run are, by their global number: the same on every rank.
 
 Sample g is window `order[g mod n]` of pass `g // n` over the n windows of the stream; each pass has its own order, from
 the seed. So a run that resumes on another number of ranks sees exactly what was not seen yet.

@@ -210,7 +210,7 @@ def _write_all(
     reached: _Reached,
     keep: Callable[[_Reached], None],
 ) -> None:
-    """All of `documents`; `keep` is told about every chunk."""
+    """All of `documents`; `keep` sees every chunk."""
     number, kept_bytes = reached.num_documents, 0
     while batch := _batch(documents):
         kept_out = [_is_held_out(number + index, seed, config.held_out) for index in range(len(batch))]
@@ -231,8 +231,8 @@ def _write_all(
 
 
 def _pieces(text: str, mean_length: int, key: str) -> list[str]:
-    """`text`, cut at random places that `key` decides, but never between two blanks: nobody stops typing inside an
-    indentation."""
+    """`text`, cut at random places that `key` decides, but never between two blanks: a person does not stop typing
+    inside an indentation."""
     chance, pieces, start = random.Random(key), [], 0
     while start < len(text):
         end = start + 1 + int(chance.expovariate(1 / mean_length))

@@ -122,7 +122,7 @@ def _traffic(mesh: Mesh) -> StepTraffic:
 
 
 def _taken(mesh: Mesh) -> Ledger:
-    """What this rank counted; of sums that ran on the wire the bytes, because nobody waited for their collectives."""
+    """What this rank counted; of sums that ran on the wire the bytes, because no rank waited for their collectives."""
     taken = mesh.ledger.take()
     for name, num_bytes in () if mesh.wire is None else mesh.wire.ledger.take().sent_bytes.items():
         taken.sent_bytes[name] = taken.sent_bytes.get(name, 0) + num_bytes

@@ -144,7 +144,7 @@ class Box:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end and return what it printed. TimeoutError kills it and names it."""
         with ExitStack() as stack:
-            # Files, not pipes: they never fill up, so nobody has to read while it runs.
+            # Files, not pipes: they never fill up, so no thread has to read while it runs.
             outputs = [stack.enter_context(os.fdopen(os.memfd_create("output"), "r+b")) for _ in range(2)]
             process = self.start(node, args, env=env, stdout=outputs[0], stderr=outputs[1])
             try:

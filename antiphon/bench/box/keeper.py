@@ -96,7 +96,7 @@ class Keeper:
             reply: dict[str, Any] = {}
             try:
                 socket.send_fds(self._socket, [request], list(descriptors))
-                # Older numbers: answers that nobody waited for, after a timeout or Ctrl-C.
+                # Older numbers: answers that no call waited for, after a timeout or Ctrl-C.
                 while reply.get("number") != self._number:
                     answer = self._socket.recv(MAX_REQUEST_BYTES * 2)
                     if not answer:

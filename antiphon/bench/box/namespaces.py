@@ -81,7 +81,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A process we forked. Its exit code is written to `status` (-1: nobody asked)."""
+    """A process we forked. Its exit code is written to `status` (-1: not asked for)."""
 
     pid: int
     pidfd: int

@@ -1,7 +1,7 @@
 """A process in a node, as its owner sees it.
 
-It is the keeper's child, not ours: its exit code comes through a pipe of its own. So whoever waits polls a descriptor,
-and nobody has to sort messages for others.
+It is the keeper's child, not ours: its exit code comes through a pipe of its own. So a waiting thread polls a
+descriptor, and no thread has to sort messages for others.
 """
 
 import os

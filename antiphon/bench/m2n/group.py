@@ -1,8 +1,8 @@
 """The processes of one contestant, as the benchmark sees them: start, order, collect, notice death, end.
 
-Every process holds one end of a socket pair. Answers are collected from whoever has one first, so that the process that
-fails is named and not the one that waits for it. Everybody is gone when `close` returns; if the benchmark itself is
-killed, the kernel ends them.
+Every process holds one end of a socket pair. Answers are collected in the order in which they come, so that the process
+that fails is named and not the one that waits for it. Everybody is gone when `close` returns; if the benchmark itself
+is killed, the kernel ends them.
 """
 
 import contextlib
@@ -110,12 +110,12 @@ class ProcessGroup:
         self._ask([Prepare(traffic)] * len(self._seats), Done, RUN_TIMEOUT_S)
 
     def check(self, num_rounds: int) -> None:
-        """So many rounds with every byte compared. `MemberFailed` names the process and the byte."""
+        """This many rounds with every byte compared. `MemberFailed` names the process and the byte."""
         for _ in range(num_rounds):
             self._ask([Check(self._take_steps(1))] * len(self._seats), Done, RUN_TIMEOUT_S)
 
     def run(self, num_rounds: int, num_warm: int) -> list[Track]:
-        """So many timed rounds, after `num_warm` others, as every process saw them."""
+        """This many timed rounds, after `num_warm` others, as every process saw them."""
         order = Run(first_step=self._take_steps(num_warm + num_rounds), num_warm=num_warm, num_rounds=num_rounds)
         return [
             Track(

@@ -106,7 +106,7 @@ def _measure(groups: Sequence[ProcessGroup], traffic: Traffic, settings: Setting
 
 
 def _rounds_a_block(group: ProcessGroup) -> int:
-    """So many that a block lasts `BLOCK_S`, or longer if there would be fewer than `WANTED_ROUNDS`."""
+    """As many rounds as make a block last `BLOCK_S`, or longer if there would be fewer than `WANTED_ROUNDS`."""
     round_s = elapsed_s(group.run(_NUM_PROBED, num_warm=2)) / _NUM_PROBED
     wanted = max(BLOCK_S / round_s, min(WANTED_ROUNDS, MAX_BLOCK_S / round_s))
     return int(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS))

@@ -139,7 +139,7 @@ def start_ranks(seats: Sequence[Seat], log: IO[bytes], timeout_s: float) -> list
 
 
 def _oversubscribing(mpiexec: str) -> list[str]:
-    """Open MPI refuses more ranks than cores, and root, unless told; others know no such options."""
+    """Open MPI refuses more ranks than cores, and root, without these options; others know no such options."""
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
     return ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "prte" in version else []
 

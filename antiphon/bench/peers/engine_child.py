@@ -38,7 +38,7 @@ def private_stdout() -> TextIO:
 
 
 def end_with_parent() -> None:
-    """Be killed when the benchmark dies (Linux): a stopped engine would otherwise hold its memory for ever."""
+    """Be killed when the benchmark dies (Linux): a stopped engine would otherwise keep its memory."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
 """The exchange between one attention and one expert worker, without computing: the library's own way there and back, as
 the engine calls it. Both ends add numbers where they would compute: their caches and clocks are those of a busy core,
-and whoever waits falls asleep and has to be woken, as in the engine.
+and a thread that waits falls asleep and has to be woken, as in the engine.
 
-Kinds of rounds, told apart by the layer their messages name:
+Kinds of rounds, distinguished by the layer their messages name:
 0. plain: from the dispatch's begin to the receive's end, from the reply's begin to the combine's end
 1. the attention worker comes late to its combine, which then takes only what it takes of that worker's core
 2. the expert worker comes late to the next receive, likewise
@@ -59,7 +59,7 @@ def exchange_medians(rounds: Rounds, served: Served, first: int) -> ExchangeMedi
         dispatch.append((sent_end - sent) * 1e-9)
         reply.append((replied_end - replied) * 1e-9)
     late = [(end - begin) * 1e-9 for begin, end in rounds.combine_ns[count : 2 * count]]
-    # The first round of the last kind follows one in which the expert worker was not told to be late.
+    # The first round of the last kind follows one in which the expert worker did not have to be late.
     begin = first + 2 * count + 1
     received_late = [(end - start) * 1e-9 for start, end in served.receive_ns[begin : begin + count - 1]]
     dispatch_s, reply_s, combine_s = median(dispatch), median(reply), median(late)

@@ -95,7 +95,8 @@ class Bench:
         )
 
     def long_context(self, rows: int) -> int:
-        """The longer of the two contexts at which so many rows are measured: what the cache holds of what is wanted."""
+        """The longer of the two contexts at which this many rows are measured: what the cache holds of what is
+        wanted."""
         return max(self.effort.contexts[0] + 1, min(self.effort.contexts[1], self.max_tokens // rows))
 
     def time(self, handle: RigHandle, work: Work) -> Times:
@@ -119,8 +120,9 @@ class Bench:
 
 
 def thread_times(bench: Bench, handle: RigHandle, num_threads: int) -> ThreadTimes:
-    """One worker with so many threads and nobody beside it. With all cores it is the colocated worker, whose attention
-    and experts take turns in the caches; with fewer, each is timed alone, as when the other is somewhere else."""
+    """One worker with this many threads and no other worker beside it. With all cores it is the colocated worker, whose
+    attention and experts take turns in the caches; with fewer, each is timed alone, as when the other is somewhere
+    else."""
     everything = num_threads == len(bench.cores)
     handle.settle(num_threads, bench.cores[:num_threads])
     effort, spec = bench.effort, bench.spec

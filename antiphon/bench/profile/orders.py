@@ -17,7 +17,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of work at one size. `colocated`: a whole decode step; `attention`: the same without experts;
     `experts`: all MoE layers of `rows` rows, of which the process acts as if it held `num_held` experts.
 
-    `prompt_tokens` > 0: instead of decoding, the first so many tokens of one prompt."""
+    `prompt_tokens` > 0: instead of decoding, the first `prompt_tokens` of one prompt."""
 
     kind: Kind
     rows: int
@@ -38,7 +38,7 @@ class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Settle(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Compute with so many threads on these cores."""
+    """Compute with this many threads on these cores."""
 
     num_threads: int
     cores: list[int]

@@ -39,7 +39,7 @@ from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 _FILL_TOKENS = 4096
-_TIMEOUT_S = 60.0  # of a wait for experts; here nobody waits
+_TIMEOUT_S = 60.0  # of a wait for experts; here there is none
 _NUM_DRAWS = 8
 _MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)

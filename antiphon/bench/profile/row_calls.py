@@ -2,7 +2,7 @@
 cutting, joining and adding up. The groups' own time is left out: it is the network's, or that of a message.
 
 The exchange of serving runs against groups whose other rank is this one's mirror image: it posts what this rank posts
-and sends what it sends. So there is nobody to wait for, and processor time is the time it takes. In a step the weights
+and sends what it sends. So there is no wait, and processor time is the time it takes. In a step the weights
 of attention and experts pass through the caches in between, so as many bytes are read here: calls that are repeated
 without take half as long.
 

@@ -58,7 +58,7 @@ def step_parts(spans: Mapping[WorkerName, Spans], concurrency: int) -> dict[str,
 
 
 def steps_with(spans: Spans, rows: Collection[int]) -> set[int]:
-    """The steps of so many rows, the first and the last of them left out."""
+    """The steps of this many rows, the first and the last of them left out."""
     steps = [
         step
         for step, kind, count in zip(spans.steps, spans.name_index, spans.rows, strict=True)

@@ -91,7 +91,7 @@ def _decode_table(times: ThreadTimes) -> AttentionTable:
 
 
 def _prefill_table(times: ThreadTimes) -> AttentionTable:
-    """Prompts were timed one at a time; several take so many times as long, a part of one what it takes itself."""
+    """Prompts were timed one at a time; several take as many times as long, a part of one what it takes itself."""
     sizes = times.prompt_attention_s.sizes
     seconds = tuple(
         tuple(max(1.0, total / each) * times.prompt_attention_s.value(min(total, each)) for each in sizes)

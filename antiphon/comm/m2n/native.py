@@ -254,7 +254,8 @@ class NativeExpertExchange(_End):
         return self._side.bytes_sent
 
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        """Begin `epoch`; `tickets` are the experts' own and not needed here. Whoever was lost before is no news."""
+        """Begin `epoch`; `tickets` are the experts' own and not needed here. Peers that were lost before are not
+        reported again."""
         self._epoch = epoch
         self._batch = None
         self._inbox.discard_below(_m2n.first_step_of(epoch))

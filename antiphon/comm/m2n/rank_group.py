@@ -1,7 +1,7 @@
 """`RankGroup` over the native M2N library (`csrc/m2n/rank_group.h`): any of its transports, one machine or many.
 
 Every rank is a server and a client: it has an inbox with a source for each rank, whose ticket the others get from
-whoever starts the group, and an outbox to each of them.
+the process that starts the group, and an outbox to each of them.
 """
 
 import math
@@ -136,7 +136,7 @@ class NativeRankGroup:
         self._endpoint.close()
 
     def _room(self, tensor: Tensor, rows: Sequence[int], rows_given: int) -> Tensor:
-        """Space for a result of so many rows; checks what goes in."""
+        """Space for a result of this many rows; checks what goes in."""
         assert tensor.shape[0] == rows_given, f"{rows_given} rows are announced, {tensor.shape[0]} given"
         return torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
 

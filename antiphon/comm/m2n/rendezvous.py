@@ -1,7 +1,7 @@
 """Where peers that do not know each other yet leave their tickets: one address, served by PyTorch's `TCPStore`.
 
 Every peer publishes its ticket under its name and collects those it needs. While it waits it says who is missing, and
-when the time is up it fails with that list. Tickets hold no secret: whoever reads one must still prove, to the endpoint
+when the time is up it fails with that list. Tickets hold no secret: a reader of one must still prove, to the endpoint
 it leads to, that it knows the shared secret. Rejected: a file or an environment variable, which need a shared disk or
 somebody who knows all addresses beforehand.
 """

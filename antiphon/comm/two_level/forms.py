@@ -102,7 +102,7 @@ def measure(exchange: HybridExchange, levels: Levels, rows: Travelling) -> dict[
 
 
 def round_trip_s(exchange: HybridExchange, levels: Levels, rows: Travelling, num_rows: int, *, fused: bool) -> float:
-    """Seconds on this rank to exchange so many rows of every attention group; nothing is computed in between."""
+    """Seconds on this rank to exchange this many rows of every attention group; nothing is computed in between."""
     chosen = (torch.arange(num_rows * rows.top_k, dtype=torch.int32) % rows.num_experts).view(num_rows, -1)
     x_TH = torch.zeros(num_rows, rows.hidden_size, dtype=rows.dtype)
     weights_TK = torch.ones(num_rows, rows.top_k)

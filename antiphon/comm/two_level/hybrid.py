@@ -68,7 +68,7 @@ class HybridExchange:
             self._owners = {layer: _LayerOwners(owners, placement) for layer, owners in placement.owners.items()}
 
     def parts_of_any_layer(self, ids_TK: Tensor) -> Tensor:
-        """As `Dispatch` takes them, for rows that are nobody's."""
+        """As `Dispatch` takes them, for rows that belong to no rank."""
         return next(iter(self._owners.values())).parts_of(ids_TK)
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:

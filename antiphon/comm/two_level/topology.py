@@ -37,7 +37,7 @@ class TwoLevel:
 
     @classmethod
     def of_ranks(cls, num_ranks: int, attention_tp: int, expert_tp: int) -> Self:
-        """So many ranks in such groups. `UserError` if one group size does not divide the other and the ranks."""
+        """This many ranks in such groups. `UserError` if one group size does not divide the other and the ranks."""
         _check_groups(num_ranks, attention_tp, expert_tp)
         num_nodes = num_ranks // max(attention_tp, expert_tp)
         return cls(num_nodes=num_nodes, attention_tp=attention_tp, expert_tp=expert_tp)

@@ -60,7 +60,7 @@ def sync_time(
     by_all_to_all: bool = False,
 ) -> SyncTime:
     """One iteration's synchronisation, nothing of it hidden behind computation. `by_all_to_all`: gradients travel in
-    BF16 and are added up in FP32 by whoever owns a shard."""
+    BF16 and are added up in FP32 by the owner of each shard."""
     return SyncTime(
         gradients=_one_way(network, gradients, degree, data_parallel, by_all_to_all),
         parameters=_one_way(network, parameters, degree, data_parallel, False),

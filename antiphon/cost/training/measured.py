@@ -1,6 +1,6 @@
 """A training iteration from the tables of a measured machine, in place of `cost.training.step`'s rooflines.
 
-1. A micro-batch takes a rank its layers (and the last stage the head), as measured with so many ranks at work.
+1. A micro-batch takes a rank its layers (and the last stage the head), as measured with this many ranks at work.
 2. A pipeline's critical path is that of 1F1B, M t + (p - 1) / v t_layers, with every rank on a core. Ranks that share
    cores cannot be faster than their work either: the mean of all ranks' work, with all of them at it.
 3. Gradients are summed, and parameters gathered, after the last pass, or once a pass (ZeRO 2, 3): nothing runs beside.

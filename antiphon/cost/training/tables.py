@@ -7,7 +7,7 @@
 3. Collectives over the ranks that hold a parameter, by bytes; one message between two stages.
 
 The trainer's own layers, dispatchers and collectives are timed. Rejected: products, kernels and messages one by one. On
-a CPU most of a small layer is neither, and ranks on few cores slow each other by what nobody would have thought of.
+a CPU most of a small layer is neither, and ranks on few cores slow each other in ways that no model predicts.
 """
 
 from dataclasses import dataclass

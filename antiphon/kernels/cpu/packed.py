@@ -1,4 +1,4 @@
-"""Weights, and paged keys and values, in the native layout; and what the kernels are told about a micro-batch.
+"""Weights, and paged keys and values, in the native layout; and what the kernels need to know of a micro-batch.
 
 The memory of packed weights belongs to the native object and goes with it. Letters as in `antiphon.kernels.api`; O
 output width, I inner width of a plain linear.

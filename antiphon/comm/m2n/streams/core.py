@@ -98,7 +98,7 @@ class StreamCore:
 
     def __enter__(self) -> Self:
         self._running = True
-        atexit.register(self.close)  # a stream that waits for ever would hang the process's end
+        atexit.register(self.close)  # a stream that waits without end would hang the process's end
         self._thread.start()
         return self
 
@@ -199,7 +199,7 @@ class StreamCore:
 
     def _serve(self) -> None:
         try:
-            place = self._endpoint.inbox(1, 1, 64)  # nobody knows it: a place to sleep, and to progress transports
+            place = self._endpoint.inbox(1, 1, 64)  # no peer knows it: a place to sleep, and to progress transports
             nap_s = _FIRST_NAP_S
             while self._running:
                 self._wake.clear()
@@ -266,6 +266,6 @@ def _check_lane(num_stages: int, timeout_s: float) -> None:
 
 
 def _look(place: _m2n.Inbox) -> None:
-    """Let the transports move what they have, and use up an interrupt that nobody waits for."""
+    """Let the transports move what they have, and use up an interrupt that no wait uses."""
     with contextlib.suppress(Interrupted):
         place.wait_complete(0.0)

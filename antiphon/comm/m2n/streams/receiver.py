@@ -1,6 +1,6 @@
 """Receives in the order of a stream; the steps are those of `lanes.py`.
 
-Which slot a message lands in is the sender's choice, so the stream cannot be told beforehand where to copy from: the
+Which slot a message lands in is the sender's choice, so the stream cannot know beforehand where to copy from: the
 core copies the arrived payloads to where the stream expects them and returns the slots at once.
 """
 

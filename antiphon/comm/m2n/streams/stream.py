@@ -42,7 +42,7 @@ class FlagWord:
         self.device_address = device_address
 
     def raise_to(self, value: int) -> None:
-        """A release store: what this thread wrote before is visible to whoever sees the new value."""
+        """A release store: what this thread wrote before is visible to each reader of the new value."""
         _native.store_wake_u32(self._address, value & 0xFFFFFFFF)
 
     def reached(self, value: int) -> bool:
