@@ -24,6 +24,7 @@ from antiphon.models.families import (
     qwen3_moe,
 )
 from antiphon.models.families.config_values import RULES, check_value, check_values
+from antiphon.models.families.defaults import completed
 from antiphon.models.families.refused import refusal
 from antiphon.models.files import read_json
 from antiphon.models.names import TensorNames
@@ -37,7 +38,7 @@ from antiphon.specs.model import ModelSpec
 class Family:
     """What one family file provides: how to read its config and how it names its tensors."""
 
-    spec_from_config: Callable[[Mapping[str, Any]], ModelSpec]
+    spec_from_config: Callable[[dict[str, Any]], ModelSpec]
     names: TensorNames
 
 
@@ -60,7 +61,7 @@ FAMILIES = {
     "phimoe": Family(phimoe.spec_from_config, phimoe.NAMES),
     "qwen2_moe": Family(qwen2_moe.spec_from_config, qwen2_moe.NAMES),
     "qwen3_moe": Family(qwen3_moe.spec_from_config, qwen3_moe.NAMES),
-    "solar_open": Family(glm4_moe.solar_spec_from_config, deepseek.NAMES),
+    "solar_open": Family(glm4_moe.spec_from_config, deepseek.NAMES),
 }
 
 
@@ -92,6 +93,7 @@ def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise refusal(config, sorted(FAMILIES))
     family = FAMILIES[model_type]
+    config = completed(config)
     check_values(config, lambda: evidence(family.names))
     check_quantization(config)
     spec = family.spec_from_config(config)
