@@ -29,6 +29,7 @@ from antiphon.models.families.refused import refusal
 from antiphon.models.files import read_json
 from antiphon.models.names import TensorNames
 from antiphon.models.quantization import check_quantization, refuse_gguf
+from antiphon.models.rope_scaling import with_rope_scaling
 from antiphon.models.shard_index import evidence_of
 from antiphon.models.spec_checks import check_spec, check_tokens
 from antiphon.specs.model import ModelSpec
@@ -65,14 +66,16 @@ FAMILIES = {
 }
 
 
-def load_model_spec(path: str | Path) -> ModelSpec:
+def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     """Read a checkpoint folder's `config.json`, or that file itself. `CheckpointError` for anything unsupported.
+    `rope_scaling`: JSON in place of the file's own (`models/rope_scaling`).
 
     `generation_config.json` beside it, if there, knows better which tokens end a text (Qwen lists two). Weights are
     only looked at to say what they hold where a size is beyond all bounds.
     """
     file = config_file(path)
-    spec = model_spec(read_config(path), lambda names: evidence_of(file.parent, names))
+    config = with_rope_scaling(read_config(path), rope_scaling)
+    spec = model_spec(config, lambda names: evidence_of(file.parent, names))
     generation_file = file.with_name("generation_config.json")
     if not os.path.lexists(generation_file):
         return spec

@@ -53,13 +53,21 @@ class Launcher:
     """Holds what is needed to start workers, at first and again after a death."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self.spec = load_model_spec(config.model)
+        self.spec = load_model_spec(config.model, config.rope_scaling)
         open_checkpoint(config.model, self.spec)  # wrong or damaged weights are found before any process starts
         self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
         self._dtype = resolve_dtype(self.config.own("attention").dtype)
         for own in (self.config.own("attention"), self.config.own("experts")):
             check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
         self.context_length = config.context_length(self.spec)
+        if self.context_length > self.spec.max_position:
+            _log.warning(
+                "--max-model-len %d is beyond the %d positions that %s was made for: what it says there gets worse; "
+                "--rope-scaling stretches them",
+                self.context_length,
+                self.spec.max_position,
+                config.model,
+            )
         device = "cpu" if config.device == "cpu" else "gpu"
         knee, self._load_rows = _KNEE_ROWS[device], _LOAD_ROWS[device]
         self._placement = replace(config.expert_placement(self.spec), knee=knee)
@@ -274,6 +282,7 @@ class Launcher:
             block_size=config.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
+            rope_scaling=config.rope_scaling,
             max_running=config.max_running,
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),

@@ -11,7 +11,9 @@ from antiphon.specs.model import RopeSpec
 Config = dict[str, Any]
 Value = TypeVar("Value", bound=str)
 
-ROPE_TYPES: dict[str, Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"]] = {
+Scaling = Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"]
+MAX_POSITIONS = 2**30
+ROPE_TYPES: dict[str, Scaling] = {
     "default": "none",
     "none": "none",
     "linear": "linear",
@@ -107,13 +109,32 @@ def rope(
 ) -> RopeSpec:
     """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (published).
 
-    Of a file with both, `rope_scaling` was added by a hand: it counts, but for the base and the rotated part, if it is
-    silent about them. `partial`: the part of each head that is rotated, where no key says it.
+    `partial`: the part of each head that is rotated, where no key says it.
     """
+    scaling, numbers = _rope_numbers(config)
+    if max_position is None:
+        max_position = required_int(config, "max_position_embeddings")
+    theta = float(numbers.pop("rope_theta", None) or config["rope_theta"])
+    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
+    original = _original(config, numbers)
+    numbers.pop("original_max_position_embeddings", None)
+    return RopeSpec(
+        dim=int(head_dim * float(partial)),
+        theta=theta,
+        interleaved=interleaved,
+        scaling=scaling,
+        parameters={key: value for key, value in numbers.items() if _is_number(value)},
+        max_position=max_position,
+        original_max_position=int(original or max_position),
+    )
+
+
+def _rope_numbers(config: Config) -> tuple[Scaling, dict[str, Any]]:
+    """Of a file with both spellings, `rope_scaling` was added by hand: it counts, but for the base and the rotated part
+    of a head, if it is silent about them."""
     numbers = dict(config.get("rope_parameters") or {})
-    if scaling_of_hand := config.get("rope_scaling"):
-        numbers = {key: numbers[key] for key in ("rope_theta", "partial_rotary_factor") if key in numbers}
-        numbers |= scaling_of_hand
+    if added := config.get("rope_scaling"):
+        numbers = {key: numbers[key] for key in ("rope_theta", "partial_rotary_factor") if key in numbers} | added
     kind = str(numbers.pop("rope_type", None) or numbers.pop("type", None) or "default")
     numbers.pop("type", None)
     if kind not in ROPE_TYPES:
@@ -125,21 +146,27 @@ def rope(
         raise CheckpointError(
             f"config.json: rope_type = {brief(kind)} needs {', '.join(missing)}: add it to rope_parameters"
         )
-    if max_position is None:
-        max_position = required_int(config, "max_position_embeddings")
-    theta = float(numbers.pop("rope_theta", None) or config["rope_theta"])
-    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
-    original = config.get("original_max_position_embeddings") or numbers.pop("original_max_position_embeddings", None)
-    numbers.pop("original_max_position_embeddings", None)
-    return RopeSpec(
-        dim=int(head_dim * float(partial)),
-        theta=theta,
-        interleaved=interleaved,
-        scaling=scaling,
-        parameters={key: value for key, value in numbers.items() if _is_number(value)},
-        max_position=max_position,
-        original_max_position=int(original or max_position),
-    )
+    return scaling, numbers
+
+
+def _original(config: Config, numbers: dict[str, Any]) -> int | None:
+    """The positions of training before the stretch, where the file says it."""
+    return config.get("original_max_position_embeddings") or numbers.get("original_max_position_embeddings")
+
+
+def _context(config: Config, max_position: int) -> int:
+    """The positions a model is good for: YaRN is added by hand to files whose `max_position_embeddings` stays."""
+    scaling, numbers = _rope_numbers(config)
+    original = _original(config, numbers)
+    if scaling != "yarn" or original is None:
+        return max_position
+    stretched = int(numbers["factor"] * original)
+    if stretched > MAX_POSITIONS:
+        raise CheckpointError(
+            f"config.json: factor = {numbers['factor']} for {original} positions: at most {MAX_POSITIONS:,} positions "
+            f"are supported: lower it"
+        )
+    return max(max_position, stretched)
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -208,7 +235,7 @@ def shared_fields(config: Config, *, max_position_key: str = "max_position_embed
     return SharedFields(
         norm_eps=float(config["rms_norm_eps"]),
         tie_embeddings=bool(config.get("tie_word_embeddings")),
-        max_position=required_int(config, max_position_key),
+        max_position=_context(config, required_int(config, max_position_key)),
         eos_token_ids=tokens(config, "eos_token_id"),
         bos_token_id=next(iter(tokens(config, "bos_token_id")), None),
         dtype=dtype(config),
