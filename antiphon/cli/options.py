@@ -9,12 +9,16 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
+from antiphon.models.checkpoint_folder import model_folder
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
 
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
+ModelFolder = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=model_folder),
+]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.files import brief
 from antiphon.specs.model import RopeSpec
 
@@ -12,7 +13,6 @@ Config = dict[str, Any]
 Value = TypeVar("Value", bound=str)
 
 Scaling = Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"]
-MAX_POSITIONS = 2**30
 ROPE_TYPES: dict[str, Scaling] = {
     "default": "none",
     "none": "none",
@@ -242,7 +242,7 @@ def shared_fields(config: Config, *, max_position_key: str = "max_position_embed
     )
 
 
-def tokens(config: Config, key: str) -> tuple[int, ...]:
+def tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """A token id, a list of them, or nothing."""
     value = config.get(key)
     if value is None:

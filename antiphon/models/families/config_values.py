@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.families.config_keys import MAX_POSITIONS
 from antiphon.models.files import brief
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
 MAX_WIDTH = 2**20  # of rows, heads and feed-forwards
 MAX_TOKENS = 2**24  # in the vocabulary
+MAX_POSITIONS = 2**30
 COPY = "copy the file from the model's publisher"
 Evidence = Callable[[], str]
 

@@ -100,8 +100,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01}
     | {"bos_token_id": 1, "eos_token_id": 2},
     "qwen2_moe": {"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}
-    | {"qkv_bias": True},
-    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "sliding_window": 4096},
+    | {"qkv_bias": True, "decoder_sparse_step": 1},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "sliding_window": 4096, "decoder_sparse_step": 1},
     "solar_open": _SHARED_ONE | {"n_routed_experts": 128, "num_experts_per_tok": 8, "head_dim": 128},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
