@@ -9,12 +9,16 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
+from antiphon.models.checkpoint_folder import model_folder
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
 
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.")]
+ModelFolder = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=model_folder),
+]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
@@ -70,6 +74,10 @@ class WorkerOptions:
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
     ] = None
+    # Out of the help, which fills its screen; docs/models.md has it.
+    rope_scaling: Annotated[
+        str, typer.Option(metavar="JSON", help="Longer context, in place of the model's.", hidden=True)
+    ] = ""
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
     ] = None
@@ -113,6 +121,7 @@ class WorkerOptions:
             dtype=self.dtype,
             kernels=self.kernels,
             max_model_len=self.max_model_len,
+            rope_scaling=self.rope_scaling,
             kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
             max_running=capacity.max_running,
             max_batch_tokens=capacity.max_batch_tokens,

@@ -16,6 +16,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE, check_is_here
+from antiphon.models.checkpoint_folder import model_folder, model_name
 from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.candidates import Pins, parse_pins
@@ -226,7 +227,7 @@ class PlanInputs:
 def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -> PlanInputs:
     """Load and check all of it; `UserError` names the option."""
     cluster = overrides.apply_to_cluster(search.cluster_spec())
-    path = shipped_model_config(model)
+    path = model_folder(shipped_model_config(model))
     planned = load_planned_model(path, search.model_set or ())
     workload = overrides.apply_to_workload(load_workload(search.workload))
     if search.routing is not None:
@@ -251,7 +252,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
 def model_name_of(path: Path) -> str:
     """A folder's name, or that of the file; of a file called config.json the folder it lies in."""
     resolved = path.resolve()
-    return resolved.name if resolved.is_dir() else resolved.parent.name if path.stem == "config" else path.stem
+    return model_name(resolved) if resolved.is_dir() else resolved.parent.name if path.stem == "config" else path.stem
 
 
 def parse_target(option: str, text: str) -> float | None:

@@ -14,6 +14,7 @@ from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.measured import machine_of_ranks
 from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision, trained_in
+from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.training import plan_training
@@ -91,7 +92,7 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
         raise UserError(f"--overlap is {options.overlap}: it must be one of {', '.join(OVERLAP_LEVELS)}")
     groups = _groups(cluster, options.device)
     _check_num_devices(cluster, groups, options.devices)
-    path = shipped_model_config(model)
+    path = model_folder(shipped_model_config(model))
     planned = load_planned_model(path, search.model_set or ())
     _check_attention(planned.spec)
     if profile is not None and profile.model_config:

@@ -214,7 +214,7 @@ def run(
     """Start engine and server, serve until a signal, write the timeline, stop everything.
 
     `StartFailed` if the engine gave up meanwhile."""
-    spec = load_model_spec(asked.model)
+    spec = load_model_spec(asked.model, asked.rope_scaling)
     tokenizer = load_tokenizer(asked.model)
     address = reserve(settings.host, settings.port)
     with closing(address), ray.placed(asked) as placed:

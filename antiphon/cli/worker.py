@@ -8,6 +8,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.cli.options import check_count, check_not_empty, check_timeout
 from antiphon.cli.output import show
+from antiphon.models.checkpoint_folder import model_folder
 from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.joining import JoinRole, read_join_secret
 from antiphon.serve.worker.joined import JoinOrder, run_joined_worker
@@ -44,7 +45,7 @@ def worker(
         address=join,
         role=checked,
         host=host or "",
-        model=str(model or ""),
+        model="" if model is None else str(model_folder(model)),
         num_threads=threads or 0,
         patience_s=patience,
     )

@@ -7,20 +7,27 @@
    So is `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4.
 4. A part of a tensor is some rows of its first axis, and of those a cut of one axis: (axis, start, stop). Where a scale
    covers a block, the blocks that the cut touches are read.
+5. Names under a wrapper's prefix (`model.language_model.`) are read as those of the model in it.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models import dequantize
+from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES, multiply_out, scale_shapes
 from antiphon.models.names import BLOCKS_SUFFIX
 from antiphon.models.safetensors_file import SafetensorsFile
-from antiphon.models.shard_index import INDEX_NAME, file_of_each_tensor
+from antiphon.models.safetensors_header import read_header
+from antiphon.models.shard_index import file_of_each_tensor, unused_files
 
+_EMBEDDING, _HEAD, _PREFIX = "embed_tokens.weight", "lm_head.", "model."
+_Held = TypeVar("_Held")
 Rows = tuple[int, int] | None
 Cut = tuple[int, int, int] | None
 
@@ -31,8 +38,12 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
-        self._file_of, opened = file_of_each_tensor(self.folder)
-        self._shards = {file: SafetensorsFile(self.folder / file, entries) for file, entries in opened.items()}
+        stored, opened = file_of_each_tensor(self.folder)
+        self.prefix = _foreign_prefix(stored)
+        self._file_of = self._renamed(stored)
+        self._shards = {
+            file: SafetensorsFile(self.folder / file, self._renamed(entries)) for file, entries in opened.items()
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -40,6 +51,16 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         return sorted(self._file_of)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for a log: what lies in the folder and is not used, and names that were understood."""
+        notes = []
+        if unused := unused_files(self.folder, self._file_of.values()):
+            notes.append(f"not used, beside the weights in {self.folder}: {', '.join(unused)}")
+        if self.prefix is not None:
+            notes.append(f"tensors are named {self.prefix}*: read as model.*")
+        return notes
 
     def open_shards(self) -> None:
         """Read every shard's header now: `CheckpointError` if one is damaged, or lacks what the index says it has."""
@@ -152,6 +173,17 @@ class Checkpoint:
         """The rows of a scale that belong to `rows` of its weight: all where one scale serves the whole tensor."""
         return rows if self.shape(scale)[:1] == self.shape(name)[:1] else None
 
+    def _renamed(self, stored: dict[str, _Held]) -> dict[str, _Held]:
+        """By the names that a family gives its tensors."""
+        if self.prefix is None:
+            return stored
+        renamed = {}
+        for name, held in stored.items():
+            head = name[name.find(_HEAD) :] if _HEAD in name else ""
+            inner = _PREFIX + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
+            renamed[head or inner] = held
+        return renamed
+
     def _shard(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
             raise CheckpointError(
@@ -160,13 +192,21 @@ class Checkpoint:
             )
         file_name = self._file_of[name]
         if file_name not in self._shards:
-            self._shards[file_name] = SafetensorsFile(self.folder / file_name)
+            path = self.folder / file_name
+            self._shards[file_name] = SafetensorsFile(path, self._renamed(read_header(path)))
         shard = self._shards[file_name]
         if name not in shard.entries:
             raise CheckpointError(
                 f"{file_name}: tensor {name} is missing, though {INDEX_NAME} says it is there: download both again"
             )
         return shard
+
+
+def _foreign_prefix(names: Iterable[str]) -> str | None:
+    """What stands in the place of "model." where a wrapper, or a part of it, was saved; None in a model's own names."""
+    found = [name for name in names if name == _EMBEDDING or name.endswith("." + _EMBEDDING)]
+    prefix = found[0].removesuffix(_EMBEDDING) if len(found) == 1 else _PREFIX
+    return None if prefix == _PREFIX else prefix
 
 
 def _narrowed(tensor: Tensor, cut: Cut) -> Tensor:

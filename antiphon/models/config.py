@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import UserError
+from antiphon.models.checkpoint_folder import instead_of_config
 from antiphon.models.families import (
     config_keys,
     dbrx,
@@ -24,11 +25,13 @@ from antiphon.models.families import (
     qwen3_moe,
 )
 from antiphon.models.families.config_values import RULES, check_value, check_values
+from antiphon.models.families.defaults import completed
 from antiphon.models.families.refused import refusal
 from antiphon.models.files import read_json
 from antiphon.models.names import TensorNames
 from antiphon.models.quantization import check_quantization, refuse_gguf
-from antiphon.models.shard_index import evidence_of
+from antiphon.models.rope_scaling import with_rope_scaling
+from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.spec_checks import check_spec, check_tokens
 from antiphon.specs.model import ModelSpec
 
@@ -37,7 +40,7 @@ from antiphon.specs.model import ModelSpec
 class Family:
     """What one family file provides: how to read its config and how it names its tensors."""
 
-    spec_from_config: Callable[[Mapping[str, Any]], ModelSpec]
+    spec_from_config: Callable[[dict[str, Any]], ModelSpec]
     names: TensorNames
 
 
@@ -60,28 +63,35 @@ FAMILIES = {
     "phimoe": Family(phimoe.spec_from_config, phimoe.NAMES),
     "qwen2_moe": Family(qwen2_moe.spec_from_config, qwen2_moe.NAMES),
     "qwen3_moe": Family(qwen3_moe.spec_from_config, qwen3_moe.NAMES),
-    "solar_open": Family(glm4_moe.solar_spec_from_config, deepseek.NAMES),
+    "solar_open": Family(glm4_moe.spec_from_config, deepseek.NAMES),
 }
 
 
-def load_model_spec(path: str | Path) -> ModelSpec:
+def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     """Read a checkpoint folder's `config.json`, or that file itself. `CheckpointError` for anything unsupported.
+    `rope_scaling`: JSON in place of the file's own (`models/rope_scaling`).
 
-    `generation_config.json` beside it, if there, knows better which tokens end a text (Qwen lists two). Weights are
-    only looked at to say what they hold where a size is beyond all bounds.
+    `generation_config.json` beside it, if there, adds tokens that end a text (Qwen lists two). Weights are looked at
+    for their dtype where no key says it, and to say what they hold where a size is beyond all bounds.
     """
     file = config_file(path)
-    spec = model_spec(read_config(path), lambda names: evidence_of(file.parent, names))
-    generation_file = file.with_name("generation_config.json")
-    if not os.path.lexists(generation_file):
-        return spec
-    generation, where = read_json(generation_file), f"{generation_file.name}: eos_token_id"
-    if generation.get("eos_token_id") is None:
-        return spec
-    check_value(where, generation["eos_token_id"], RULES["eos_token_id"])
-    endings = config_keys.tokens(generation, "eos_token_id")
-    check_tokens(where, endings, spec.vocab_size)
+    config = with_rope_scaling(read_config(path), rope_scaling)
+    if config_keys.stated_dtype(config) is None and (stored := stored_dtype(file.parent)) is not None:
+        config = config | {"dtype": stored}
+    spec = model_spec(config, lambda names: evidence_of(file.parent, names))
+    endings = stated_endings(config, file.parent)
+    check_tokens("generation_config.json: eos_token_id", endings, spec.vocab_size)
     return replace(spec, eos_token_ids=endings) if endings else spec
+
+
+def stated_endings(config: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text by `generation_config.json` and by this `config.json`, in this order."""
+    file = folder / "generation_config.json"
+    generation = read_json(file) if os.path.lexists(file) else {}
+    if generation.get("eos_token_id") is not None:
+        check_value(f"{file.name}: eos_token_id", generation["eos_token_id"], RULES["eos_token_id"])
+    endings = (*config_keys.tokens(generation, "eos_token_id"), *config_keys.tokens(config, "eos_token_id"))
+    return tuple(dict.fromkeys(endings))
 
 
 def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str] = lambda _: "") -> ModelSpec:
@@ -92,6 +102,7 @@ def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise refusal(config, sorted(FAMILIES))
     family = FAMILIES[model_type]
+    config = completed(config)
     check_values(config, lambda: evidence(family.names))
     check_quantization(config)
     spec = family.spec_from_config(config)
@@ -120,7 +131,8 @@ def config_file(path: str | Path) -> Path:
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The keys of a checkpoint folder's `config.json`, or of that file itself. `CheckpointError` if it is damaged."""
-    return read_json(config_file(path), "give a checkpoint folder in Hugging Face format")
+    file = config_file(path)
+    return read_json(file, instead_of_config(file.parent if file != Path(path) else file))
 
 
 def tensor_names(spec: ModelSpec) -> TensorNames:

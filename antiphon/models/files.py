@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from antiphon.base.errors import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000  # as much as the safetensors library takes for a header; published indices have 9 MB
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -49,7 +50,10 @@ def open_regular(path: Path, missing: str = "download it") -> BinaryIO:
     except (OSError, ValueError) as error:  # ValueError: a path that no system accepts
         raise _cannot_be_read(path, error, missing) from error
     try:
-        _check_kind(path, os.fstat(descriptor))
+        status = os.fstat(descriptor)
+        _check_kind(path, status)
+        if status.st_size <= _POINTER_BYTES and os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+            raise CheckpointError(f"{path}: a pointer of Git LFS, not the file: run git lfs pull in {path.parent}")
     except CheckpointError:
         os.close(descriptor)
         raise

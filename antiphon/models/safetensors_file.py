@@ -13,7 +13,7 @@ from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.files import open_regular
-from antiphon.models.safetensors_header import TensorEntry, read_header, truncated
+from antiphon.models.safetensors_header import TensorEntry, truncated
 
 DTYPES = {
     "F64": torch.float64,
@@ -28,10 +28,10 @@ DTYPES = {
 class SafetensorsFile:
     """Header and lazily made memory map of one file. Views keep the map alive; they must not be written to."""
 
-    def __init__(self, path: Path, entries: dict[str, TensorEntry] | None = None) -> None:
-        """`entries`: the header, where it was read before."""
+    def __init__(self, path: Path, entries: dict[str, TensorEntry]) -> None:
+        """`entries`: the file's header (`read_header`)."""
         self.path = path
-        self.entries = read_header(path) if entries is None else entries
+        self.entries = entries
         self._map: mmap.mmap | None = None
 
     def view(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:

@@ -42,6 +42,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Names and places of all tensors, checked against the file's size and against each other."""
     with open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
+        if file_bytes == 0:
+            raise CheckpointError(f"{path.name}: empty: download it again")
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if file_bytes < LENGTH_BYTES or header_bytes > MAX_JSON_BYTES:
             raise CheckpointError(

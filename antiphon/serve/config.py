@@ -14,6 +14,8 @@ from typing import Literal, get_args
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.models.families.config_values import MAX_POSITIONS
+from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.serve.balancer import POLICIES, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.worker.messages import Role
@@ -46,7 +48,8 @@ class ServeConfig:
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`). A
     replica may have `num_stages` stages of so many, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
-    memory. `max_model_len` None: the model's own; `num_threads` None: the cores are shared.
+    memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
+    `num_threads` None: the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
     exchanges in steps with and without rows of prompts. Of the attention workers (or replicas) and expert workers, the
@@ -68,6 +71,7 @@ class ServeConfig:
     dtype: str = "auto"
     kernels: str = "auto"
     max_model_len: int | None = None
+    rope_scaling: str = ""
     kv_bytes: int | None = None
     block_size: int = 16
     max_batch_tokens: int = 2048
@@ -96,6 +100,7 @@ class ServeConfig:
         for holds, name, value, limit in (*self._checks(), *self._role_checks(), *self._collectives_checks()):
             if not holds:
                 raise UserError(f"--{name} is {value}: it must be {limit}")
+        check_rope_scaling(self.rope_scaling)
         self._check_joining()
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
@@ -142,6 +147,12 @@ class ServeConfig:
                 f"1 to {MAX_MICRO_BATCHES}",
             ),
             (self.max_model_len is None or self.max_model_len >= 1, "max-model-len", self.max_model_len, "at least 1"),
+            (
+                (self.max_model_len or 1) <= MAX_POSITIONS,
+                "max-model-len",
+                self.max_model_len,
+                f"at most {MAX_POSITIONS:,}",
+            ),
             (self.kv_bytes is None or self.kv_bytes >= 1, "kv-bytes", self.kv_bytes, "at least 1"),
             (self.block_size % 16 == 0 and self.block_size > 0, "block-size", self.block_size, "a multiple of 16"),
             (self.max_running >= 1, "max-running", self.max_running, "at least 1"),
@@ -338,9 +349,6 @@ class ServeConfig:
         return needed if self.expert_slots is None else self.expert_slots
 
     def context_length(self, spec: ModelSpec) -> int:
-        """Tokens a sequence may have: what was asked for, at most what the model was trained for."""
-        if self.max_model_len is None:
-            return spec.max_position
-        if self.max_model_len > spec.max_position:
-            raise UserError(f"--max-model-len is {self.max_model_len}: the model's context ends at {spec.max_position}")
-        return self.max_model_len
+        """Tokens a sequence may have: what was asked for, which may be more than the model was trained for. All forms
+        of rotation that we have go on; the launcher warns."""
+        return spec.max_position if self.max_model_len is None else self.max_model_len

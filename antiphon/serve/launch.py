@@ -17,7 +17,10 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
+from antiphon.models.checkpoint_folder import model_folder, model_name
 from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.endings import with_tokenizer_ending
+from antiphon.models.families.defaults import assumed
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out
 from antiphon.models.shares import check_ranks
@@ -53,13 +56,25 @@ class Launcher:
     """Holds what is needed to start workers, at first and again after a death."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self.spec = load_model_spec(config.model)
-        open_checkpoint(config.model, self.spec)  # wrong or damaged weights are found before any process starts
+        config = replace(config, model=model_folder(config.model))
+        _say_what_is_assumed(config.model)
+        self.spec = with_tokenizer_ending(config.model, load_model_spec(config.model, config.rope_scaling))
+        # wrong or damaged weights are found before any process starts
+        for note in open_checkpoint(config.model, self.spec).notes:
+            _log.info("%s", note)
         self.config = replace(config, dtype=self.spec.dtype if config.dtype == "auto" else config.dtype)
         self._dtype = resolve_dtype(self.config.own("attention").dtype)
         for own in (self.config.own("attention"), self.config.own("experts")):
             check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
         self.context_length = config.context_length(self.spec)
+        if self.context_length > self.spec.max_position:
+            _log.warning(
+                "--max-model-len %d is beyond the %d positions that %s was made for: what it says there gets worse; "
+                "--rope-scaling stretches them",
+                self.context_length,
+                self.spec.max_position,
+                config.model,
+            )
         device = "cpu" if config.device == "cpu" else "gpu"
         knee, self._load_rows = _KNEE_ROWS[device], _LOAD_ROWS[device]
         self._placement = replace(config.expert_placement(self.spec), knee=knee)
@@ -274,6 +289,7 @@ class Launcher:
             block_size=config.block_size,
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
+            rope_scaling=config.rope_scaling,
             max_running=config.max_running,
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
@@ -298,7 +314,7 @@ class Launcher:
     def _info(self) -> EngineInfo:
         config = self.config
         return EngineInfo(
-            model_name=Path(config.model).resolve().name,
+            model_name=model_name(Path(config.model)),
             max_model_len=self.context_length,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
@@ -309,6 +325,15 @@ class Launcher:
             num_expert_parts=config.num_expert_parts,
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
+        )
+
+
+def _say_what_is_assumed(model: Path) -> None:
+    """One line about numbers that the model's family gave, where its file is silent."""
+    config = read_config(model)
+    if keys := assumed(config):
+        _log.info(
+            "config.json does not say %s: taken from the defaults of %s", ", ".join(keys), config.get("model_type")
         )
 
 

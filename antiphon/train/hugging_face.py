@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from antiphon.base.errors import UserError
 from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.kernels.reference.weights import ReferenceExperts
+from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import tensor_names
 from antiphon.models.load import open_checkpoint
 from antiphon.models.names import StackedLayout
-from antiphon.models.shard_index import INDEX_NAME
 from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, check, expert_refs, outer_plan
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec

@@ -139,3 +139,35 @@ def test_nan_in_a_norm(antiphon: Cli, folder: Path, layout: str) -> None:
     save_file(tensors, folder / SHARD)
     message = f"{SHARD}: tensor {name} holds nan at [3]: the weights are damaged, download the file again"
     refuses(antiphon, message, ("generate", "MODEL", "--token-ids", "1", "--layout", layout), folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        *(("config.json", command) for command in READERS),
+        *((SHARD, command) for command in LOADERS),
+        *(("tokenizer.json", command) for command in (LOADERS[0], LOADERS[2])),
+    ],
+)
+def test_a_clone_without_its_large_files(antiphon: Cli, folder: Path, command: tuple[str, ...], name: str) -> None:
+    (folder / name).write_text(POINTER)
+    message = f"{folder / name}: a pointer of Git LFS, not the file: run git lfs pull in {folder}"
+    refuses(antiphon, message, command, folder)
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_an_adapter_and_a_cache_with_two_snapshots(
+    antiphon: Cli, folder: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    (folder / "config.json").rename(tmp_path / "config.json")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    merge = "merge the adapter into its model (org/base) and give that folder"
+    refuses(antiphon, f"{folder / 'config.json'} is missing: {merge}", command, folder)
+    model = tmp_path / "models--org--model"
+    for revision in ("a1", "b2"):
+        (model / "snapshots" / revision).mkdir(parents=True)
+    message = f"{model}: 2 snapshots and no refs/main that names one: give {model / 'snapshots' / 'b2'}"
+    refuses(antiphon, message, command, model)

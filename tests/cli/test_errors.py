@@ -109,7 +109,8 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
     ("--token-ids 1 --seed 99999999999999999999", 2, r"seed is 9*: it must be between -2\*\*63 and 2\*\*63 - 1"),
     ("--token-ids 1 --max-model-len 0", 2, "--max-model-len is 0: it must be at least 1"),
     ("--token-ids 1 --kv-bytes 0", 2, "--kv-bytes is 0: it must be at least 1"),
-    ("--token-ids 1 --max-model-len 9000", 2, "--max-model-len is 9000: the model's context ends at 8192"),
+    ("--token-ids 1 --max-model-len 2000000000", 2, "--max-model-len is 2000000000: it must be at most 1,073,741,824"),
+    ("--token-ids 1 --rope-scaling {}", 2, "--rope-scaling: rope_type = None: use one of default, dynamic, .*yarn"),
     ("--token-ids 1 --kv-bytes much", 2, "--kv-bytes 'much' is not a size in bytes: write for example 4GiB.*"),
     (
         "--token-ids 1 --kv-bytes 1KiB",

@@ -1,6 +1,7 @@
 """`antiphon generate` as users run it: a process of its own, workers and all; one of them a program, others forked."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,3 +75,34 @@ def test_a_seed_repeats_and_a_file_takes_the_json(checkpoint: Path, tmp_path: Pa
     written = json.loads(target.read_text())
     assert printed == written["text"] + "\n"
     assert as_json(checkpoint, *sampled, *APART)["token_ids"] == written["token_ids"]
+
+
+def test_a_model_of_the_hubs_cache_beyond_its_context(checkpoint: Path, result: dict[str, Any], tmp_path: Path) -> None:
+    """Its folder, other weights beside its own, a key that is missing, a scaling that changes nothing, and a context
+    longer than the model's: the same tokens, and a line for each."""
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "a1"
+    shutil.copytree(checkpoint, snapshot)
+    config = json.loads((snapshot / "config.json").read_text())
+    del config["decoder_sparse_step"]
+    (snapshot / "config.json").write_text(json.dumps(config))
+    (snapshot / "adapter_model.safetensors").write_bytes(b"")
+    command = [sys.executable, "-m", "antiphon.cli.main", "generate", str(tmp_path / "models--org--model")]
+    options = [
+        "--prompt",
+        "bada do",
+        "--max-tokens",
+        "12",
+        "--json",
+        "-",
+        "--max-model-len",
+        "9000",
+        "--dtype",
+        "float32",
+    ]
+    scaling = ["--rope-scaling", json.dumps({"rope_type": "linear", "factor": 1.0})]
+    ended = PROGRAMS.run([*command, *options, *scaling], cwd=ROOT, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["token_ids"] == result["token_ids"]
+    assert "--max-model-len 9000 is beyond the 8192 positions" in ended.stderr
+    assert "config.json does not say decoder_sparse_step: taken from the defaults of qwen3_moe" in ended.stderr
+    assert f"not used, beside the weights in {snapshot}: adapter_model.safetensors" in ended.stderr

@@ -188,8 +188,8 @@ def save_model(tmp_path: Path) -> Callable[..., SavedModel]:
     return save
 
 
-def load_decoder(folder: Path, backend: KernelBackend | None = None, **how: Any) -> Decoder:
-    spec, checkpoint, backend = load_model_spec(folder), Checkpoint(folder), backend or ReferenceBackend()
+def load_decoder(folder: Path, backend: KernelBackend | None = None, rope_scaling: str = "", **how: Any) -> Decoder:
+    spec, checkpoint, backend = load_model_spec(folder, rope_scaling), Checkpoint(folder), backend or ReferenceBackend()
     return Decoder(load_attention_half(checkpoint, spec, backend, **how), load_expert_half(checkpoint, spec, backend))
 
 

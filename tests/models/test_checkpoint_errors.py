@@ -67,10 +67,7 @@ def test_shard_cut_within_its_header(folder: Path) -> None:
 def test_empty_shard(folder: Path) -> None:
     shard = shard_of(folder, NORM)
     shard.write_bytes(b"")
-    assert message_of(lambda: load_all(folder)) == (
-        f"{shard.name}: not a safetensors file: its first 8 bytes promise a header of 0 bytes, the file has 0: "
-        f"download it again"
-    )
+    assert message_of(lambda: load_all(folder)) == f"{shard.name}: empty: download it again"
 
 
 def test_page_of_html_instead_of_a_shard(folder: Path) -> None:
@@ -112,9 +109,10 @@ def test_missing_shard(folder: Path) -> None:
 
 def test_missing_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
-    shards = len(list(folder.glob("*.safetensors")))
+    for number, shard in enumerate(sorted(folder.glob("*.safetensors"))):
+        shard.rename(folder / f"part{number}.safetensors")
     assert message_of(lambda: load_all(folder)) == (
-        f"{folder}: {shards} .safetensors files but no model.safetensors.index.json: download it from the publisher"
+        f"{folder}: {number + 1} .safetensors files but no model.safetensors.index.json: download it from the publisher"
     )
 
 
@@ -257,8 +255,7 @@ CONFIG: dict[str, Any] = {
     ],
 )
 def test_unsupported_configs(change: dict[str, Any], expected: str) -> None:
-    config = {k: v for k, v in (CONFIG | change).items() if v is not None}
-    assert message_of(lambda: model_spec(config)) == expected
+    assert message_of(lambda: model_spec(CONFIG | change)) == expected
 
 
 def test_a_lone_file_needs_no_index(save_model: Any, tools: Any) -> None:

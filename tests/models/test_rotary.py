@@ -1,12 +1,15 @@
 """Long-context scalings equal transformers' logits, and both spellings of a config give the same `RopeSpec`."""
 
+import copy
+import json
 from typing import Any
 
 import pytest
 import torch
 
-from antiphon.base.errors import CheckpointError
-from antiphon.models.config import model_spec
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import RopeSpec
 
@@ -153,3 +156,97 @@ def test_table_has_the_positions_asked_for() -> None:
     assert table.cos.shape == table.sin.shape == (5, 4)
     assert table.cos[0].tolist() == [1.0] * 4
     assert table.sin[1, 0].item() == pytest.approx(0.841471)
+
+
+RECIPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ADDED: dict[str, dict[str, Any]] = {
+    "yarn": RECIPE,
+    "yarn, named as transformers 4 does": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32},
+    "yarn, trained length not stated": {"rope_type": "yarn", "factor": 2.0},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+}
+
+
+@pytest.mark.parametrize("scaling", ADDED.values(), ids=ADDED)
+@pytest.mark.parametrize("how", ["in config.json", "by option"])
+def test_a_scaling_added_by_hand(scaling: dict[str, Any], how: str, save_model: Any, tools: Any) -> None:
+    """Positions beyond those of training; the base of the file that transformers 5 wrote stays."""
+    theta = {"rope_type": "default", "rope_theta": 5e4}
+    saved = save_model(tools.config("qwen3_moe", rope_parameters=theta, max_position_embeddings=40))
+    kind = {"rope_type": scaling.get("type", scaling.get("rope_type")), "rope_theta": 5e4}
+    rope = {key: value for key, value in scaling.items() if key != "type"} | kind
+    changed = tools.config("qwen3_moe", rope_parameters=copy.deepcopy(rope), max_position_embeddings=40)
+    model = type(saved.model).from_pretrained(saved.folder, config=changed, attn_implementation="eager").eval()
+    if how == "in config.json":
+        file = saved.folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_scaling": scaling}))
+    token_ids = tools.ids(100)
+    with torch.inference_mode():
+        expected = model(token_ids[None]).logits[0]
+    option = json.dumps(scaling) if how == "by option" else ""
+    found = tools.run(tools.load(saved.folder, rope_scaling=option, max_positions=100), token_ids, [60, 40])
+    assert float((found - expected).abs().max()) < TOLERANCE
+    assert float((expected - saved.logits(token_ids)).abs().max()) > 0.01, "the scaling changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (RECIPE, 128),
+        (RECIPE | {"factor": 1.5}, 48),
+        (RECIPE | {"factor": 1.1}, 40),
+        ({"type": "yarn", "factor": 4.0}, 40),
+        ({"rope_type": "linear", "factor": 4.0}, 40),
+        (longrope(12, factor=4.0), 40),
+    ],
+)
+def test_the_context_of_a_scaling(scaling: dict[str, Any], positions: int, tmp_path: Any) -> None:
+    """YaRN is published with the positions it stretches; every other file says itself how far it goes."""
+    config = QWEN3 | {"max_position_embeddings": 40}
+    assert model_spec(config | {"rope_scaling": scaling}).max_position == positions
+    assert model_spec(config | {"rope_parameters": scaling | {"rope_theta": 1e4}}).max_position == positions
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model_spec(tmp_path, json.dumps(scaling)).max_position == positions
+
+
+def test_an_option_replaces_the_scaling_of_the_file(tmp_path: Any) -> None:
+    file = {"rope_parameters": DEEPSEEK_YARN | {"rope_theta": 7e4}, "original_max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | file))
+    found = load_model_spec(tmp_path, json.dumps({"rope_parameters": RECIPE})).attention.rope
+    assert found == RopeSpec(
+        dim=12, theta=7e4, scaling="yarn", parameters={"factor": 4.0}, max_position=128, original_max_position=32
+    )
+    assert load_model_spec(tmp_path, '{"rope_type": "default"}').attention.rope.scaling == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("yarn", "--rope-scaling 'yarn': not valid JSON (Expecting value: line 1 column 1 (char 0)): write '{"),
+        ("[4]", "--rope-scaling '[4]': an object is needed: write '{"),
+        ("{}", "--rope-scaling: rope_type = None: use one of default, dynamic, linear, llama3, longrope, none,"),
+        ('{"type": "ntk"}', "--rope-scaling: rope_type = 'ntk': use one of default, dynamic,"),
+        ('{"type": "yarn"}', "--rope-scaling: yarn needs factor: add it"),
+        (
+            '{"type": "linear", "factor": 2, "beta_fast": 1}',
+            "--rope-scaling: 'beta_fast' means nothing to linear: it has factor, rope_theta, partial_rotary_factor",
+        ),
+        (
+            '{"type": "yarn", "factor": "4"}',
+            "--rope-scaling: factor = '4': a number above 0 up to 1e+09 is needed",
+        ),
+        ('{"type": "yarn", "factor": 2, "factor": 4}', "'factor' stands there twice"),
+        ('{"type": "yarn", "factor": NaN}', "it holds NaN, which is not JSON"),
+    ],
+)  # fmt: skip
+def test_options_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_rope_scaling(text)
+    assert message in str(caught.value)
+
+
+def test_a_stretch_beyond_all_bounds() -> None:
+    with pytest.raises(CheckpointError, match=r"factor = 1000000000\.0 for 32 positions: at most 1,073,741,824"):
+        model_spec(QWEN3 | {"rope_scaling": RECIPE | {"factor": 1e9}})

@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.files import brief
 from antiphon.specs.model import RopeSpec
 
-Config = Mapping[str, Any]
+Config = dict[str, Any]
 Value = TypeVar("Value", bound=str)
 
-ROPE_TYPES: dict[str, Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"]] = {
+Scaling = Literal["none", "linear", "dynamic", "yarn", "longrope", "llama3"]
+ROPE_TYPES: dict[str, Scaling] = {
     "default": "none",
     "none": "none",
     "linear": "linear",
@@ -101,16 +103,38 @@ def rope(
     config: Config,
     head_dim: int,
     *,
-    theta: float,
     interleaved: bool = False,
     max_position: int | None = None,
     partial: float = 1.0,
 ) -> RopeSpec:
     """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (published).
 
-    `theta`, and `partial`, the part of each head that is rotated, are the family's, for configs that do not state them.
+    `partial`: the part of each head that is rotated, where no key says it.
     """
-    numbers = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    scaling, numbers = _rope_numbers(config)
+    if max_position is None:
+        max_position = required_int(config, "max_position_embeddings")
+    theta = float(numbers.pop("rope_theta", None) or config["rope_theta"])
+    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
+    original = _original(config, numbers)
+    numbers.pop("original_max_position_embeddings", None)
+    return RopeSpec(
+        dim=int(head_dim * float(partial)),
+        theta=theta,
+        interleaved=interleaved,
+        scaling=scaling,
+        parameters={key: value for key, value in numbers.items() if _is_number(value)},
+        max_position=max_position,
+        original_max_position=int(original or max_position),
+    )
+
+
+def _rope_numbers(config: Config) -> tuple[Scaling, dict[str, Any]]:
+    """Of a file with both spellings, `rope_scaling` was added by hand: it counts, but for the base and the rotated part
+    of a head, if it is silent about them."""
+    numbers = dict(config.get("rope_parameters") or {})
+    if added := config.get("rope_scaling"):
+        numbers = {key: numbers[key] for key in ("rope_theta", "partial_rotary_factor") if key in numbers} | added
     kind = str(numbers.pop("rope_type", None) or numbers.pop("type", None) or "default")
     numbers.pop("type", None)
     if kind not in ROPE_TYPES:
@@ -122,21 +146,27 @@ def rope(
         raise CheckpointError(
             f"config.json: rope_type = {brief(kind)} needs {', '.join(missing)}: add it to rope_parameters"
         )
-    if max_position is None:
-        max_position = required_int(config, "max_position_embeddings")
-    theta = float(numbers.pop("rope_theta", None) or config.get("rope_theta") or theta)
-    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
-    original = config.get("original_max_position_embeddings") or numbers.pop("original_max_position_embeddings", None)
-    numbers.pop("original_max_position_embeddings", None)
-    return RopeSpec(
-        dim=int(head_dim * float(partial)),
-        theta=theta,
-        interleaved=interleaved,
-        scaling=scaling,
-        parameters={key: value for key, value in numbers.items() if _is_number(value)},
-        max_position=max_position,
-        original_max_position=int(original or max_position),
-    )
+    return scaling, numbers
+
+
+def _original(config: Config, numbers: dict[str, Any]) -> int | None:
+    """The positions of training before the stretch, where the file says it."""
+    return config.get("original_max_position_embeddings") or numbers.get("original_max_position_embeddings")
+
+
+def _context(config: Config, max_position: int) -> int:
+    """The positions a model is good for: YaRN is added by hand to files whose `max_position_embeddings` stays."""
+    scaling, numbers = _rope_numbers(config)
+    original = _original(config, numbers)
+    if scaling != "yarn" or original is None:
+        return max_position
+    stretched = int(numbers["factor"] * original)
+    if stretched > MAX_POSITIONS:
+        raise CheckpointError(
+            f"config.json: factor = {numbers['factor']} for {original} positions: at most {MAX_POSITIONS:,} positions "
+            f"are supported: lower it"
+        )
+    return max(max_position, stretched)
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -160,20 +190,17 @@ class GroupedQuery(TypedDict):
     rope: RopeSpec
 
 
-def grouped_query(
-    config: Config, *, theta: float, interleaved: bool = False, partial: float = 1.0, rotary_dim_key: str = ""
-) -> GroupedQuery:
-    """`theta`, `interleaved` and `partial` as in `rope`; `rotary_dim_key` may state the rotated width instead."""
+def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> GroupedQuery:
+    """`interleaved` as in `rope`; `rotary_dim_key` may state the rotated width."""
     num_heads = required_int(config, "num_attention_heads")
     head_dim = optional_int(config, "head_dim", required_int(config, "hidden_size") // num_heads)
-    if rotary_dim_key:
-        partial = optional_int(config, rotary_dim_key, head_dim) / head_dim
+    partial = optional_int(config, rotary_dim_key, head_dim) / head_dim if rotary_dim_key else 1.0
     return GroupedQuery(
         num_heads=num_heads,
         num_kv_heads=optional_int(config, "num_key_value_heads", num_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=rope(config, head_dim, theta=theta, interleaved=interleaved, partial=partial),
+        rope=rope(config, head_dim, interleaved=interleaved, partial=partial),
     )
 
 
@@ -204,22 +231,18 @@ class SharedFields(TypedDict):
     dtype: Literal["float32", "bfloat16", "float16"]
 
 
-def shared_fields(
-    config: Config, *, norm_eps: float = 1e-6, max_position_key: str = "max_position_embeddings"
-) -> SharedFields:
-    """`norm_eps` is the family's default, for configs that do not state it."""
-    stated_eps = optional_float(config, "rms_norm_eps")
+def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> SharedFields:
     return SharedFields(
-        norm_eps=norm_eps if stated_eps is None else stated_eps,
+        norm_eps=float(config["rms_norm_eps"]),
         tie_embeddings=bool(config.get("tie_word_embeddings")),
-        max_position=required_int(config, max_position_key),
+        max_position=_context(config, required_int(config, max_position_key)),
         eos_token_ids=tokens(config, "eos_token_id"),
         bos_token_id=next(iter(tokens(config, "bos_token_id")), None),
         dtype=dtype(config),
     )
 
 
-def tokens(config: Config, key: str) -> tuple[int, ...]:
+def tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """A token id, a list of them, or nothing."""
     value = config.get(key)
     if value is None:
@@ -228,5 +251,11 @@ def tokens(config: Config, key: str) -> tuple[int, ...]:
 
 
 def dtype(config: Config) -> Literal["float32", "bfloat16", "float16"]:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = stated_dtype(config) or "float32"
     return one_of({"dtype": name}, "dtype", cast("tuple[Any, ...]", DTYPES), "bfloat16")
+
+
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """What `config.json` says its weights are stored in; None where it leaves that to them."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
+    return None if name == "auto" else name

@@ -106,6 +106,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("num_hidden_layers", "n_layers"), _LAYERS),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"), _LAYERS),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), Whole(least=-1, most=MAX_LAYERS)),
+    "max_window_layers": Whole(least=0, most=MAX_LAYERS),
     **dict.fromkeys(("layer_types", "mlp_layer_types"), OneOrMore(each=Text())),
     "attn_type_list": OneOrMore(each=Whole(least=0, most=MAX_LAYERS)),
     "first_k_dense_replace": Whole(least=0, most=MAX_LAYERS),

@@ -22,6 +22,7 @@ NAMES = TensorNames(
     ),
 )
 LAYER_NORM_EPS = 1e-5
+ROPE_THETA = 10_000.0
 
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
@@ -44,7 +45,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
             head_dim=head_dim,
             scale=head_dim**-0.5,
             rope=keys.rope(
-                config, head_dim, theta=float(attention.get("rope_theta") or 10_000.0), max_position=max_position
+                {"rope_theta": attention.get("rope_theta") or ROPE_THETA} | config, head_dim, max_position=max_position
             ),
             clip_qkv=keys.optional_float(attention, "clip_qkv"),
         ),
@@ -58,5 +59,5 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
             intermediate=keys.required_int(experts, "ffn_hidden_size"),
         ),
         norm="layer_no_bias",
-        **keys.shared_fields(config, norm_eps=LAYER_NORM_EPS, max_position_key="max_seq_len"),
+        **keys.shared_fields(config | {"rms_norm_eps": LAYER_NORM_EPS}, max_position_key="max_seq_len"),
     )

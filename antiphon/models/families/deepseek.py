@@ -19,7 +19,7 @@ def v1_spec_from_config(config: keys.Config) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     keys.one_of(config, "scoring_func", ("softmax",), "softmax")
     attention = AttentionSpec(
-        **keys.grouped_query(config, theta=10_000.0),
+        **keys.grouped_query(config),
         qkv_bias=bias,
         out_bias=bias,
     )
@@ -50,17 +50,16 @@ def v2_spec_from_config(config: keys.Config) -> ModelSpec:
 def v3_spec_from_config(config: keys.Config) -> ModelSpec:
     keys.one_of(config, "scoring_func", ("sigmoid",), "sigmoid")
     keys.one_of(config, "topk_method", ("noaux_tc",), "noaux_tc")
-    interleaved = bool(config.get("rope_interleave", True))
+    interleaved = bool(config["rope_interleave"])
     return moe_spec(config, _latent_attention(config, interleaved=interleaved), v3_router(config))
 
 
-def v3_router(config: keys.Config, *, normalize: bool = True) -> RouterSpec:
-    """DeepSeek-V3's router; `normalize` is the family's, for configs that do not state it."""
+def v3_router(config: keys.Config) -> RouterSpec:
     return RouterSpec(
         num_experts=keys.required_int(config, "n_routed_experts", "num_local_experts"),
         top_k=keys.required_int(config, "num_experts_per_tok"),
         scoring="sigmoid",
-        normalize=bool(config.get("norm_topk_prob", normalize)),
+        normalize=bool(config.get("norm_topk_prob")),
         has_score_bias=True,
         num_groups=keys.optional_int(config, "n_group", 1),
         top_k_groups=keys.optional_int(config, "topk_group", 1),
@@ -69,7 +68,7 @@ def v3_router(config: keys.Config, *, normalize: bool = True) -> RouterSpec:
     )
 
 
-def moe_spec(config: keys.Config, attention: AttentionSpec, router: RouterSpec, *, norm_eps: float = 1e-6) -> ModelSpec:
+def moe_spec(config: keys.Config, attention: AttentionSpec, router: RouterSpec) -> ModelSpec:
     """A model of DeepSeek's shape, whatever its attention and router: dense first layers, ungated shared experts."""
     keys.require_absent(config, "mlp_bias")
     sizes = keys.sizes(config)
@@ -87,7 +86,7 @@ def moe_spec(config: keys.Config, attention: AttentionSpec, router: RouterSpec, 
             shared_intermediate=width * int(config.get("n_shared_experts") or 0),
             dense_intermediate=0 if all(moe_layers) else keys.required_int(config, "intermediate_size"),
         ),
-        **keys.shared_fields(config, norm_eps=norm_eps),
+        **keys.shared_fields(config),
     )
 
 
@@ -112,7 +111,7 @@ def _latent_attention(config: keys.Config, *, interleaved: bool) -> AttentionSpe
         v_head_dim=keys.required_int(config, "v_head_dim"),
     )
     head_dim = latent.qk_nope_head_dim + rope_dim
-    rope = keys.rope(config, rope_dim, theta=10_000.0, interleaved=interleaved)
+    rope = keys.rope(config, rope_dim, interleaved=interleaved)
     bias = bool(config.get("attention_bias"))
     return AttentionSpec(
         num_heads=num_heads,

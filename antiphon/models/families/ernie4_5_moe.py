@@ -27,7 +27,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         family="ernie4_5_moe",
         **sizes,
         moe_layers=_moe_layers(config, sizes["num_layers"]),
-        attention=AttentionSpec(**keys.grouped_query(config, theta=500_000.0, interleaved=True)),
+        attention=AttentionSpec(**keys.grouped_query(config, interleaved=True)),
         router=RouterSpec(
             num_experts=keys.required_int(config, "moe_num_experts", "num_experts"),
             top_k=keys.required_int(config, "moe_k", "num_experts_per_tok"),
@@ -39,7 +39,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
             shared_intermediate=width * int(config.get("moe_num_shared_experts") or 0),
             dense_intermediate=keys.required_int(config, "intermediate_size"),
         ),
-        **keys.shared_fields(config, norm_eps=1e-5),
+        **keys.shared_fields(config),
     )
 
 

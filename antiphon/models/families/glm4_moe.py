@@ -10,17 +10,9 @@ from antiphon.specs.model import AttentionSpec, ModelSpec
 
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
-    return _spec(config, theta=10_000.0, partial_rotary=0.5)
-
-
-def solar_spec_from_config(config: keys.Config) -> ModelSpec:
-    return _spec(config, theta=1_000_000.0, partial_rotary=1.0)
-
-
-def _spec(config: keys.Config, *, theta: float, partial_rotary: float) -> ModelSpec:
     attention = AttentionSpec(
-        **keys.grouped_query(config, theta=theta, partial=partial_rotary),
+        **keys.grouped_query(config),
         qk_norm="head" if config.get("use_qk_norm") else "none",
         qkv_bias=bool(config.get("attention_bias")),
     )
-    return moe_spec(config, attention, v3_router(config), norm_eps=1e-5)
+    return moe_spec(config, attention, v3_router(config))

@@ -5,7 +5,6 @@ transposed; both keep gate and up in turns. The router is a plain linear layer w
 chosen logits. Published configs state no dtype: what is not MXFP4 is bfloat16.
 """
 
-from antiphon.base.errors import CheckpointError
 from antiphon.models.families import config_keys as keys
 from antiphon.models.names import StackedLayout, TensorNames
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RouterSpec
@@ -23,16 +22,14 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 def spec_from_config(config: keys.Config) -> ModelSpec:
     sizes = keys.sizes(config)
-    bias = bool(config.get("attention_bias", True))
+    bias = bool(config["attention_bias"])
     keys.one_of(config, "hidden_act", ("silu",), "silu")
-    if not config.get("rope_scaling") and not config.get("rope_parameters"):
-        raise CheckpointError("config.json: rope_parameters is missing: copy it from the model's publisher")
     return ModelSpec(
         family="gpt_oss",
         **sizes,
         moe_layers=(True,) * sizes["num_layers"],
         attention=AttentionSpec(
-            **keys.grouped_query(config, theta=150_000.0),
+            **keys.grouped_query(config),
             qkv_bias=bias,
             out_bias=bias,
             sliding_window=keys.sliding_window(config),
@@ -48,12 +45,12 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         ),
         feed_forward=FeedForwardSpec(
             activation="swiglu_oai",
-            alpha=keys.optional_float(config, "swiglu_alpha") or 1.702,
-            limit=keys.optional_float(config, "swiglu_limit") or 7.0,
+            alpha=float(config["swiglu_alpha"]),
+            limit=float(config["swiglu_limit"]),
             expert_bias=True,
             intermediate=keys.required_int(config, "intermediate_size"),
         ),
-        **keys.shared_fields({"torch_dtype": "bfloat16"} | dict(config), norm_eps=1e-5),
+        **keys.shared_fields(config | {"dtype": keys.stated_dtype(config) or "bfloat16"}),
     )
 
 

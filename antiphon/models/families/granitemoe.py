@@ -32,7 +32,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         **sizes,
         moe_layers=(True,) * sizes["num_layers"],
         attention=replace(
-            AttentionSpec(**keys.grouped_query(config, theta=10_000.0), qkv_bias=bias, out_bias=bias),
+            AttentionSpec(**keys.grouped_query(config), qkv_bias=bias, out_bias=bias),
             scale=_multiplier(config, "attention_multiplier"),
         ),
         router=RouterSpec(

@@ -23,7 +23,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         **sizes,
         moe_layers=(True,) * sizes["num_layers"],
         attention=AttentionSpec(
-            **keys.grouped_query(config, theta=5_000_000.0, rotary_dim_key="rotary_dim"),
+            **keys.grouped_query(config, rotary_dim_key="rotary_dim"),
             qk_norm="full",
         ),
         router=RouterSpec(

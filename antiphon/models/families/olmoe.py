@@ -15,7 +15,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         **sizes,
         moe_layers=(True,) * sizes["num_layers"],
         attention=AttentionSpec(
-            **keys.grouped_query(config, theta=10_000.0),
+            **keys.grouped_query(config),
             qk_norm="full",
             qkv_bias=bias,
             out_bias=bias,
@@ -29,5 +29,5 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         feed_forward=FeedForwardSpec(
             activation=keys.activation(config), intermediate=keys.required_int(config, "intermediate_size")
         ),
-        **keys.shared_fields(config, norm_eps=1e-5),
+        **keys.shared_fields(config),
     )

@@ -18,12 +18,11 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
     sizes = keys.sizes(config)
     bias = bool(config.get("attention_bias"))
     attention = AttentionSpec(
-        **keys.grouped_query(config, theta=1_000_000.0),
+        **keys.grouped_query(config),
         qkv_bias=bias,
         out_bias=bias,
         sliding_window=keys.sliding_window(config),
     )
-    jitter = keys.optional_float(config, "router_jitter_noise")
     if config.get("num_experts_per_tok", 2) != 2:
         raise keys.unsupported("num_experts_per_tok", config["num_experts_per_tok"], "2, as SparseMixer chooses two")
     return ModelSpec(
@@ -36,14 +35,14 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
             top_k=2,
             scoring="sparsemixer",
             normalize=False,
-            jitter=0.01 if jitter is None else jitter,
+            jitter=float(config["router_jitter_noise"]),
         ),
         feed_forward=FeedForwardSpec(
             activation=keys.activation(config), intermediate=keys.required_int(config, "intermediate_size")
         ),
         norm="layer",
         lm_head_bias=bool(config.get("lm_head_bias")),
-        **keys.shared_fields(config, norm_eps=1e-5),
+        **keys.shared_fields(config),
     )
 
 

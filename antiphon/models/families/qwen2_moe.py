@@ -15,8 +15,8 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         **sizes,
         moe_layers=keys.sparse_layers(config, sizes["num_layers"]),
         attention=AttentionSpec(
-            **keys.grouped_query(config, theta=10_000.0),
-            qkv_bias=bool(config.get("qkv_bias", True)),
+            **keys.grouped_query(config),
+            qkv_bias=bool(config["qkv_bias"]),
         ),
         router=RouterSpec(
             num_experts=keys.required_int(config, "num_experts", "num_local_experts"),

@@ -18,7 +18,7 @@ def spec_from_config(config: keys.Config) -> ModelSpec:
         **sizes,
         moe_layers=keys.sparse_layers(config, sizes["num_layers"]),
         attention=AttentionSpec(
-            **keys.grouped_query(config, theta=10_000.0),
+            **keys.grouped_query(config),
             qk_norm="head",
             qkv_bias=bias,
             out_bias=bias,

@@ -4,8 +4,10 @@ A wrapper is a text model with vision or audio around it. Rejected: running its 
 request with a picture as if there were none.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from antiphon.base.errors import CheckpointError
-from antiphon.models.families.config_keys import Config
 from antiphon.models.files import brief
 
 LACKING = {
@@ -39,7 +41,7 @@ TEXT_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
 OTHER_PARTS = {"vision": "vision", "audio": "audio", "talker": "speech"}
 
 
-def refusal(config: Config, supported: list[str]) -> CheckpointError:
+def refusal(config: Mapping[str, Any], supported: list[str]) -> CheckpointError:
     """Why a model of a type that is not among `supported` does not run, and what does."""
     name = config.get("model_type")
     if isinstance(name, str) and name in LACKING:
@@ -53,7 +55,7 @@ def refusal(config: Config, supported: list[str]) -> CheckpointError:
     return CheckpointError(f"config.json: model_type = {brief(name)} is not supported: use one of {known}")
 
 
-def _wrapper(config: Config, name: str, text: Config) -> CheckpointError:
+def _wrapper(config: Mapping[str, Any], name: str, text: Mapping[str, Any]) -> CheckpointError:
     parts = [part for key, part in OTHER_PARTS.items() if any(key in other for other in config)]
     instead = TEXT_MODELS.get(name.strip("'"), "a text-only model, whose config.json has no text_config")
     return CheckpointError(

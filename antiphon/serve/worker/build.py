@@ -120,7 +120,7 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
         configure=configure,
         endpoints=Endpoints(configure),
         backend=backend,
-        spec=load_model_spec(configure.model),
+        spec=load_model_spec(configure.model, configure.rope_scaling),
         checkpoint=Checkpoint(configure.model),
         recorder=SpanRecorder(configure.trace),
         progress=progress,

@@ -75,6 +75,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     max_model_len: int
+    rope_scaling: str = ""
     max_running: int
     placement: ExpertPlacement
     expert_slots: int
