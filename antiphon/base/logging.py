@@ -77,8 +77,10 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
             return
         # Standard error is closed, or its disk is full: there is nobody left to tell, and who logs must go on.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                sys.stderr.write(line + "\n")
+                sys.stderr.flush()
 
 
 class _LineFormatter(logging.Formatter):

@@ -75,7 +75,7 @@ class WakeUp:
 
     def drain(self) -> None:
         """Forget the wake-ups so far."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # none is left; or the system refuses, and the selector says it again
             while self._receiver.recv(4096):
                 pass
 
@@ -138,7 +138,7 @@ class Fleet:
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         except OSError:
             worker.kill("it cannot be watched")
-            worker.close()
+            worker.wait_until_gone(_LAST_WORD_S)
             raise
         self.workers[worker.name] = worker
         self.send(worker, configure)

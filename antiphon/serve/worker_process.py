@@ -78,6 +78,7 @@ class WorkerProcess:
         except BaseException:
             ours.close()
             self.kill("its channel cannot be opened")
+            self.wait_until_gone(_HUNG_UP_S)
             raise
 
     @property
