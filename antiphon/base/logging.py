@@ -6,10 +6,12 @@ way, and only once. Rejected: JSON lines (a person reads them first) and a set-u
 must remember to call.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import sys
+import time
 
 from antiphon.base.errors import UserError
 
@@ -23,6 +25,25 @@ def get_logger(name: str) -> logging.Logger:
     """
     _configure()
     return logging.getLogger("antiphon." + name.removeprefix("antiphon."))
+
+
+class Occasional:
+    """Something that may happen thousands of times, and be said once in `every_s` seconds. Not thread-safe."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._said_s = -float("inf")
+        self._num_unsaid = 0
+
+    def count(self) -> int | None:
+        """It happened. How often it did before without a word, if it is to be said now; None: keep quiet."""
+        now_s = time.monotonic()
+        if now_s - self._said_s < self._every_s:
+            self._num_unsaid += 1
+            return None
+        self._said_s = now_s
+        num_unsaid, self._num_unsaid = self._num_unsaid, 0
+        return num_unsaid
 
 
 @functools.cache
@@ -51,9 +72,15 @@ class _StderrHandler(logging.Handler):
         if logging.getLogger().handlers:
             return
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # standard error is closed: there is nobody left to tell
+            line = self.format(record)
+        except Exception:  # arguments that do not fit their text: a bug, which is worth a word
             self.handleError(record)
+            return
+        # Standard error is closed, or its disk is full: there is nobody left to tell, and who logs must go on.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                sys.stderr.write(line + "\n")
+                sys.stderr.flush()
 
 
 class _LineFormatter(logging.Formatter):

@@ -137,9 +137,9 @@ class RoutingTraceWriter:
         self._header = header
         try:
             self._file: BinaryIO = path.open("wb", buffering=0)  # a server may be killed
+            self._write(header)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
-        self._write(header)
 
     def append_step(self, step: int, worker: int, ids: bytes, forecasts: bytes = b"") -> None:
         """Add the rows of one worker and step; `ids` and `forecasts` as in `RoutedRows`."""

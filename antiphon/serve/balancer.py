@@ -26,6 +26,7 @@ from typing import Literal
 
 import numpy as np
 
+from antiphon.base.logging import get_logger
 from antiphon.placement.place import chance_of, matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.placement_control import PlacementControl
@@ -33,6 +34,7 @@ from antiphon.serve.policy.worker_speeds import WorkerSpeeds
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.specs.placement import ExpertPlacement
 
+_log = get_logger("engine")
 Policy = Literal["off", "static", "window", "predict"]
 POLICIES: tuple[Policy, ...] = ("off", "static", "window", "predict")
 WINDOW_STEPS = 40
@@ -97,16 +99,27 @@ class Balancer:
                 self._age_steps = 0
             self._current = placing.current
         if self._plan is not None and self._plan.done():
-            target, self._plan = self._plan.result(), None
+            target = self._take_plan(self._plan)
+            self._plan = None
             if target is not None and not placing.moving and placing.current is self._planned_from:
                 placing.aim(target)  # else a client has moved experts meanwhile
         elif self._is_due() and not placing.moving and self._plan is None:
             life_steps = max(LEAST_LIFE_STEPS, self._age_steps) if self._planned_s else FIRST_LIFE_STEPS
             self._planned_s, self._num_steps, self._planned_from = time.monotonic(), 0, placing.current
             speeds = self._speeds.shares()
-            self._plan = self._thread.submit(
-                self._plan_beside, list(self._window), placing.current, placing.slots, speeds, life_steps
-            )
+            try:
+                self._plan = self._thread.submit(
+                    self._plan_beside, list(self._window), placing.current, placing.slots, speeds, life_steps
+                )
+            except RuntimeError as error:
+                _log.warning("no plan for the experts, the present one stays: %s", error)  # no room for a thread
+
+    def _take_plan(self, plan: Future[ExpertPlacement | None]) -> ExpertPlacement | None:
+        try:
+            return plan.result()
+        except (OSError, MemoryError) as error:
+            _log.warning("no plan for the experts, the present one stays: %s", error or type(error).__name__)
+            return None
 
     def _is_due(self) -> bool:
         if self._policy == "off" or self._num_steps < WINDOW_STEPS:

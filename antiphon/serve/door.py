@@ -4,7 +4,7 @@ A worker that joins takes the first free place of its role; one too many waits a
 next that is lost. Ranks that reach each other over shared memory take their places together, when one machine has
 enough of them; ranks that could be anywhere and are at several addresses are worth a warning, because every layer's
 sums then go between these. Workers of one machine are counted here, over all roles, because they take its GPUs in
-turn. The engine's thread asks for `arrivals`; workers arrive on the listener's threads.
+turn. The engine's thread asks for `arrivals`; workers arrive on the listener's thread.
 """
 
 import signal
@@ -18,7 +18,7 @@ import msgspec
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.serve.fleet import Arrival
-from antiphon.serve.joining import JoinedPeer, JoinListener
+from antiphon.serve.join_listener import JoinedPeer, JoinListener
 from antiphon.serve.worker.messages import Configure, FromWorker
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 

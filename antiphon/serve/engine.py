@@ -1,4 +1,5 @@
-"""The engine: one thread plans steps and talks to the workers; other threads ask it, under one lock.
+"""The engine: one thread plans steps and talks to the workers; other threads ask it, under one lock; long because both
+sides of that lock belong side by side.
 
     loop:  take new requests and aborts
            start a step in every group that stands still            (policy, microseconds to milliseconds)
@@ -14,6 +15,7 @@ import asyncio
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 
@@ -26,6 +28,7 @@ from antiphon.serve.group import StepGroup
 from antiphon.serve.outputs import AsyncSink, Matcher, Sink, TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
 from antiphon.serve.request_desk import RequestDesk
+from antiphon.serve.setbacks import Setbacks
 from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.spans import Spans
@@ -67,6 +70,8 @@ class Engine:
         self._aborts: list[str] = []
         self._placements: list[ExpertPlacement] = []  # asked for, newest last
         self._arrivals = 0
+        self._events: deque[Event] = deque()
+        self._setbacks = Setbacks()
         self._sinks: dict[asyncio.AbstractEventLoop, AsyncSink] = {}
         self._draining = False
         self._stopping = False
@@ -231,15 +236,12 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._take_orders()
-                self._desk.assign()
-                for group in self.workforce.groups:
-                    group.start_step()
-                self._desk.note_first_schedules()
-                self._desk.count_waiting()
-                for event in self._fleet.poll(_TICK_S):
-                    self._handle(event)
-                self.workforce.on_tick()
+                try:
+                    self._go_round()
+                except (OSError, MemoryError) as error:
+                    self._setbacks.note(error)
+                else:
+                    self._setbacks.note_progress()
         except UserError as error:
             self._fatal_exit_code = error.exit_code
             self._fatal = str(error)
@@ -251,6 +253,19 @@ class Engine:
         finally:
             if self._fatal is not None:
                 self._given_up.set_result(None)
+
+    def _go_round(self) -> None:
+        self._take_orders()
+        self._desk.assign()
+        for group in self.workforce.groups:
+            group.start_step()
+        self._desk.note_first_schedules()
+        self._desk.count_waiting()
+        self._events.extend(self._fleet.poll(0.0 if self._events else _TICK_S))
+        while self._events:  # those that a round was too short for are the next one's
+            self._handle(self._events.popleft())
+            self._setbacks.note_progress()
+        self.workforce.on_tick()
 
     def _take_orders(self) -> None:
         """New requests and aborts, and requests for spans."""
@@ -270,22 +285,28 @@ class Engine:
         self._spans.begin()
 
     def _handle(self, event: Event) -> None:
-        if event.message is None:
-            self._on_death(event)
-        elif isinstance(event.message, Spans):
-            self._spans.add(event.worker.name, event.message)
-        else:
-            failure = self.workforce.on_message(event.worker, event.message)
-            self._desk.on_progress()
-            if failure is not None:
-                self._desk.on_failure(failure)
+        try:
+            if event.message is None:
+                self._on_death(event)
+            elif isinstance(event.message, Spans):
+                self._spans.add(event.worker.name, event.message)
+            else:
+                failure = self.workforce.on_message(event.worker, event.message)
+                self._desk.on_progress()
+                if failure is not None:
+                    self._desk.on_failure(failure)
+        except (OSError, MemoryError):  # half of it may be done: what the worker computes is computed again
+            event.worker.kill("what it said could not be dealt with")
+            raise
 
     def _on_death(self, event: Event) -> None:
-        failure, homeless = self.workforce.on_death(event)
-        self._spans.forget([event.worker.name])
-        self._desk.take_back(homeless)
-        if not self._stopping:
-            self.workforce.replace(event)
+        try:
+            failure, homeless = self.workforce.on_death(event)
+            self._spans.forget([event.worker.name])
+            self._desk.take_back(homeless)
+        finally:
+            if not self._stopping:
+                self.workforce.replace(event)
         if failure is not None:
             self._desk.on_failure(failure)
 

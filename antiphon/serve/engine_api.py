@@ -29,6 +29,10 @@ class QueueFull(UserError):
         self.retry_after_s = retry_after_s
 
 
+class NoRoom(OSError):
+    """The system has no descriptor, memory or process left for what the request needs. HTTP 503: it may have later."""
+
+
 class ShuttingDown(UserError):
     """The engine is draining and takes no new requests. HTTP 503."""
 

@@ -4,6 +4,8 @@ When a worker's process dies the kernel closes its socket, and the next `poll` r
 stopped process (SIGSTOP) is told from a busy one by its state in the process table. Rejected: heartbeats between
 processes of one machine, which notice later and can be wrong. Nothing here waits for one worker: what it does not read
 now is sent later. One that reads nothing for `send_timeout_s` hangs, and is killed.
+
+The system may refuse any call, for want of descriptors, memory or processes. That costs the worker concerned at most.
 """
 
 import contextlib
@@ -73,7 +75,7 @@ class WakeUp:
 
     def drain(self) -> None:
         """Forget the wake-ups so far."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # none is left; or the system refuses, and the selector says it again
             while self._receiver.recv(4096):
                 pass
 
@@ -113,11 +115,14 @@ class Fleet:
         self.clock = AwakeClock()
         self.workers: dict[WorkerName, WorkerProcess] = {}
         self._selector = selectors.DefaultSelector()
+        self._events: list[Event] = []  # of a `poll` that the system cut short
+        self._unwatched: list[WorkerProcess] = []  # the selector refused them
         self._wake_up = WakeUp()
         self._selector.register(self._wake_up, selectors.EVENT_READ, None)
 
     def launch(self, name: WorkerName, configure: Configure) -> None:
-        """Start (or restart) a worker and send it its configuration; if it comes from outside, ask for one."""
+        """Start (or restart) a worker and send it its configuration; if it comes from outside, ask for one. `OSError`,
+        and nothing has started, if the system has no room for it."""
         if self._outside is not None and self._outside.expects(name):
             self._outside.ask(name, configure)
             return
@@ -129,8 +134,13 @@ class Fleet:
     def _add(self, worker: WorkerProcess, configure: Configure) -> None:
         assert worker.channel is not None, "a started worker has a channel"
         worker.heard_s = self.clock.now_s
+        try:
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+        except OSError:
+            worker.kill("it cannot be watched")
+            worker.wait_until_gone(_LAST_WORD_S)
+            raise
         self.workers[worker.name] = worker
-        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         self.send(worker, configure)
 
     def wake(self) -> None:
@@ -141,8 +151,7 @@ class Fleet:
         """Wait for messages or deaths, at most `timeout_s`; send on what workers were too busy to read.
 
         Who died comes first, last words before the death."""
-        events: list[Event] = []
-        selected = self._selector.select(timeout_s)
+        selected = self._selector.select(0.0 if self._events or self._unwatched else timeout_s)
         self.clock.tick()
         for key, ready_for in selected:
             if key.data is None:
@@ -151,12 +160,13 @@ class Fleet:
             if ready_for & selectors.EVENT_WRITE:
                 self._send_rest(key.data)
             if ready_for & selectors.EVENT_READ:
-                events.extend(self._events_of(key.data))
-        for arrival in self._outside.arrivals() if self._outside is not None else []:
-            self._add(arrival.worker, arrival.configure)
+                self._take_events_of(key.data)
+        self._bury_unwatched()
+        self._take_in_arrivals()
         for worker in self.workers.values():
             if worker.channel is not None and worker.channel.stalled_s > self.send_timeout_s and not self.clock.paused:
                 worker.kill(f"it has read nothing for {self.send_timeout_s:.1f} s")
+        events, self._events = self._events, []
         # What others say meanwhile is mostly that they miss who died; the death itself tells more.
         dead = {event.worker.name for event in events if event.message is None}
         return sorted(events, key=lambda event: event.worker.name not in dead) if dead else events
@@ -174,22 +184,37 @@ class Fleet:
             worker.send_signal(signal.SIGCONT)
         self.clock.paused = False
 
-    def _events_of(self, worker: WorkerProcess) -> list[Event]:
-        events: list[Event] = []
+    def _take_events_of(self, worker: WorkerProcess) -> None:
         channel = worker.channel
         if channel is None:
-            return events
+            return
         try:
             while (message := channel.poll()) is not None:
                 worker.heard_s = self.clock.now_s
-                events.append(Event(worker, message))
+                self._events.append(Event(worker, message))
         except PeerLost as error:
-            events.append(self._bury(worker, error.reason))
-        return events
+            self._events.append(self._bury(worker, error.reason))
+
+    def _bury_unwatched(self) -> None:
+        while self._unwatched:
+            worker = self._unwatched.pop()
+            if worker.channel is not None:
+                self._events.append(self._bury(worker, "it could not be watched"))
+
+    def _take_in_arrivals(self) -> None:
+        for arrival in self._outside.arrivals() if self._outside is not None else []:
+            try:
+                self._add(arrival.worker, arrival.configure)
+            except OSError as error:
+                name = arrival.worker.name
+                _log.error("%s joined and cannot be watched: %s; the next one may", name, error.strerror or error)
+                assert self._outside is not None, "it came from there"
+                self._outside.ask(name, arrival.configure)
 
     def _bury(self, worker: WorkerProcess, reason: str) -> Event:
         assert worker.channel is not None, "only a worker with a channel can be lost"
-        self._selector.unregister(worker.channel)
+        with contextlib.suppress(KeyError):  # it is not watched, and lost because of that
+            self._selector.unregister(worker.channel)
         worker.close()
         worker.ready = False
         worker.end_after_hanging_up(reason)
@@ -207,15 +232,24 @@ class Fleet:
             worker.kill(error.reason)
             return False
         if worker.channel.has_unsent:
-            self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+            self._watch(worker, selectors.EVENT_READ | selectors.EVENT_WRITE)
         return True
+
+    def _watch(self, worker: WorkerProcess, events: int) -> None:
+        """Watch for these from now on. A worker that cannot be watched is lost: the next `poll` says so."""
+        assert worker.channel is not None, "a closed channel is not watched"
+        try:
+            self._selector.modify(worker.channel, events, worker)
+        except (OSError, KeyError) as error:  # a selector that refuses once has forgotten the channel
+            worker.kill(f"it cannot be watched ({error})")
+            self._unwatched.append(worker)
 
     def _send_rest(self, worker: WorkerProcess) -> None:
         """The worker's socket takes more. That it does not, because the worker is gone, is for reading to find out."""
         assert worker.channel is not None, "a closed channel is not watched"
         with contextlib.suppress(PeerLost):
             if worker.channel.flush():
-                self._selector.modify(worker.channel, selectors.EVENT_READ, worker)
+                self._watch(worker, selectors.EVENT_READ)
 
     def stop(self, timeout_s: float = _LAST_WORD_S) -> None:
         """Stop all workers, all at once; returns when all processes have ended. Those that have not exited after

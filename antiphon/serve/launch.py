@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from antiphon.base.descriptors import raise_limit
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
@@ -340,7 +341,9 @@ def _say_what_is_assumed(model: Path) -> None:
 def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> Engine:
     """Start all workers and wait until they can step. `report(done, total)` bytes of weights while loading.
 
-    `UserError` (one line) if the checkpoint, the budget or a worker's start is at fault. The caller stops it."""
+    `UserError` (one line) if the checkpoint, the budget, the system or a worker's start is at fault. The caller stops
+    it."""
+    raise_limit()  # before any worker starts, which inherits it
     launcher = Launcher(config)
     _log.info("layout: %s", config.layout)
     if unread := left_out(read_config(config.model)):
@@ -350,7 +353,10 @@ def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> E
         if launcher.door is not None:
             launcher.door.start(launcher.fleet.wake)
         for name in launcher.worker_names():
-            launcher.launch(name)
+            try:
+                launcher.launch(name)
+            except OSError as error:
+                raise ResourceError(f"the system has no room for {name}: {error.strerror or error}") from error
         engine.start()
         while not engine.complete:
             if engine.fatal is not None:

@@ -1,5 +1,6 @@
 """`serve --record-routing FILE`: the engine writes which experts the rows of its workers chose."""
 
+import contextlib
 from pathlib import Path
 
 from antiphon.base.logging import get_logger
@@ -29,4 +30,6 @@ class RoutingRecord:
             self._writer.append_step(step * self._num_groups + group, worker, ids, forecasts)
         except OSError as error:
             _log.error("%s: nothing more is recorded: %s", self._path, error.strerror or error)
+            with contextlib.suppress(OSError):
+                self._writer.close()
             self._writer = None

@@ -21,6 +21,14 @@ def blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def name_of(number: int) -> str:
+    """``SIGKILL``; the real-time ones have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def ignore() -> None:
     """In the child's main thread: ignore them from now on, those that came meanwhile too."""
     for number in _ENDING:

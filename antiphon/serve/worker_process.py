@@ -72,14 +72,14 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "antiphon.serve.worker.process", "--fd", str(theirs.fileno())]
         try:
-            with signals.blocked():
+            with theirs, signals.blocked():
                 self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        except OSError:
+            self.channel = Channel(ours, str(self.name), FromWorker)
+        except BaseException:
             ours.close()
+            self.kill("its channel cannot be opened")
+            self.wait_until_gone(_HUNG_UP_S)
             raise
-        finally:
-            theirs.close()
-        self.channel = Channel(ours, str(self.name), FromWorker)
 
     @property
     def pid(self) -> int:
@@ -88,8 +88,9 @@ class WorkerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Somebody stopped the process (SIGSTOP, SIGTSTP); it does nothing until it is told to go on."""
-        with contextlib.suppress(psutil.Error):
+        """Somebody stopped the process (SIGSTOP, SIGTSTP); it does nothing until it is told to go on. False where the
+        process table cannot be read: no descriptor is free, or there is no such table."""
+        with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
             return self.channel is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         return False
 
@@ -109,7 +110,12 @@ class WorkerProcess:
         """SIGKILL: for a worker that hangs. Its death is then noticed as any other, and explained by `reason`."""
         if self._process is not None and self._process.poll() is None:
             self.explanation = self.explanation or reason
-            self._process.kill()
+            try:
+                self._process.kill()
+            except OSError as error:  # a system that forbids it; the worker ends when it notices its closed channel
+                _log.error("%s, process %d, cannot be killed: %s", self.name, self.pid, error.strerror or error)
+                if self.channel is not None:
+                    self.channel.hang_up()
 
     def end_after_hanging_up(self, reason: str) -> None:
         """The channel is closed: the process is about to end. Kill it, because of `reason`, if it goes on."""
@@ -135,7 +141,7 @@ class WorkerProcess:
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self.kill()
                 self.describe_exit()
         self.close()
 
@@ -147,7 +153,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver: nobody can end it
             _log.error("%s, process %d, was killed and does not end", self.name, self.pid)
             return "does not end, although killed"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return f"killed by {signals.name_of(-code)}" if code < 0 else f"exited with {code}"
 
     def close(self) -> None:
         if self.channel is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from antiphon.base.errors import StartFailed, UserError
-from antiphon.base.logging import get_logger
+from antiphon.base.logging import Occasional, get_logger
 from antiphon.serve.engine_api import EngineStats
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
@@ -29,6 +29,7 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 _log = get_logger("engine")
 _LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
 _STOPPED_S = 2.0  # a process that is stopped for so long is not about to go on
+_SAY_S = 5.0  # between two lines on one worker that dies again and again, or cannot be started
 _LOOK_S = 0.2  # between two looks for stopped processes
 
 
@@ -55,6 +56,7 @@ class Workforce:
         self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, Ready] = {}
         self._restarts = {name: Restarts() for name in self._group_of}
+        self._saying = {name: Occasional(_SAY_S) for name in self._group_of}  # that it died again
         self._stopped_since_s: dict[WorkerProcess, float] = {}
         self._looked_s = 0.0
 
@@ -218,7 +220,7 @@ class Workforce:
         restarts.note_death(self._fleet.clock.now_s, reason, from_outside=from_outside)
         if restarts.hopeless:
             raise UserError(f"{name} died {restarts.num_deaths} times in a row, the last time {reason}")
-        if restarts.num_deaths > 1:
+        if restarts.num_deaths > 1 and self._saying[name].count() is not None:
             _log.warning("%s: %s", name, restarts.describe(self._fleet.clock.now_s))
 
     def _start_due(self) -> None:
@@ -237,9 +239,11 @@ class Workforce:
         for name in ranks:
             try:
                 self._relaunch(name)
-            except OSError as error:
-                self._note_death(name, f"cannot be started ({error.strerror or error})", from_outside=False)
-                self._kill_ranks_beside(name, blameless=False)
+            except (OSError, MemoryError) as error:
+                # Not the worker's doing: it costs little to try again, and streams wait for it.
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                self._note_death(name, f"cannot be started ({reason})", from_outside=True)
+                self._kill_ranks_beside(name, blameless=True)
             else:
                 self._statistics.num_worker_restarts += 1
 

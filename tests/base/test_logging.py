@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.base.logging import get_logger, parse_level
+from antiphon.base.logging import Occasional, get_logger, parse_level
 
 SAY = (
     "from antiphon.base.logging import get_logger\n"
@@ -50,3 +50,21 @@ def test_an_application_that_configured_logging_gets_each_record_once() -> None:
 def test_short_and_full_names_are_the_same_logger() -> None:
     assert get_logger("serve.engine") is get_logger("antiphon.serve.engine")
     assert isinstance(get_logger("x"), logging.Logger)
+
+
+@pytest.mark.parametrize(
+    "spoil", ["os.dup2(os.open('/dev/full', os.O_WRONLY), 2)", "sys.stderr.close()", "sys.stderr = None"]
+)
+def test_who_logs_goes_on_when_nothing_can_be_written(spoil: str) -> None:
+    """A full disk behind standard error, or none at all."""
+    source = f"import os, sys\n{SAY}\n{spoil}\nfor number in range(1000): log.error('%d', number)\nprint('went on')"
+    assert run(source).stdout == "went on\n"
+
+
+def test_what_happens_often_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    saying = Occasional(5.0)
+    assert [saying.count() for _ in range(4)] == [0, None, None, None]
+    now_s += 5.0
+    assert [saying.count() for _ in range(2)] == [3, None], "and how often it happened meanwhile"

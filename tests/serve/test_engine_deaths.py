@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
+from antiphon.serve.fleet import Event
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
@@ -208,4 +210,48 @@ def test_a_bug_of_the_engine_ends_it_aloud(
         assert engine.failure().exit_code == 1
         assert str(engine.failure()) == "a bug ended the engine (KeyError: 'a bug'); the log has its traceback"
         with pytest.raises(UserError, match="the engine has stopped: a bug"):
+            Run(engine, prompts[:1], GREEDY)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
+def test_what_the_system_refuses_where_nothing_expects_it_costs_a_round(
+    error: BaseException, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every third round, before and behind what the workers say."""
+    num_rounds = 0
+
+    def refuse_some(real: Callable[[], None]) -> Callable[[], None]:
+        def called() -> None:
+            nonlocal num_rounds
+            num_rounds += 1
+            if num_rounds % 3 == 0:
+                raise error
+            real()
+
+        return called
+
+    with running(config(tiny_model, "1+1/m2")) as engine:
+        monkeypatch.setattr(engine.workforce, "on_tick", refuse_some(engine.workforce.on_tick))
+        monkeypatch.setattr(engine._desk, "assign", refuse_some(engine._desk.assign))
+        assert complete(engine, prompts[:8]) == reference[:8]
+        kill(engine, "experts", 0)
+        assert complete(engine, prompts[:8]) == reference[:8]
+        assert engine.fatal is None
+
+
+def test_an_engine_that_the_system_refuses_everything_gives_up(
+    tiny_model: TinyModel, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_timeout_s: float) -> list[Event]:
+        raise OSError(24, "Too many open files")
+
+    given_up = threading.Event()
+    with running(config(tiny_model, "1")) as engine:
+        monkeypatch.setattr("antiphon.serve.setbacks._GIVE_UP_S", 1.0)
+        engine.call_when_given_up(given_up.set)
+        monkeypatch.setattr(engine._fleet, "poll", refuse)
+        assert given_up.wait(PATIENCE_S)
+        assert "the system has refused what the engine needs ([Errno 24] Too many open files)" in str(engine.failure())
+        assert len([line for line in caplog.messages if "the round is lost" in line]) == 1, "not once a round"
+        with pytest.raises(UserError, match="the engine has stopped: for 1 s the system has refused"):
             Run(engine, prompts[:1], GREEDY)

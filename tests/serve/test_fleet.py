@@ -1,16 +1,22 @@
 """Workers that do not read, seen from the thread that serves all of them: it never waits for one of them."""
 
+import errno
 import os
 import select
+import selectors
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from antiphon.serve.fleet import Event, Fleet
+from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import Configure, Reset, ResetDone, RunStep
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.specs.placement import ExpertPlacement
@@ -146,3 +152,88 @@ def test_deaths_come_before_what_others_say(fleet: Fleet) -> None:
     events = fleet.poll(0.0)
     assert [event.worker is victim for event in events] == [True, True, False]
     assert [event.message is None for event in events] == [False, True, False]
+
+
+def refuse(patch: pytest.MonkeyPatch, name: str, num_refusals: int) -> None:
+    """The selector's `name` fails so many times."""
+    real, refusals = getattr(selectors.DefaultSelector, name), [errno.ENOMEM] * num_refusals
+
+    def refusing(self: selectors.BaseSelector, *arguments: object) -> object:
+        if refusals:
+            number = refusals.pop()
+            if name == "modify":  # as the real one does
+                self.unregister(arguments[0])  # type: ignore[arg-type]
+            raise OSError(number, os.strerror(number))
+        return real(self, *arguments)
+
+    patch.setattr(selectors.DefaultSelector, name, refusing)
+
+
+def test_a_worker_that_cannot_be_watched_any_more_is_lost_alone(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, other = (fleet.workers[name] for name in NAMES)
+    poll_until(fleet, lambda _: not any(w.channel and w.channel.has_unsent for w in (lost, other)))
+    os.kill(lost.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        refuse(patch, "modify", 1)
+        fleet.send(lost, LARGE)
+    (death,) = poll_until(fleet, bool)
+    assert death.worker is lost
+    assert death.reason == "killed by SIGKILL (it cannot be watched ([Errno 12] Cannot allocate memory))"
+    assert fleet.send(other, Reset(7))
+    assert answers(poll_until(fleet, bool)) == [("experts[1]", 7)]
+
+
+def test_a_worker_that_cannot_be_watched_at_all_is_not_started(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = psutil.Process().children()
+    with monkeypatch.context() as patch:
+        patch.setattr("antiphon.serve.worker_process.sys.executable", str(tmp_path / "echo"))
+        refuse(patch, "register", 1)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            fleet.launch(WorkerName("experts", 2), CONFIGURE)
+    assert list(fleet.workers) == NAMES
+    assert psutil.Process().children() == before, "its process has ended"
+
+
+def test_what_was_heard_before_a_refusal_is_not_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        fleet.send(fleet.workers[name], Reset(3))
+    wait_until(lambda: all(is_readable(fleet.workers[name]) for name in NAMES), "both have answered")
+    real, num_calls = Channel.poll, 0
+
+    def refusing(self: Channel) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:  # the second worker's answer
+            raise MemoryError
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "poll", refusing)
+        with pytest.raises(MemoryError):
+            fleet.poll(0.0)
+    assert len(answers(poll_until(fleet, lambda events: len(answers(events)) == 2))) == 2
+
+
+def test_a_worker_that_dies_of_a_signal_without_a_name_is_described(fleet: Fleet) -> None:
+    os.kill(fleet.workers[NAMES[1]].pid, 40)
+    (death,) = poll_until(fleet, bool)
+    assert death.reason.startswith("killed by signal 40 (")
+
+
+def test_a_worker_starts_beside_a_thousand_connections(fleet: Fleet, tmp_path: Path) -> None:
+    """Its descriptor has a number that `select` does not know, in both processes."""
+    with ExitStack() as stack:
+        while (connection := stack.enter_context(socket.socket())).fileno() < 1100:
+            pass
+        script, name = str(tmp_path / "echo"), WorkerName("experts", 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("antiphon.serve.worker_process.sys.executable", script)
+            fleet.launch(name, CONFIGURE)
+        worker = fleet.workers[name]
+        assert worker.channel is not None
+        assert worker.channel.fileno() > 1023
+        assert connection.fileno() > 1023
+        fleet.send(worker, Reset(4))
+        assert answers(poll_until(fleet, bool)) == [("experts[2]", 4)]

@@ -1,11 +1,15 @@
 """Workers that come from other machines: the opening, the places they fill, and their loss."""
 
+import contextlib
+import errno
+import logging
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,10 +17,13 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
+from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.joining import JoinedPeer, JoinListener, exchange_secret, join_engine, read_join_secret
+from antiphon.serve.join_listener import JoinedPeer, JoinListener
+from antiphon.serve.joining import Accepted, Challenge, Join, exchange_secret, join_engine, prove, read_join_secret
 from antiphon.serve.launch import start_engine
+from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config
 from tests.serve.fork_server import PROGRAMS
@@ -33,8 +40,15 @@ class Guests:
         self.listener = JoinListener("127.0.0.1:0", SECRET, self.came.put)
         self.address = self.listener.start()
 
+    @property
+    def at(self) -> tuple[str, int]:
+        return split_address(self.address)
+
     def join(self, secret: bytes = SECRET, host: str = "") -> None:
-        join_engine(self.address, secret, role="experts", name="experts on box", host=host, pid=7, patience_s=5.0)
+        join_engine(self.address, secret, role="experts", name="experts on box", host=host, pid=7, patience_s=60.0)
+
+    def stranger(self) -> socket.socket:
+        return socket.create_connection(self.at, timeout=20.0)
 
 
 @pytest.fixture
@@ -97,18 +111,105 @@ channel.receive(10.0)
         server.close()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f" + bytes(64), bytes(8), b""])
+def nested(depth: int) -> bytes:
+    """A frame of arrays in arrays, in a field that nobody asked for."""
+    payload = b"\x82\xa4type\xa4Join\xa1x" + b"\x91" * depth + b"\xc0"
+    return len(payload).to_bytes(4, "little") + payload
+
+
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f" + bytes(64), bytes(8), b"", nested(4000)]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
 def test_strangers_are_turned_away_and_counted(guests: Guests, garbage: bytes) -> None:
-    host, port = guests.address.split(":")
-    with socket.create_connection((host, int(port))) as stranger:
+    stranger = guests.stranger()
+    with stranger:
         stranger.sendall(garbage)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(20.0)
-        while stranger.recv(4096):
-            pass
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
     wait_until(lambda: guests.listener.num_rejected == 1, "the stranger is counted")
     guests.join()
     assert guests.came.get(timeout=10.0).role == "experts"
+
+
+@pytest.mark.parametrize("begins", [b"", b"\x80\x00\x00\x00half", nested(20)[:-1]], ids=["silent", "half", "trickling"])
+def test_a_flood_of_strangers_keeps_no_worker_out(begins: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """As many as there are places for openings, three times over, and all of them wait for their time to run out."""
+    guests = Guests()
+    num_places = guests.listener._max_openings
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(guests.stranger()) for _ in range(3 * num_places)]
+        for stranger in strangers:
+            with contextlib.suppress(OSError):  # it had to make room already
+                stranger.sendall(begins)
+        wait_until(lambda: guests.listener.num_rejected >= 2 * num_places, "the oldest made room")
+        for _ in range(3):
+            guests.join()
+            assert guests.came.get(timeout=10.0).role == "experts"
+        assert guests.listener.num_rejected < 2 * num_places + 10, "the worker needs one place, and gives it back"
+        guests.listener.close()
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) < 60, "one a second"
+    assert any("connections, the last from 127.0.0.1: made room for others (" in line for line in lines)
+
+
+def test_a_worker_from_elsewhere_does_not_make_room_for_a_crowd(guests: Guests) -> None:
+    """It is slow to answer: its machine is busy. Strangers of one other address have come meanwhile."""
+    slow = socket.create_connection(guests.at, source_address=("127.0.0.2", 0))
+    wait_until(lambda: guests.listener._hosts["127.0.0.2"] == 1, "its opening began")
+    with ExitStack() as stack:
+        for _ in range(2 * guests.listener._max_openings):
+            stack.enter_context(guests.stranger())
+        wait_until(lambda: guests.listener.num_rejected >= guests.listener._max_openings, "strangers made room")
+        channel = Channel(slow, "engine", Challenge | Accepted)
+        challenge, nonce = channel.receive(20.0), bytes(32)
+        fields = (challenge.nonce, nonce, b"experts", b"slow", b"")
+        proof = prove(SECRET, "worker", *fields)
+        channel.send(Join(role="experts", name="slow", host="", pid=1, nonce=nonce, proof=proof))
+        assert isinstance(channel.receive(20.0), Accepted)
+    channel.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED])
+def test_a_system_that_accepts_nothing_closes_the_door_for_a_moment(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [number] * 5
+    accept = socket.socket.accept
+
+    def refuse(server: socket.socket) -> tuple[socket.socket, object]:
+        if refusals:
+            raise OSError(refusals.pop(), os.strerror(number))
+        return accept(server)
+
+    guests = Guests()
+    with guests.stranger():
+        wait_until(lambda: len(guests.listener._openings) == 1, "a stranger has a place")
+        monkeypatch.setattr(socket.socket, "accept", refuse)
+        guests.join()
+    assert guests.came.get(timeout=10.0).role == "experts"
+    assert not refusals
+    guests.listener.close()
+
+
+def test_a_worker_that_is_turned_out_unheard_comes_again() -> None:
+    """The first three times the engine hangs up, as one does that makes room."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def hang_up() -> None:
+            for _ in range(3):
+                server.accept()[0].close()
+            server.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(PeerTimeout, match="nothing from the engine"):
+            join_engine(address, SECRET, role="experts", name="e", host="", pid=1, patience_s=3.0)
+        thread.join()
 
 
 def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None:

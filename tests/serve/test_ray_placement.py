@@ -20,7 +20,7 @@ import pytest
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.serve import ray_placement, ray_seat
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.joining import JoinedPeer, JoinListener
+from antiphon.serve.join_listener import JoinedPeer, JoinListener
 from antiphon.serve.launch import start_engine
 from antiphon.serve.policy.node_choice import NodeRoom, WorkerNeeds
 from antiphon.serve.ray_cluster import RayCluster, RunningSeat

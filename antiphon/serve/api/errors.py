@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
+from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, ShuttingDown
 
 _log = get_logger("serve.api")
 
@@ -76,6 +76,10 @@ def shutting_down(reason: str = "the server is shutting down and takes no new re
     return ApiError(503, reason, code="shutting_down")
 
 
+def no_room(reason: str) -> ApiError:
+    return ApiError(503, f"{reason}; try again later", code="system_busy", headers={"retry-after": "1"})
+
+
 def from_user_error(error: UserError) -> ApiError:
     """What an engine or tokenizer refusal means over HTTP."""
     if isinstance(error, QueueFull):
@@ -107,6 +111,13 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
+    async def system_error(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, NoRoom):
+            return no_room(str(error)).response()
+        _log.error("%s %s failed: the system refused something", request.method, request.url.path, exc_info=error)
+        words = getattr(error, "strerror", None) or type(error).__name__
+        return no_room(f"the system has no room for this request now ({words})").response()
+
     async def bug(request: Request, error: Exception) -> JSONResponse:
         _log.error("%s %s failed: %r", request.method, request.url.path, error)
         return ApiError(500, "internal error: the server's log has the details", code="internal_error").response()
@@ -114,4 +125,6 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(UserError, user_error)
     app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(OSError, system_error)
+    app.add_exception_handler(MemoryError, system_error)
     app.add_exception_handler(Exception, bug)

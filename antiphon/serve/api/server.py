@@ -74,8 +74,11 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_SECOND == 0:
-            self._connections.check(time.monotonic())
-            self._context.dashboard.sample()
+            try:
+                self._connections.check(time.monotonic())
+                self._context.dashboard.sample()
+            except (OSError, MemoryError):  # raised here it would end the server
+                _log.exception("the system refused the server something: the next look is in a second")
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -5,7 +5,8 @@
    that was finished, after one that failed (its requests answer for it, see `request_desk`), and after ten seconds of
    being ready.
 3. A worker that has been ready once and is killed from outside waits at most 1 s. Nothing says that it is broken, and
-   streams wait for it. The kernel kills by the same signal when memory is short; then each try costs one loading.
+   streams wait for it. The kernel kills by the same signal when memory is short; then each try costs one loading. The
+   same holds if the system has no room for another process: a try costs next to nothing then.
 4. A worker that has never been ready is given up after six deaths in a row: nobody is served yet, and the person who
    started the server should hear of it.
 
@@ -45,7 +46,8 @@ class Restarts:
         self.num_deaths = 0
 
     def note_death(self, now_s: float, reason: str, *, from_outside: bool) -> None:
-        """It died, or could not be started; `due_s` then says when to start it. `from_outside`: somebody killed it."""
+        """It died, or could not be started; `due_s` then says when to start it. `from_outside`: somebody
+        killed it, or the system did not let it start."""
         if self._ready_s is not None and now_s - self._ready_s >= _SOUND_S:
             self.begin_count()
         self._ready_s = None

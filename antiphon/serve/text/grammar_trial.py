@@ -13,7 +13,6 @@ import json
 import math
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -22,13 +21,15 @@ from typing import IO, Any
 
 import llguidance
 
-from antiphon.base.errors import UserError
+from antiphon.base.descriptors import wait_ready
+from antiphon.serve.engine_api import NoRoom
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 _WALL_LIMIT_S = 60.0  # for a machine that stands still: a trial in good order ends by itself or by its CPU limit
 _NUM_TOKENS = 16
 _MAX_REASON_CHARACTERS = 400
+_NO_PROCESS = "the process that tries out grammars does not start now"
 
 
 def parser_limits() -> llguidance.LLParserLimits:
@@ -79,12 +80,15 @@ class GrammarTrial:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "antiphon.serve.text.grammar_trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a terminal's interrupt is for the server, whose end is the end of this process
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "antiphon.serve.text.grammar_trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # a terminal's interrupt is for the server, whose end is this process's end
+            )
+        except OSError as error:
+            raise NoRoom(f"{_NO_PROCESS}: {error.strerror or error}") from error
         self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -95,7 +99,7 @@ class GrammarTrial:
             ready = b""
         if not ready:
             self.close()
-            raise UserError("the JSON schema cannot be tried out: the process for it does not start; try again later")
+            raise NoRoom(_NO_PROCESS)
         return process
 
     def close(self) -> None:
@@ -114,8 +118,7 @@ def _write(pipe: IO[bytes], value: object) -> None:
 
 def _read(pipe: IO[bytes]) -> bytes:
     """The next answer, which is short enough to come in one piece; empty when there is none."""
-    readable, _, _ = select.select([pipe], [], [], _WALL_LIMIT_S)
-    return os.read(pipe.fileno(), 64 * 1024) if readable else b""
+    return os.read(pipe.fileno(), 64 * 1024) if wait_ready(pipe, _WALL_LIMIT_S) else b""
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ the event loop instead of the thread: the kernel ends a process with the thread 
 import concurrent.futures
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -17,10 +16,10 @@ import time
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.logging import get_logger
+from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.units import format_bytes
 from antiphon.serve import signals
-from antiphon.serve.engine_api import QueueFull, ShuttingDown
+from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
 from antiphon.serve.text.text_messages import Answer, Configure, Job, Ready
 from antiphon.serve.worker.channel import Channel
 
@@ -31,6 +30,7 @@ _MEMORY_BYTES = 512 * 1024 * 1024
 _MEMORY_BYTES_PER_TOKEN = 2048  # the tokenizer takes some 400 while it works; more than what fits is tried
 _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
+_SAY_S = 5.0  # between two lines on a process that does not start
 _LOOK_S = 1.0  # between two looks, while nobody asks, whether the process is still there
 
 
@@ -77,6 +77,7 @@ class TextQueue:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._closing = False
+        self._saying = Occasional(_SAY_S)
 
     def start(self) -> None:
         """Begin to start the process; returns at once."""
@@ -122,7 +123,8 @@ class TextQueue:
                 break
             self._settle(asked)
             del asked  # it may be large, and the next one may be long in coming
-            self._replace()
+            if self._line.empty():  # else the next job starts it, and says what comes of it
+                self._replace()
         self._kill()
 
     def _settle(self, asked: _Asked) -> None:
@@ -142,7 +144,13 @@ class TextQueue:
                 " try again later",
                 1.0,
             )
-        channel = self._begin()
+        try:
+            channel = self._begin()
+        except (PeerLost, PeerTimeout, OSError, MemoryError) as error:
+            if self._closing:
+                raise _shutting_down() from None
+            self._say_not_started(error)
+            raise NoRoom(f"the process for {asked.what} does not start now: {_words(error)}") from error
         try:
             channel.send(asked.job, asked.timeout_s)
             answer: Answer = channel.receive(asked.timeout_s)
@@ -173,17 +181,17 @@ class TextQueue:
             )
         ours, theirs = socket.socketpair()
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}
-        with theirs, signals.blocked():
-            command = [sys.executable, "-m", "antiphon.serve.text.text_process", "--fd", str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
-            )
-        channel = Channel(ours, self._name, Ready)
         try:
+            with theirs, signals.blocked():
+                command = [sys.executable, "-m", "antiphon.serve.text.text_process", "--fd", str(theirs.fileno())]
+                self._process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
+                )
+            channel = Channel(ours, self._name, Ready)
             channel.send(self._configure, _START_TIMEOUT_S)
             channel.receive(_START_TIMEOUT_S)
-        except (PeerLost, PeerTimeout):
-            channel.close()
+        except BaseException:
+            ours.close()
             self._kill()
             raise
         channel.speak(self._name, Answer)
@@ -197,9 +205,13 @@ class TextQueue:
         if (self._channel is None or is_gone) and not self._closing:
             try:
                 self._begin()
-            except (PeerLost, PeerTimeout, OSError) as error:
+            except (PeerLost, PeerTimeout, OSError, MemoryError) as error:
                 if not self._closing:
-                    _log.error("the process for %s does not start: %s", self._name, error)
+                    self._say_not_started(error)
+
+    def _say_not_started(self, error: Exception) -> None:
+        if self._saying.count() is not None:
+            _log.error("the process for %s does not start: %s", self._name, _words(error))
 
     def _kill(self) -> str:
         """End the process; how it ended, in words."""
@@ -213,9 +225,19 @@ class TextQueue:
         try:
             code = process.wait(0.1)  # it may be ending by itself, and then how is worth knowing
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait(_EXIT_TIMEOUT_S)
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            try:
+                process.kill()
+                code = process.wait(_EXIT_TIMEOUT_S)
+            except (
+                OSError,
+                subprocess.TimeoutExpired,
+            ):  # stuck in the kernel: another takes its place
+                return "does not end, although killed"
+        return f"was ended by {signals.name_of(-code)}" if code < 0 else f"exited with {code}"
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _shutting_down() -> ShuttingDown:

@@ -134,7 +134,10 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
     if configure.cores:
-        psutil.Process(os.getpid()).cpu_affinity(configure.cores)
+        try:
+            psutil.Process(os.getpid()).cpu_affinity(configure.cores)
+        except (OSError, ValueError, psutil.Error) as error:  # taken away since the engine looked: slower, not wrong
+            _log.warning("cannot stay on cores %s: %s", configure.cores, error)
     if backend.name == "cpu":
         _native.set_num_threads(configure.num_threads)
         torch.set_num_threads(1)  # PyTorch's own pool would compete with the kernels' pool for the same cores

@@ -10,7 +10,7 @@ channel; the one that enqueues would still have to ask whether the peer reads at
 """
 
 import contextlib
-import select
+import errno
 import socket
 import struct
 import time
@@ -18,11 +18,14 @@ from typing import Any
 
 import msgspec
 
+from antiphon.base.descriptors import wait_ready
 from antiphon.base.errors import PeerLost, PeerTimeout
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_UNSENT_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
+_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)  # of the kernel: it may have some in a moment
+_PAUSE_S = 0.001
 
 
 class Channel:
@@ -71,7 +74,8 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError as error:
-                raise PeerLost(self.peer, f"connection closed ({error.strerror or error})") from error
+                self._raise_unless_passing(error)
+                return False
             del self._unsent[:num_taken]
             self._taken_s = time.monotonic()
         return True
@@ -92,7 +96,7 @@ class Channel:
         self.enqueue(message)
         while not self.flush():
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not select.select([], [self._socket], [], remaining)[1]:
+            if remaining <= 0 or not wait_ready(self._socket, remaining, to_write=True):
                 raise PeerTimeout("send", [self.peer], timeout_s)
 
     def receive(self, timeout_s: float) -> Any:
@@ -100,7 +104,7 @@ class Channel:
         deadline = time.monotonic() + timeout_s
         while (message := self.poll()) is None:
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not select.select([self._socket], [], [], remaining)[0]:
+            if remaining <= 0 or not wait_ready(self._socket, remaining):
                 raise PeerTimeout("receive", [self.peer], timeout_s)
         return message
 
@@ -121,7 +125,7 @@ class Channel:
     def _decode(self, payload: bytes) -> Any:
         try:
             return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise PeerLost(self.peer, f"sent a message that cannot be read: {error}") from error
 
     def _fill(self) -> bool:
@@ -131,11 +135,18 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            raise PeerLost(self.peer, f"connection closed ({error.strerror or error})") from error
+            self._raise_unless_passing(error)
+            return False
         if not chunk:
             raise PeerLost(self.peer, "connection closed")
         self._buffer += chunk
         return True
+
+    def _raise_unless_passing(self, error: OSError) -> None:
+        """`PeerLost` because of `error`. A kernel without memory is asked again, after a pause too short to matter."""
+        if error.errno not in _NO_MEMORY:
+            raise PeerLost(self.peer, f"connection closed ({error.strerror or error})") from error
+        time.sleep(_PAUSE_S)
 
     @property
     def has_ended(self) -> bool:

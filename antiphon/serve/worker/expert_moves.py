@@ -65,8 +65,13 @@ class ExpertMoves:
                 self._failure = f"layer {layer}: {len(missing)} experts are to come, {len(free)} slots are free"
                 return
             self._wanted += [(layer, expert, slot) for expert, slot in zip(missing, free, strict=False)]
-        self._thread = Thread(target=self._run, args=(self._stop,), name="expert-moves", daemon=True)
-        self._thread.start()
+        thread = Thread(target=self._run, args=(self._stop,), name="expert-moves", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no room for a thread
+            self._failure = str(error)
+            return
+        self._thread = thread
 
     def _run(self, stop: Event) -> None:
         _native.work_alone()  # packing weights must not take the kernels' threads from the running batch

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from antiphon.base.descriptors import raise_limit
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve import signals
@@ -49,6 +50,7 @@ class TetheredJob(msgspec.Struct, frozen=True, kw_only=True):
 def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], None] = lambda: None) -> int:
     """Join, work until the engine ends; returns the exit code. `PeerTimeout` and `Refused` as `join_engine`."""
     refuse_wildcard("--host", order.host, order.host)
+    raise_limit()
     channel = join_engine(
         order.address,
         secret,
