@@ -102,6 +102,9 @@ class HttpOptions:
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any.")] = 8000
     api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys, one a line.")] = None
+    allowed_hosts: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Names of this server, a,b; others: 403.", hidden=True)
+    ] = None
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
     ] = None
@@ -110,6 +113,7 @@ class HttpOptions:
     max_connections: Annotated[int, typer.Option(metavar="N", help="Connections at once; more: 503.", hidden=True)] = (
         2048
     )
+    max_slow_bodies: Annotated[int, typer.Option(metavar="N", help="Late bodies of an address.", hidden=True)] = 128
     send_timeout: Annotated[
         float, typer.Option(metavar="S", help="Patience with clients that do not read.", hidden=True)
     ] = 60.0
@@ -125,10 +129,12 @@ class HttpOptions:
         """The validated settings; `UserError` for a wrong value or key file."""
         options.check_not_empty("--host", self.host)  # would be every address of this machine
         options.check_not_empty("--served-model-name", self.served_model_name)
+        options.check_not_empty("--allowed-hosts", self.allowed_hosts)
         return ServerSettings(
             host=self.host,
             port=self.port,
             api_keys=read_api_keys(self.api_key_file) if self.api_key_file else (),
+            allowed_hosts=tuple(options.words_of(self.allowed_hosts or "")),
             served_model_name=self.served_model_name,
             max_body_bytes=None
             if self.max_body_bytes is None
@@ -136,6 +142,7 @@ class HttpOptions:
             max_prompt_tokens=self.max_prompt_tokens,
             max_concurrent_streams=self.max_streams,
             max_connections=self.max_connections,
+            max_slow_bodies=self.max_slow_bodies,
             send_timeout_s=self.send_timeout,
             drain_timeout_s=self.drain_timeout,
         )

@@ -29,7 +29,9 @@ from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.connections import ApiConnection, Connections
+from antiphon.serve.api.acceptor import Acceptor
+from antiphon.serve.api.connection import ApiConnection
+from antiphon.serve.api.connections import Connections
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.settings import ServerSettings
 
@@ -47,6 +49,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.ready = threading.Event()
         self.server_state = self._connections = Connections(context.settings, context.metrics)
+        self._acceptors: list[Acceptor] = []
         self._context = context
         self._on_ready: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,13 +65,25 @@ class DrainingServer(uvicorn.Server):
         # takes tenths of a second with a model's libraries loaded.
         gc.collect()
         gc.freeze()
-        await super().startup(sockets)
+        await super().startup(sockets=[])
+        for listener in sockets or []:
+            self._open(listener, self._loop)
         self._context.engine.call_when_given_up(self._stop_without_engine)
         if self._on_ready is not None:
             self._on_ready()
         self.ready.set()
 
+    def _open(self, listener: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        acceptor = Acceptor(
+            listener, self._connections, lambda: ApiConnection(self.config, self._connections, {}, loop), loop
+        )
+        acceptor.open()
+        self._connections.on_room = acceptor.resume
+        self._acceptors.append(acceptor)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
         self._context.texts.close()
 
@@ -125,7 +140,7 @@ def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
         lifespan="off",
         http=ApiConnection,
         ws="none",
-        backlog=_BACKLOG,
+        loop="asyncio",  # what the tests run on; another one may be installed by chance
         timeout_keep_alive=math.ceil(settings.keep_alive_timeout_s),
         timeout_graceful_shutdown=int(_LAST_BYTES_TIMEOUT_S),
     )
