@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import sys
+from contextlib import suppress
 
 from antiphon.base.errors import UserError
 
@@ -32,6 +33,14 @@ def _configure() -> None:
     root.addHandler(_StderrHandler())
 
 
+def adopt_logger(name: str, level: int) -> None:
+    """Records of a library's logger, from `level` on, go out in our form instead of as bare lines."""
+    logger = logging.getLogger(name)
+    logger.setLevel(level)
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+
+
 def parse_level(text: str) -> int:
     """``"debug"`` -> `logging.DEBUG`; empty means info."""
     level = LEVELS.get(text.strip().lower() or "info")
@@ -50,10 +59,10 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
             return
-        try:
+        if sys.stderr is None:  # closed; `print` would take standard output instead
+            return
+        with suppress(OSError, ValueError):  # a full disk, or closed: no reason to fail at what is being logged
             print(self.format(record), file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # standard error is closed: there is nobody left to tell
-            self.handleError(record)
 
 
 class _LineFormatter(logging.Formatter):

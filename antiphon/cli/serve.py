@@ -14,7 +14,7 @@ from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import banner, report_timeline, server_facts, start_with_progress
 from antiphon.cli.options import check_not_empty
-from antiphon.cli.output import check_json, check_output_file, emit_json, show
+from antiphon.cli.output import check_json, check_output_file, emit_json, tell
 from antiphon.cli.serve_plan import check_plan_fits, join_lines, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
@@ -203,7 +203,7 @@ def serve(
     settings = http.settings()
     if served is not None:
         if config.join_address:
-            show(join_lines(config), json=json)
+            tell(join_lines(config), json=json)
         if not ray.ray:
             check_plan_fits(config, served)
         settings = replace(settings, predicted=served.predicted)
@@ -238,8 +238,8 @@ def run(
                 facts = server_facts(engine, config, spec, app.state.context.model_name, url)
                 if served is not None:
                     facts["plan"] = {"file": str(served.file), "predicted": asdict(served.predicted)}
-                    show(plan_lines(served, machine_name(config.device)), json=json)
-                show(banner(facts, needs_key=bool(settings.api_keys)), json=json)
+                    tell(plan_lines(served, machine_name(config.device)), json=json)
+                tell(banner(facts, needs_key=bool(settings.api_keys)), json=json)
                 emit_json(json, facts)
 
             run_server(app, settings, on_listening, address)

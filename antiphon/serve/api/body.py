@@ -57,24 +57,26 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)
 
-    return await _in_time(_received(request, lambda _, body: check(body)), context)
+    with context.body_memory.share() as take:
+        return await _in_time(_received(request, lambda chunk, body: (check(body), take(chunk))), context)
 
 
 async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
     limits = context.limits
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)
-    body = await _in_time(_received(request, lambda chunk, _: count.add(chunk)), context)
-    if len(body) < _LARGE_BODY_BYTES:
-        return validate(parse_json(body), model, limits)
-    if len(body) > _TRIMMED_BODY_BYTES:
-        context.trimmer.note_large_input()
-    async with context.large_body:
-        await asyncio.sleep(0)
-        value = parse_json(body)
-        del body
-        await asyncio.sleep(0)
-        return validate(value, model, limits)
+    with context.body_memory.share() as take:
+        body = await _in_time(_received(request, lambda chunk, _: (count.add(chunk), take(chunk))), context)
+        if len(body) < _LARGE_BODY_BYTES:
+            return validate(parse_json(body), model, limits)
+        if len(body) > _TRIMMED_BODY_BYTES:
+            context.trimmer.note_large_input()
+        async with context.large_body:
+            await asyncio.sleep(0)
+            value = parse_json(body)
+            del body
+            await asyncio.sleep(0)
+            return validate(value, model, limits)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
@@ -105,7 +107,7 @@ async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytear
         ) from error
 
 
-async def _received(request: Request, check: Callable[[bytes, bytearray], None]) -> bytearray:
+async def _received(request: Request, check: Callable[[bytes, bytearray], object]) -> bytearray:
     """The body; `check` sees every piece and what has come before it."""
     body = bytearray()
     try:

@@ -14,6 +14,7 @@ end of the client's direction for the end of the connection, as most servers do.
 
 import asyncio
 import contextlib
+import http
 import math
 import socket
 import struct
@@ -255,9 +256,10 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
     def _rendered(self, error: ApiError) -> bytes:
         response = error.response()
         headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+        phrase = http.HTTPStatus(error.status).phrase
         body = b"" if self.conn.request_method == b"HEAD" else bytes(response.body)
         parts = (
-            self.conn.send(h11.Response(status_code=error.status, headers=headers)),
+            self.conn.send(h11.Response(status_code=error.status, headers=headers, reason=phrase)),
             self.conn.send(h11.Data(data=body)),
             self.conn.send(h11.EndOfMessage()),
         )

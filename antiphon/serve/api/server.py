@@ -16,6 +16,7 @@ crash) and waits without an end for idle connections.
 import asyncio
 import errno
 import gc
+import logging
 import math
 import socket
 import threading
@@ -28,7 +29,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
-from antiphon.base.logging import get_logger
+from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.serve.api.acceptor import Acceptor
 from antiphon.serve.api.connection import ApiConnection
 from antiphon.serve.api.connections import Connections
@@ -130,6 +131,8 @@ class DrainingServer(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
     """A server for `app` that is not running yet: `run(sockets=[bind(...)])` blocks, `request_stop()` ends it."""
+    for library in ("uvicorn.error", "asyncio"):  # what they warn about is counted, answered, or advice for others
+        adopt_logger(library, logging.ERROR)
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -14,7 +14,9 @@ import re
 import h11
 
 _MAX_HEAD_BYTES = 16 * 1024
-_MAX_CHUNK_OVERHEAD_BYTES = 256 * 1024
+_MAX_CHUNK_OVERHEAD_BYTES = 128 * 1024
+_MAX_CHUNK_DIGITS = 8  # others count in 32 or 64 bits
+_CHUNK_SIZE = re.compile(rb"(?:\r\n)?0*([0-9A-Fa-f]+)")
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
 _CONTINUED_LINE = re.compile(rb"\n[ \t]")
@@ -28,21 +30,29 @@ class StrictConnection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
         self.request_method = b""
+        self._unread: bytes | None = None  # of what was received; a copy, so it is kept for the next event
         self._is_chunked = False
         self._num_body_bytes = 0
         self._num_wire_bytes = 0
 
+    def receive_data(self, data: bytes) -> None:
+        """More of what the client sends."""
+        super().receive_data(data)
+        self._unread = None
+
     def next_event(self) -> _Event:
         """h11's next event; `h11.RemoteProtocolError` with the reason."""
-        is_head = self.their_state is h11.IDLE
-        has_lines = is_head or (self._is_chunked and self.their_state is h11.SEND_BODY)
-        before = self.trailing_data[0] if has_lines else b""
+        has_lines = self.their_state is h11.IDLE or (self._is_chunked and self.their_state is h11.SEND_BODY)
+        if not has_lines:
+            self._unread = None
+            return super().next_event()
+        before = self.trailing_data[0] if self._unread is None else self._unread
         event: _Event = super().next_event()
-        if has_lines:
-            consumed = before[: len(before) - len(self.trailing_data[0])]
-            if isinstance(event, h11.Request):
-                return self._checked_request(event, consumed)
-            self._check_chunks(event, consumed)
+        self._unread = self.trailing_data[0]
+        consumed = before[: len(before) - len(self._unread)]
+        if isinstance(event, h11.Request):
+            return self._checked_request(event, consumed)
+        self._check_chunks(event, consumed)
         return event
 
     def _checked_request(self, request: h11.Request, head: bytes) -> h11.Request:
@@ -71,6 +81,10 @@ class StrictConnection(h11.Connection):
             _check_lines(consumed)
             if event.headers:
                 raise h11.RemoteProtocolError("trailers behind a body are not read: send them as headers")
+        if event is h11.NEED_DATA or (isinstance(event, h11.Data) and event.chunk_start):
+            size = _CHUNK_SIZE.match(consumed)
+            if size is not None and len(size.group(1)) > _MAX_CHUNK_DIGITS:
+                raise h11.RemoteProtocolError(f"a chunk of {size.group(1).decode('ascii')} bytes (hexadecimal)")
         self._num_wire_bytes += len(consumed)
         if self._num_wire_bytes > 2 * self._num_body_bytes + _MAX_CHUNK_OVERHEAD_BYTES:
             raise h11.RemoteProtocolError("the chunks of the body hold too little: send larger ones, no extensions")
