@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 could not do it, 2 asked wrongly, 130 interrupted. Results
 """
 
 import errno
-import io
 import json as jsonlib
 import os
 import subprocess
@@ -23,7 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.logging import get_logger
 from antiphon.base.processor import cpu_name
+from antiphon.cli.streams import ready_standard_streams
+
+_log = get_logger("cli")
 
 DEBUG = "--debug"
 EXIT_FAILED = 1
@@ -150,6 +153,15 @@ def show(renderable: RenderableType, *, json: str | None = None) -> None:
     console.print(renderable, markup=False)
 
 
+def tell(renderable: RenderableType, *, json: str | None = None) -> None:
+    """`show` for a command that goes on afterwards, and does so where standard output cannot be written."""
+    try:
+        show(renderable, json=json)
+    except OSError as error:
+        _log.warning("standard output cannot be written (%s): the command goes on without it", error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def provenance(**machine: Any) -> dict[str, Any]:
     """Where figures come from: commit, command, machine. Nothing here depends on how fast the machine is."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
@@ -180,7 +192,7 @@ def run_command(command: Callable[[], object], *, debug: bool = False) -> int:
 
     What goes wrong becomes one line on standard error; `debug` adds the traceback.
     """
-    _accept_any_letter()
+    ready_standard_streams()
     try:
         result = _result_of(command)
         sys.stdout.flush()
@@ -204,15 +216,6 @@ def _result_of(command: Callable[[], object]) -> object:
         return _exit_code(exit_request.code)
     except typer.Exit as exit_request:
         return exit_request.exit_code
-
-
-def _accept_any_letter() -> None:
-    """A terminal that is not one of Unicode shows ``?`` for what it does not have; that must not end a command. A
-    standard output that was closed takes everything and shows nothing."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def _explain(error: BaseException, debug: bool) -> tuple[int, str]:

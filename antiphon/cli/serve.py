@@ -14,7 +14,7 @@ from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import banner, report_timeline, server_facts, start_with_progress
 from antiphon.cli.options import check_not_empty
-from antiphon.cli.output import check_json, check_output_file, emit_json, show
+from antiphon.cli.output import check_json, check_output_file, emit_json, tell
 from antiphon.cli.serve_plan import check_plan_fits, join_lines, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
@@ -102,6 +102,9 @@ class HttpOptions:
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any.")] = 8000
     api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys, one a line.")] = None
+    allowed_hosts: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Names of this server, a,b; others: 403.", hidden=True)
+    ] = None
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
     ] = None
@@ -110,6 +113,7 @@ class HttpOptions:
     max_connections: Annotated[int, typer.Option(metavar="N", help="Connections at once; more: 503.", hidden=True)] = (
         2048
     )
+    max_slow_bodies: Annotated[int, typer.Option(metavar="N", help="Late bodies of an address.", hidden=True)] = 128
     send_timeout: Annotated[
         float, typer.Option(metavar="S", help="Patience with clients that do not read.", hidden=True)
     ] = 60.0
@@ -125,10 +129,12 @@ class HttpOptions:
         """The validated settings; `UserError` for a wrong value or key file."""
         options.check_not_empty("--host", self.host)  # would be every address of this machine
         options.check_not_empty("--served-model-name", self.served_model_name)
+        options.check_not_empty("--allowed-hosts", self.allowed_hosts)
         return ServerSettings(
             host=self.host,
             port=self.port,
             api_keys=read_api_keys(self.api_key_file) if self.api_key_file else (),
+            allowed_hosts=tuple(options.words_of(self.allowed_hosts or "")),
             served_model_name=self.served_model_name,
             max_body_bytes=None
             if self.max_body_bytes is None
@@ -136,6 +142,7 @@ class HttpOptions:
             max_prompt_tokens=self.max_prompt_tokens,
             max_concurrent_streams=self.max_streams,
             max_connections=self.max_connections,
+            max_slow_bodies=self.max_slow_bodies,
             send_timeout_s=self.send_timeout,
             drain_timeout_s=self.drain_timeout,
         )
@@ -196,7 +203,7 @@ def serve(
     settings = http.settings()
     if served is not None:
         if config.join_address:
-            show(join_lines(config), json=json)
+            tell(join_lines(config), json=json)
         if not ray.ray:
             check_plan_fits(config, served)
         settings = replace(settings, predicted=served.predicted)
@@ -231,8 +238,8 @@ def run(
                 facts = server_facts(engine, config, spec, app.state.context.model_name, url)
                 if served is not None:
                     facts["plan"] = {"file": str(served.file), "predicted": asdict(served.predicted)}
-                    show(plan_lines(served, machine_name(config.device)), json=json)
-                show(banner(facts, needs_key=bool(settings.api_keys)), json=json)
+                    tell(plan_lines(served, machine_name(config.device)), json=json)
+                tell(banner(facts, needs_key=bool(settings.api_keys)), json=json)
                 emit_json(json, facts)
 
             run_server(app, settings, on_listening, address)

@@ -174,7 +174,8 @@ def described(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
 @contextmanager
 def live(engine: FakeEngine, *, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> Iterator[Live]:
     """Serve `engine` until the block ends."""
-    server_settings = ServerSettings(port=0, **settings)
+    # Requests that tests write by hand are for the host x.
+    server_settings = ServerSettings(port=0, **({"allowed_hosts": ("x",)} | settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "_describe", described)
         app = create_app(engine, small_tokenizer(chat_template), server_settings, small_grammars())

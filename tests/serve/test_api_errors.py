@@ -283,7 +283,7 @@ def test_engine_refusals(server: Live, refusal: Exception, status: int, code: st
     response = server.complete(stream=stream)
     error = error_of(response, status)
     assert (error["code"], error["message"]) == (code, str(refusal))
-    assert response.headers.get("retry-after") == ("3" if status == 429 else None)
+    assert response.headers.get("retry-after") == {429: "3", 503: "5"}.get(status)
 
 
 def test_when_one_answer_is_refused_the_others_are_taken_back(server: Live) -> None:
@@ -339,7 +339,7 @@ def test_a_model_without_an_end_token_is_served_but_follows_no_grammar() -> None
     engine = fake_engine()
     engine.info = dataclasses.replace(engine.info, eos_token_ids=())
     app = create_app(engine, small_tokenizer(), ServerSettings())
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
         refused = client.post("/v1/completions", json={"prompt": "x", "response_format": {"type": "json_object"}})
     assert refused.status_code == 400

@@ -245,6 +245,6 @@ def test_large_bodies_are_taken_one_at_a_time_and_answered_all(server: Live) -> 
 def test_the_application_alone_starts_what_it_needs() -> None:
     """Without the server around it, as tests and other programs use it."""
     app = create_app(fake_engine(), small_tokenizer(), ServerSettings())
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).status_code == 200
     app.state.context.texts.close()

@@ -23,6 +23,7 @@ from antiphon.serve.api.requests import (
     TokenizeRequest,
 )
 from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.api.sites import SiteMiddleware
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.text_queue import TextLimits
@@ -91,6 +92,7 @@ def create_app(
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
+    app.add_middleware(SiteMiddleware, settings=settings)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app

@@ -24,6 +24,7 @@ from antiphon.serve.api.requests import AnyRequest
 _Model = TypeVar("_Model", bound=BaseModel)
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
 _TRIMMED_BODY_BYTES = 1024 * 1024
+_FORM_TYPE = "application/x-www-form-urlencoded"  # what curl -d says of any body
 _MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
 
 _TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
@@ -56,36 +57,43 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)
 
-    return await _in_time(_received(request, lambda _, body: check(body)), context)
+    with context.body_memory.share() as take:
+        return await _in_time(_received(request, lambda chunk, body: (check(body), take(chunk))), context)
 
 
 async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
     limits = context.limits
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)
-    body = await _in_time(_received(request, lambda chunk, _: count.add(chunk)), context)
-    if len(body) < _LARGE_BODY_BYTES:
-        return validate(parse_json(body), model, limits)
-    if len(body) > _TRIMMED_BODY_BYTES:
-        context.trimmer.note_large_input()
-    async with context.large_body:
-        await asyncio.sleep(0)
-        value = parse_json(body)
-        del body
-        await asyncio.sleep(0)
-        return validate(value, model, limits)
+    with context.body_memory.share() as take:
+        body = await _in_time(_received(request, lambda chunk, _: (count.add(chunk), take(chunk))), context)
+        if len(body) < _LARGE_BODY_BYTES:
+            return validate(parse_json(body), model, limits)
+        if len(body) > _TRIMMED_BODY_BYTES:
+            context.trimmer.note_large_input()
+        async with context.large_body:
+            await asyncio.sleep(0)
+            value = parse_json(body)
+            del body
+            await asyncio.sleep(0)
+            return validate(value, model, limits)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise ApiError(415, f"Content-Type is {media_type!r}: send JSON with Content-Type: application/json")
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":  # also when it is missing: pages of other sites may send such requests
+        sent = f"Content-Type is {media_type[:_MAX_PATH_CHARACTERS]!r}" if media_type else "Content-Type is missing"
+        raise ApiError(415, f"{sent}: send JSON with the header Content-Type: application/json{_curl_hint(media_type)}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body uncompressed")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise body_too_large(max_bytes)
+
+
+def _curl_hint(media_type: str) -> str:
+    return " (curl -H 'Content-Type: application/json')" if media_type == _FORM_TYPE else ""
 
 
 async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytearray:
@@ -99,7 +107,7 @@ async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytear
         ) from error
 
 
-async def _received(request: Request, check: Callable[[bytes, bytearray], None]) -> bytearray:
+async def _received(request: Request, check: Callable[[bytes, bytearray], object]) -> bytearray:
     """The body; `check` sees every piece and what has come before it."""
     body = bytearray()
     try:

@@ -1,42 +1,62 @@
-"""The server's TCP connections: uvicorn's HTTP/1.1 protocol with deadlines, a cap, and refusals in OpenAI's shape.
+"""All TCP connections of one server: how many there may be, and which of them makes room for a new one.
 
-uvicorn waits without end for the rest of a request's head, for the rest of a body that nobody reads, and for a client
-that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second for all
-connections. At the cap the connection that has waited longest for a request makes room for the new one; when every
-connection has a request in progress, the new one is told 503 and closed.
+At the cap, in this order: the connection that has waited longest for a request is closed; then the body that has been
+on its way longest, if it is late, is refused with 429; when all have a request in progress, the new connection gets
+503. An address may have a few late bodies only, so that nobody holds all connections by sending half a request on each.
+Connections that linger to have their answer read are counted apart.
 
-Rejected: a timer for each wait, armed and cancelled for every request, for limits that need no precision; uvicorn's
-`limit_concurrency`, which lets idle connections keep busy clients out and answers in plain text.
+Rejected: uvicorn's `limit_concurrency`, which lets idle connections keep busy clients out and answers in plain text;
+a cap on connections per address, which would count a proxy's clients as one.
 """
 
-import asyncio
-import contextlib
-import math
 import resource
-import socket
-import struct
-import sys
-import time
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
 
-import h11
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.errors import ApiError, too_busy
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 
 _log = get_logger("serve.api")
 
 _SPARE_FILES = 256  # for the workers' sockets, the log, libraries
-_LINGER_S = 2.0
-_UNSENT_IN_KERNEL_BYTES = 64 * 1024
 _MAX_LINGERING = 256
-_LEAST_TAKEN_BYTES = 16 * 1024
-_MAX_REASON_CHARACTERS = 200
+_PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
+_LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
+
+
+class Connection(Protocol):
+    """What is asked of one connection here."""
+
+    @property
+    def is_flushed(self) -> bool:
+        """All bytes of earlier answers are with the operating system."""
+
+    @property
+    def body_began_s(self) -> float | None:
+        """Since when a body is on its way, on the monotonic clock."""
+
+    @property
+    def address(self) -> str:
+        """The client's, without its port."""
+
+    def check(self, now_s: float) -> None:
+        """End the connection if it is past a deadline."""
+
+    def close_idle(self) -> None:
+        """Close it; no request is in progress."""
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer `error` in the place of what is in progress, and close."""
+
+    def reset(self) -> None:
+        """Close at once, with whatever it holds."""
 
 
 class Connections(ServerState):
@@ -45,36 +65,109 @@ class Connections(ServerState):
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
         super().__init__()
         self.settings = settings
-        self.limit = _affordable(settings.max_connections)
-        self.waiting: dict[ApiConnection, None] = {}  # for a request, longest first
-        self.refused: set[ApiConnection] = set()
+        self.limit, self.max_lingering = affordable_connections(settings.max_connections)
+        self.waiting: dict[Connection, None] = {}  # for a request, longest first
+        self.lingering: dict[Connection, None] = {}  # longest first
+        self.on_room: Callable[[], None] = lambda: None
+        self.receive_buffer = memoryview(bytearray(_PIECE_BYTES))  # used up before another connection reads
+        self.num_open = 0  # sockets; those that close with bytes unsent are in none of the collections
+        self._now_s = 0.0
         self._has_refused = False
         self._ended = metrics.connections_ended
         metrics.connections.set_function(lambda: len(self.connections))
 
-    def check(self, now_s: float) -> None:
-        """End the connections that are past a deadline. `now_s` is on the monotonic clock."""
-        for connection in [*self.connections, *self.refused]:
-            assert isinstance(connection, ApiConnection)
-            connection.check(now_s)
+    # --- sockets ---------------------------------------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Whether one more socket may be open."""
+        return self.num_open < self.limit + self.max_lingering
+
+    def note_accepted(self) -> None:
+        """One more socket is open."""
+        self.num_open += 1
+
+    def note_closed(self) -> None:
+        """A socket is closed: another one may be accepted."""
+        self.num_open -= 1
+        self.on_room()
+
+    def free_a_socket(self) -> None:
+        """Close the connection that is needed least, if there is one."""
+        if self.lingering:
+            next(iter(self.lingering)).reset()
+        else:
+            self._close_longest_waiting()
+
+    # --- places ----------------------------------------------------------------------------------------------------
 
     def make_room(self) -> bool:
-        """Whether the newest connection may stay; at the cap another one that waits for a request is closed for it."""
-        if len(self.connections) <= self.limit:
-            return True
+        """Whether the newest connection may stay; at the cap another one ends for it."""
+        return len(self.connections) <= self.limit or self._close_longest_waiting() or self._refuse_most_overdue_body()
+
+    def _close_longest_waiting(self) -> bool:
         oldest = next((connection for connection in self.waiting if connection.is_flushed), None)
         if oldest is None:
             return False
         self.count_end("made room")
         self.forget(oldest)
-        oldest.transport.close()
+        oldest.close_idle()
         return True
 
-    def forget(self, connection: "ApiConnection") -> None:
+    def _refuse_most_overdue_body(self) -> bool:
+        overdue = next(self._overdue_bodies(), None)
+        if overdue is None:
+            return False
+        self._refuse_body(overdue, "all connections of this server are in use, and the body is late")
+        return True
+
+    def forget(self, connection: Connection) -> None:
         """This connection counts no more."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
-        self.refused.discard(connection)
+        self.lingering.pop(connection, None)
+
+    def linger(self, connection: Connection) -> None:
+        """This connection has its answer and stays only for the client to read it."""
+        self.forget(connection)
+        if len(self.lingering) >= self.max_lingering:
+            next(iter(self.lingering)).reset()
+        self.lingering[connection] = None
+
+    # --- once a second ---------------------------------------------------------------------------------------------
+
+    def check(self, now_s: float) -> None:
+        """End the connections that are past a deadline. `now_s` is on the monotonic clock."""
+        for connection in [*self._all(), *self.lingering]:
+            connection.check(now_s)
+        was_stalled = now_s - self._now_s > _LATE_BODY_S  # then it may be us who are late
+        self._now_s = now_s
+        if was_stalled:
+            return
+        num_late: Counter[str] = Counter()
+        limit = self.settings.max_slow_bodies
+        for connection in self._overdue_bodies():
+            num_late[connection.address] += 1
+            if num_late[connection.address] > limit:
+                self._refuse_body(
+                    connection,
+                    f"{limit} requests of this address have sent a part of their bodies only: finish those first",
+                )
+
+    def _all(self) -> Iterator[Connection]:
+        yield from list(self.connections)  # type: ignore[misc]  # all are `ApiConnection`
+
+    def _overdue_bodies(self) -> Iterator[Connection]:
+        """Connections whose body should have arrived, the one that began first first."""
+        latest_s = self._now_s - _LATE_BODY_S
+        began = [(connection.body_began_s, connection) for connection in self._all()]
+        late = [(began_s, connection) for began_s, connection in began if began_s is not None and began_s < latest_s]
+        yield from (connection for _, connection in sorted(late, key=lambda entry: entry[0]))
+
+    def _refuse_body(self, connection: Connection, reason: str) -> None:
+        self.count_end("slow body")
+        connection.refuse(too_busy(reason, 1.0))
+
+    # --- what is counted and said ----------------------------------------------------------------------------------
 
     def note_refusal(self) -> None:
         """A connection was turned away; said once, counted always."""
@@ -87,170 +180,24 @@ class Connections(ServerState):
         self._ended.labels(reason).inc()
 
 
-class ApiConnection(H11Protocol):
-    """One connection. It *waits* while no request is in progress: when new, between two requests, in the middle of a
-    head."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        assert isinstance(server_state, Connections)
-        super().__init__(config, server_state, app_state, _loop)
-        self._all = server_state
-        self._settings = server_state.settings
-        self._head_deadline_s: float | None = None
-        self._is_refused = False
-        self._watched_s = 0.0
-        self._watched_bytes: int | None = None
-
-    @property
-    def is_flushed(self) -> bool:
-        """All bytes of earlier answers are with the operating system."""
-        return self.transport.get_write_buffer_size() == 0
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    # --- what asyncio and uvicorn call -----------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # What a client does not read waits here, where it is counted, and not in megabytes of the kernel's buffers.
-        self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL_BYTES)
-        if self._all.make_room():
-            self._all.waiting[self] = None
-            self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
-            return
-        self._all.note_refusal()
-        message = f"all {self._all.limit} connections of this server are in use: try again later"
-        self._refuse(ApiError(503, message, code="too_many_connections", headers={"retry-after": "1"}))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._all.forget(self)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            return  # the rest of a request that has its answer
-        if self._head_deadline_s is None and not self._is_answering:
-            self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
-        super().data_received(data)
-        if self._is_answering:
-            self._head_deadline_s = None
-            self._all.waiting.pop(self, None)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()  # begins the next request when the client has sent it already
-        if self.transport.is_closing() or self._is_answering:
-            return
-        self._all.waiting[self] = None
-        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            # A body that nobody reads, or half a head: the timeout for idle connections is not for those.
-            self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._watched_bytes = None
-
-    def send_400_response(self, msg: str) -> None:
-        # uvicorn calls this while it handles the parser's error, which knows more than `msg`.
-        error = sys.exc_info()[1]
-        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            self._refuse(ApiError(431, "the request line and headers are too long: send shorter ones"))
-        else:
-            reason = " ".join(str(error or msg).split())[:_MAX_REASON_CHARACTERS]
-            self._refuse(ApiError(400, f"this is not a valid HTTP/1.1 request: {reason}"))
-
-    # --- deadlines and refusals ------------------------------------------------------------------------------------
-
-    def check(self, now_s: float) -> None:
-        """End the connection if it is past a deadline."""
-        if self._head_deadline_s is not None and now_s > self._head_deadline_s:
-            self._head_deadline_s = None
-            self._end_waiting()
-        unsent_bytes = self.transport.get_write_buffer_size()
-        if not unsent_bytes or not (self.flow.write_paused or self.transport.is_closing()):
-            self._watched_bytes = None  # writing goes on: what is unsent now need not be what was unsent before
-        elif self._watched_bytes is None or unsent_bytes <= self._watched_bytes - _LEAST_TAKEN_BYTES:
-            self._watched_s, self._watched_bytes = now_s, unsent_bytes
-        elif now_s - self._watched_s > self._settings.send_timeout_s:
-            _log.warning(
-                "%s took less than %d bytes in %.0f s (--send-timeout): closing, %d bytes unsent",
-                self._name, _LEAST_TAKEN_BYTES, self._settings.send_timeout_s, unsent_bytes,
-            )  # fmt: skip
-            self._all.count_end("send timeout")
-            self._reset()
-
-    def _reset(self) -> None:
-        """Close at once, and have the operating system drop what it holds for this client as well."""
-        self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
-
-    def _set_option(self, level: int, option: int, value: int | bytes) -> None:
-        with contextlib.suppress(OSError):  # the client is gone already: asyncio hears of it in a moment
-            self.transport.get_extra_info("socket").setsockopt(level, option, value)
-
-    def _end_waiting(self) -> None:
-        """The head, or the unread rest of a body, did not arrive in time; or a refused client had time to read why."""
-        if self._is_refused:
-            self.transport.close()
-            return
-        self._all.count_end("header timeout")
-        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            timeout_s = math.ceil(self._settings.header_timeout_s)
-            self._refuse(ApiError(408, f"the request's headers did not arrive within {timeout_s} s"))
-        else:
-            self.transport.close()
-
-    def _refuse(self, error: ApiError) -> None:
-        """Answer `error` and close; what still comes is read and dropped for a moment, because closing at once would
-        reset the connection and the client might lose the answer."""
-        self._unset_keepalive_if_required()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.waiting_for_100_continue = False
-            self.cycle.message_event.set()
-        self._all.forget(self)
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or len(self._all.refused) >= _MAX_LINGERING:
-            self._reset()
-            return
-        self._is_refused = True
-        self._all.refused.add(self)
-        self._head_deadline_s = time.monotonic() + _LINGER_S
-        self.transport.write(self._rendered(error))
-        self.transport.write_eof()
-
-    def _rendered(self, error: ApiError) -> bytes:
-        response = error.response()
-        headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
-        parts = (
-            self.conn.send(h11.Response(status_code=error.status, headers=headers)),
-            self.conn.send(h11.Data(data=bytes(response.body))),
-            self.conn.send(h11.EndOfMessage()),
-        )
-        return b"".join(part for part in parts if part is not None)
-
-    @property
-    def _name(self) -> str:
-        return "client {}:{}".format(*self.client) if self.client else "a client"
-
-
-def _affordable(asked: int) -> int:
-    """How many connections the limit on open files allows, at most `asked`; raises the soft limit if it may."""
-    needed = asked + _SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def affordable_connections(asked: int) -> tuple[int, int]:
+    """How many connections the limit on open files allows: (in use, at most `asked`; lingering). Raises the soft limit
+    to the hard one."""
+    lingering = min(_MAX_LINGERING, asked)
+    descriptors = Path("/proc/self/fd")
+    open_now = len(list(descriptors.iterdir())) if descriptors.is_dir() else 0
+    needed = asked + lingering + open_now + _SPARE_FILES
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for wanted in (needed, hard):
+        with suppress(OSError, ValueError):  # some systems allow less than the limit they name
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return asked
-    affordable = max(1, soft - _SPARE_FILES)
+        return asked, lingering
+    affordable = max(2, soft - open_now - _SPARE_FILES)
+    lingering = min(lingering, max(1, affordable // 8))
     _log.warning(
-        "at most %d connections instead of %d: this process may open %d files (ulimit -n)", affordable, asked, soft
-    )
-    return affordable
+        "at most %d connections instead of %d: this process may open %d files (ulimit -n)",
+        affordable - lingering, asked, soft,
+    )  # fmt: skip
+    return affordable - lingering, lingering

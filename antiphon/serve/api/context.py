@@ -13,7 +13,7 @@ from fastapi import Request
 from antiphon.base.memory import MemoryTrimmer
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy
-from antiphon.serve.api.input_limits import input_limits
+from antiphon.serve.api.input_limits import BodyMemory, input_limits
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
@@ -42,6 +42,7 @@ class ApiContext:
         self.texts = texts
         self.settings = settings
         self.limits = input_limits(settings, engine.info.max_model_len, engine.info.vocab_size, tokenizer)
+        self.body_memory = BodyMemory(self.limits.max_body_bytes)
         self.large_body = asyncio.Lock()
         self.trimmer = MemoryTrimmer()
         self.metrics = metrics

@@ -18,6 +18,8 @@ from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, Shuttin
 _log = get_logger("serve.api")
 
 _MAX_PATH_CHARACTERS = 200
+_RESTART_S = 5
+RETRY_AFTER_S = 1  # with every 429 and 503 that does not know better
 
 
 class ApiError(Exception):
@@ -37,7 +39,8 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        retry = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+        self.headers = retry | (headers or {})
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body, also sent as an event when a stream has already begun."""
@@ -73,7 +76,8 @@ def too_busy(message: str, retry_after_s: float) -> ApiError:
 
 
 def shutting_down(reason: str = "the server is shutting down and takes no new requests") -> ApiError:
-    return ApiError(503, reason, code="shutting_down")
+    """503; by the time another server has started, or a load balancer has noticed."""
+    return ApiError(503, reason, code="shutting_down", headers={"retry-after": str(_RESTART_S)})
 
 
 def no_room(reason: str) -> ApiError:

@@ -9,15 +9,20 @@ request is bounded, whatever its body holds, and other requests go on meanwhile.
 3. Before tokenizing, characters: a text of more than the context's tokens times the longest token cannot fit.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from antiphon.serve.api.errors import ApiError, bad_request
+from antiphon.serve.api.errors import ApiError, bad_request, too_busy
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _MIN_BODY_BYTES = 1024 * 1024
 _MAX_BODY_BYTES = 8 * 1024 * 1024
+_MIN_BODY_MEMORY_BYTES = 256 * 1024 * 1024
+_NUM_LARGEST_BODIES = 4
+_FREE_BODY_BYTES = 64 * 1024
 # A token is about one Chinese character or four Latin ones; written as \u4e2d it takes 6 bytes a character.
 _BODY_BYTES_PER_TOKEN = 24
 _NUM_SEPARATORS = 256 * 1024
@@ -168,6 +173,36 @@ class StructureCount:
             raise _too_much_structure("colons", limits.max_names)
         if self.num_long_numbers > _NUM_LONG_NUMBERS:
             raise _too_much_structure(f"times {len(_LONG_NUMBER)} digits in a row", _NUM_LONG_NUMBERS)
+
+
+class BodyMemory:
+    """How many bytes of bodies all requests together may hold, from their arrival until they are decoded.
+
+    A body's first part is free, so that large bodies that do not end keep nobody's small ones out: connections bound
+    how many of those there are."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._limit_bytes = max(_MIN_BODY_MEMORY_BYTES, _NUM_LARGEST_BODIES * max_body_bytes)
+        self._num_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[bytes], None]]:
+        """Yields what to call with every piece of one body; `ApiError` 429 where it does not fit."""
+        num_free, num_held = _FREE_BODY_BYTES, 0
+
+        def take(piece: bytes) -> None:
+            nonlocal num_free, num_held
+            num_counted = max(0, len(piece) - num_free)
+            num_free -= len(piece) - num_counted
+            if num_counted and self._num_bytes + num_counted > self._limit_bytes:
+                raise too_busy("the large bodies of other requests take all memory for bodies: try again later", 1.0)
+            self._num_bytes += num_counted
+            num_held += num_counted
+
+        try:
+            yield take
+        finally:
+            self._num_bytes -= num_held
 
 
 def too_long(message: str, param: str) -> ApiError:

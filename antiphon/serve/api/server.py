@@ -16,6 +16,7 @@ crash) and waits without an end for idle connections.
 import asyncio
 import errno
 import gc
+import logging
 import math
 import socket
 import threading
@@ -28,8 +29,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
-from antiphon.base.logging import get_logger
-from antiphon.serve.api.connections import ApiConnection, Connections
+from antiphon.base.logging import adopt_logger, get_logger
+from antiphon.serve.api.acceptor import Acceptor
+from antiphon.serve.api.connection import ApiConnection
+from antiphon.serve.api.connections import Connections
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.settings import ServerSettings
 
@@ -47,6 +50,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.ready = threading.Event()
         self.server_state = self._connections = Connections(context.settings, context.metrics)
+        self._acceptors: list[Acceptor] = []
         self._context = context
         self._on_ready: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,13 +66,25 @@ class DrainingServer(uvicorn.Server):
         # takes tenths of a second with a model's libraries loaded.
         gc.collect()
         gc.freeze()
-        await super().startup(sockets)
+        await super().startup(sockets=[])
+        for listener in sockets or []:
+            self._open(listener, self._loop)
         self._context.engine.call_when_given_up(self._stop_without_engine)
         if self._on_ready is not None:
             self._on_ready()
         self.ready.set()
 
+    def _open(self, listener: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        acceptor = Acceptor(
+            listener, self._connections, lambda: ApiConnection(self.config, self._connections, {}, loop), loop
+        )
+        acceptor.open()
+        self._connections.on_room = acceptor.resume
+        self._acceptors.append(acceptor)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
         self._context.texts.close()
 
@@ -118,6 +134,8 @@ class DrainingServer(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
     """A server for `app` that is not running yet: `run(sockets=[bind(...)])` blocks, `request_stop()` ends it."""
+    for library in ("uvicorn.error", "asyncio"):  # what they warn about is counted, answered, or advice for others
+        adopt_logger(library, logging.ERROR)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -128,7 +146,7 @@ def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
         lifespan="off",
         http=ApiConnection,
         ws="none",
-        backlog=_BACKLOG,
+        loop="asyncio",  # what the tests run on; another one may be installed by chance
         timeout_keep_alive=math.ceil(settings.keep_alive_timeout_s),
         timeout_graceful_shutdown=int(_LAST_BYTES_TIMEOUT_S),
     )

@@ -11,18 +11,21 @@ from antiphon.specs.plan import Predicted
 class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
-    `api_keys` empty: no key is asked for. `max_concurrent_streams` counts HTTP requests that generate, streaming or
-    not. `max_prompt_tokens` None: only the model's context limits prompts. `max_body_bytes` None: what a request that
-    fits the context may need (`input_limits`). `predicted`: what the loaded plan promised, None without a plan.
+    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `max_concurrent_streams`
+    counts HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits
+    prompts. `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `predicted`: what
+    the loaded plan promised, None without a plan.
 
     Of a connection: `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head,
     `keep_alive_timeout_s` idle between requests, `send_timeout_s` in which a client must take some of what waits for
-    it. `max_unread_bytes` of a streamed answer may wait for a client that is slower than the engine.
+    it. An address may have `max_slow_bodies` requests whose body is late. `max_unread_bytes` of a streamed answer may
+    wait for a client that is slower than the engine.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
     max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
@@ -31,6 +34,7 @@ class ServerSettings:
     send_timeout_s: float = 60.0
     max_unread_bytes: int = 1024 * 1024
     max_connections: int = 2048
+    max_slow_bodies: int = 128
     max_prompt_tokens: int | None = None
     max_concurrent_streams: int = 1024
     max_n: int = 16
@@ -48,6 +52,7 @@ class ServerSettings:
             ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),
             ("--max-streams", self.max_concurrent_streams),
             ("--max-connections", self.max_connections),
+            ("--max-slow-bodies", self.max_slow_bodies),
             ("max_unread_bytes", self.max_unread_bytes),
             ("--max-prompt-tokens", 1 if self.max_prompt_tokens is None else self.max_prompt_tokens),
             ("max_n", self.max_n),

@@ -17,6 +17,7 @@ from antiphon import __version__
 from antiphon.serve.api.body import check_model_name
 from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.serve.api.errors import RETRY_AFTER_S
 from antiphon.serve.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse, described_errors
 
 router = APIRouter(tags=["status"])
@@ -66,7 +67,9 @@ async def health(request: Request) -> Response:
     stats = context.metrics.read_stats()
     status = "shutting down" if context.draining else stats.status
     serves = stats.healthy and not context.draining
-    return JSONResponse({"status": status, "missing": stats.missing}, status_code=200 if serves else 503)
+    headers = {} if serves else {"retry-after": str(RETRY_AFTER_S)}
+    body = {"status": status, "missing": stats.missing}
+    return JSONResponse(body, status_code=200 if serves else 503, headers=headers)
 
 
 @router.get("/version", summary="Version and layout", response_model=VersionResponse)

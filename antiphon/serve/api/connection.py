@@ -1,0 +1,270 @@
+"""One TCP connection: uvicorn's HTTP/1.1 protocol with deadlines, and with refusals in OpenAI's shape.
+
+uvicorn waits without end for the rest of a request's head, for the rest of a body that nobody reads, and for a client
+that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second for all
+connections. Requests are read with the strict parser, in small pieces so that no client holds the event loop for long,
+and a connection closes only when the client had time to read its answer (`lingering`).
+
+A client may end its own direction behind its request and still get the answer. Whether it is gone altogether shows when
+something is written. So such a client is sent an interim answer (100) or a comment in its stream once a second.
+
+Rejected: a timer for each wait, armed and cancelled for every request, for limits that need no precision; taking the
+end of the client's direction for the end of the connection, as most servers do.
+"""
+
+import asyncio
+import contextlib
+import http
+import math
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from antiphon.base.logging import get_logger
+from antiphon.serve.api.connections import Connections
+from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.lingering import MAX_DROPPED_BYTES, LingeringTransport
+from antiphon.serve.api.strict_http import StrictConnection
+
+_log = get_logger("serve.api")
+
+_UNSENT_IN_KERNEL_BYTES = 64 * 1024
+_LEAST_TAKEN_BYTES = 16 * 1024
+_MAX_REASON_CHARACTERS = 200
+_INTERIM_ANSWER = b"HTTP/1.1 100 Continue\r\n\r\n"
+_EVENT_COMMENT = b":\n\n"
+
+
+class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
+    """One connection. It *waits* while no request is in progress: when new, between two requests, in the middle of a
+    head."""
+
+    transport: LingeringTransport
+    conn: StrictConnection
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        assert isinstance(server_state, Connections)
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn = StrictConnection()
+        self.body_began_s: float | None = None
+        self._all = server_state
+        self._settings = server_state.settings
+        self._head_deadline_s: float | None = None
+        self._num_dropped_bytes = 0
+        self._ended_s: float | None = None  # when the client ended its direction
+        self._watched_s = 0.0
+        self._watched_bytes: int | None = None
+
+    @property
+    def is_flushed(self) -> bool:
+        """All bytes of earlier answers are with the operating system."""
+        return self.transport.get_write_buffer_size() == 0
+
+    @property
+    def address(self) -> str:
+        """The client's, without its port."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _sends_more(self) -> bool:
+        """The client is in the middle of a request's body, or has sent another request."""
+        return self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+
+    # --- what asyncio and uvicorn call -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(LingeringTransport(transport, lambda: self._sends_more, self._begin_lingering))
+        # What a client does not read waits here, where it is counted, and not in megabytes of the kernel's buffers.
+        self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL_BYTES)
+        if self._all.make_room():
+            self._all.waiting[self] = None
+            self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
+            return
+        self._all.note_refusal()
+        message = f"all {self._all.limit} connections of this server are in use: try again later"
+        self.refuse(ApiError(503, message, code="too_many_connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._all.forget(self)
+        self._all.note_closed()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._all.receive_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._all.receive_buffer[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_lingering:
+            self.transport.drop(len(data))
+            return
+        if not self._is_answering:
+            if self._head_deadline_s is None:
+                self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
+            if self.conn.their_state is h11.SEND_BODY and not self._may_drop(len(data)):
+                return
+        super().data_received(data)
+        if self._is_answering:
+            self._head_deadline_s = None
+            self._all.waiting.pop(self, None)
+        self._note_body()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: the client may have ended its direction only."""
+        self._ended_s = time.monotonic()
+        if not self._is_answering or self.transport.is_lingering:
+            return False
+        if self.cycle.more_body:
+            self.refuse(ApiError(400, "the connection ended before the whole body had arrived"))
+            return False  # asyncio writes the answer out before it closes
+        return True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # begins the next request when the client has sent it already
+        self._note_body()
+        self._num_dropped_bytes = 0
+        if self.transport.is_closing() or self._is_answering:
+            return
+        if self._ended_s is not None:
+            self.transport.close()
+            return
+        self._all.waiting[self] = None
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            # A body that nobody reads, or half a head: the timeout for idle connections is not for those.
+            self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watched_bytes = None
+
+    def send_400_response(self, msg: str) -> None:
+        # uvicorn calls this while it handles the parser's error, which knows more than `msg`.
+        error = sys.exc_info()[1]
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            self.refuse(ApiError(431, "the request line and headers are too long: send shorter ones"))
+        else:
+            reason = " ".join(str(error or msg).split())[:_MAX_REASON_CHARACTERS]
+            self.refuse(ApiError(400, f"this is not a valid HTTP/1.1 request: {reason}"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as if it had not asked: that is what a server does that speaks nothing else."""
+
+    # --- deadlines and refusals ------------------------------------------------------------------------------------
+
+    def check(self, now_s: float) -> None:
+        """End the connection if it is past a deadline."""
+        self.transport.end_if_late(now_s)
+        if self._head_deadline_s is not None and now_s > self._head_deadline_s:
+            self._head_deadline_s = None
+            self._end_waiting()
+        self._probe(now_s)
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if not unsent_bytes or not (self.flow.write_paused or self.transport.is_closing()):
+            self._watched_bytes = None  # writing goes on: what is unsent now need not be what was unsent before
+        elif self._watched_bytes is None or unsent_bytes <= self._watched_bytes - _LEAST_TAKEN_BYTES:
+            self._watched_s, self._watched_bytes = now_s, unsent_bytes
+        elif now_s - self._watched_s > self._settings.send_timeout_s:
+            _log.warning(
+                "%s took less than %d bytes in %.0f s (--send-timeout): closing, %d bytes unsent",
+                self._name, _LEAST_TAKEN_BYTES, self._settings.send_timeout_s, unsent_bytes,
+            )  # fmt: skip
+            self._all.count_end("send timeout")
+            self.reset()
+
+    def _probe(self, now_s: float) -> None:
+        """Write to a client that ended its direction: if it is gone, the connection is lost with one of the next."""
+        if self._ended_s is None or now_s - self._ended_s < 1.0 or self.transport.is_closing():
+            return
+        if self._is_answering and not self.cycle.response_started and self.scope["http_version"] != "1.0":
+            self.transport.write(_INTERIM_ANSWER)
+        elif self._is_answering and self.transport.at_event_end:
+            comment = self.conn.send(h11.Data(data=_EVENT_COMMENT))
+            self.transport.write(comment or b"")
+
+    def reset(self) -> None:
+        """Close at once, and have the operating system drop what it holds for this client as well."""
+        self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def close_idle(self) -> None:
+        """Close it; no request is in progress, and what the client sends now it can send again."""
+        self.transport.abort()
+
+    def _set_option(self, level: int, option: int, value: int | bytes) -> None:
+        with contextlib.suppress(OSError):  # the client is gone already: asyncio hears of it in a moment
+            self.transport.get_extra_info("socket").setsockopt(level, option, value)
+
+    def _note_body(self) -> None:
+        """Remember since when the application waits for a body."""
+        if not self._is_answering or not self.cycle.more_body:
+            self.body_began_s = None
+        elif self.body_began_s is None:
+            self.body_began_s = time.monotonic()
+
+    def _may_drop(self, num_bytes: int) -> bool:
+        """Whether so much more of a body that has its answer may come; else the connection ends."""
+        self._num_dropped_bytes += num_bytes
+        if self._num_dropped_bytes <= MAX_DROPPED_BYTES:
+            return True
+        self.reset()
+        return False
+
+    def _end_waiting(self) -> None:
+        """The head, or the unread rest of a body, did not arrive in time."""
+        self._all.count_end("header timeout")
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            timeout_s = math.ceil(self._settings.header_timeout_s)
+            self.refuse(ApiError(408, f"the request's headers did not arrive within {timeout_s} s"))
+        else:
+            self.transport.close()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer `error` in the place of what is in progress, if nothing of it is sent yet, and close."""
+        if self._is_answering:
+            self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.reset()
+            return
+        self.transport.write(self._rendered(error))
+        self.transport.linger()
+
+    def _begin_lingering(self) -> None:
+        self._unset_keepalive_if_required()
+        self._head_deadline_s = self.body_began_s = None
+        self._all.linger(self)
+
+    def _rendered(self, error: ApiError) -> bytes:
+        response = error.response()
+        headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+        phrase = http.HTTPStatus(error.status).phrase
+        body = b"" if self.conn.request_method == b"HEAD" else bytes(response.body)
+        parts = (
+            self.conn.send(h11.Response(status_code=error.status, headers=headers, reason=phrase)),
+            self.conn.send(h11.Data(data=body)),
+            self.conn.send(h11.EndOfMessage()),
+        )
+        return b"".join(part for part in parts if part is not None)
+
+    @property
+    def _name(self) -> str:
+        return "client {}:{}".format(*self.client) if self.client else "a client"

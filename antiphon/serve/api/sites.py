@@ -1,0 +1,95 @@
+"""Keeps pages of other sites from using this server through a visitor's browser.
+
+A browser on this machine, or in its network, reaches servers that the page's author does not. Two rules:
+
+1. *Host.* A page of evil.example whose name begins to mean 127.0.0.1 (DNS rebinding) counts as this server's own for
+   the browser, but its requests carry `Host: evil.example`. A server on a loopback address therefore answers only to
+   loopback names, its `--host` and `--allowed-hosts`. On other addresses the check is on if `--allowed-hosts` is given:
+   the names of such a machine are not known here.
+2. *Origin.* A request that changes something and comes from a page of another origin is refused, by `Origin` and by
+   `Sec-Fetch-Site`, which pages cannot set. Programs send neither.
+
+Rejected: a token in the page, which the clients of this API would have to fetch first; trusting that bodies are JSON
+alone, which the routes check as well: browsers ask before they send JSON elsewhere, but not every one always did.
+"""
+
+import ipaddress
+import re
+import socket
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.settings import ServerSettings
+
+ANY_HOST = "*"
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_PORT = re.compile(r":[0-9]*$")
+_MAX_SHOWN_CHARACTERS = 100
+
+
+class SiteMiddleware:
+    """403 for requests under a name that is not this server's, and for changes asked for by pages of other origins."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._allowed = frozenset(map(_plain_name, settings.allowed_hosts))
+        self._names = self._allowed
+        if _is_loopback(settings.host):
+            self._names |= _LOOPBACK_NAMES | {_plain_name(settings.host)}
+        if ANY_HOST in self._names:
+            self._names = frozenset()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        app = self._app if refusal is None else refusal.response()
+        await app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host")
+        if self._names and host is not None and _plain_name(host) not in self._names:  # HTTP/1.0 knows no Host
+            return ApiError(
+                403,
+                f"Host is {host[:_MAX_SHOWN_CHARACTERS]!r}, which is not a name of this server: "
+                f"start it with --allowed-hosts {_plain_name(host)[:_MAX_SHOWN_CHARACTERS] or 'NAME'} to allow it",
+                code="host_not_allowed",
+            )
+        if scope["method"] in _HARMLESS_METHODS or ANY_HOST in self._allowed:
+            return None
+        origin = headers.get(b"origin")
+        if self._is_foreign(origin, host) or (origin is None and headers.get(b"sec-fetch-site") == "cross-site"):
+            shown = f"the origin {origin[:_MAX_SHOWN_CHARACTERS]!r}" if origin is not None else "another site"
+            return ApiError(
+                403,
+                f"this request comes from a page of {shown}: only programs and pages of this server may send it; "
+                "--allowed-hosts allows the pages of a host",
+                code="origin_not_allowed",
+            )
+        return None
+
+    def _is_foreign(self, origin: str | None, host: str | None) -> bool:
+        """Whether a page of another origin asks. Behind a proxy the page's host may be one of `--allowed-hosts`."""
+        if origin is None:
+            return False
+        scheme, _, page_host = origin.lower().partition("://")
+        is_own = host is not None and page_host == host.lower()
+        return scheme not in ("http", "https") or not (is_own or _plain_name(page_host) in self._allowed)
+
+
+def _plain_name(host: str) -> str:
+    """``LocalHost.:8000`` -> ``localhost``, ``[::1]:8000`` -> ``::1``."""
+    name = host.strip().lower()
+    if not name.startswith("[") and name.count(":") > 1:  # an address of version 6 as --host has it
+        return name
+    return _PORT.sub("", name).removesuffix(".").removeprefix("[").removesuffix("]")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a server on `host` can be reached from this machine only."""
+    try:
+        found = socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found)
+    except (OSError, ValueError):  # no address: the server will say so
+        return False
