@@ -108,7 +108,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the threads and the processes for schemas. Matchers live on."""
         for executor in (self._texts, *self._builders):
-            executor.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(wait=False)  # what is in line there finds the trials closed, or takes milliseconds
         self._trials.close()
 
     # --- from a schema to a grammar that is kept ---------------------------------------------------------------------
@@ -126,28 +126,31 @@ class GrammarCompiler:
                 verdict = self._verdicts.get(_digest(grammar))
                 compiling = self._compiling.get(grammar)
                 is_kept = compiling is None and grammar in self._kept
+                is_new = compiling is None and not is_kept
+                if compiling is None and is_new:
+                    compiling = self._compiling[grammar] = _Compiling(what)
                 if compiling is not None:
-                    compiling.join(answer)
-                elif not is_kept:
-                    self._compiling[grammar] = started = _Compiling(what)
-                    started.join(answer)
+                    compiling.answers.append(answer)
             if is_kept:
                 self.matcher(grammar)
                 _settle(answer, grammar)
         except Exception as error:
             _settle(answer, error)
             return
-        if compiling is not None or is_kept:
-            return
-        if verdict is not None:
+        if is_new and verdict is not None:
             self._on_verdict(grammar, verdict)
-            return
+        elif is_new and compiling is not None:
+            self._try(grammar, client, compiling)
+        if compiling is not None:
+            answer.add_done_callback(compiling.on_answer)
+
+    def _try(self, grammar: str, client: Hashable, compiling: "_Compiling") -> None:
         try:
-            started.verdict = self._trials.submit(client, grammar)
+            compiling.verdict = self._trials.submit(client, grammar)
         except UserError as error:
             self._finish(grammar, error)
         else:
-            started.verdict.add_done_callback(partial(self._on_trial, grammar))
+            compiling.verdict.add_done_callback(partial(self._on_trial, grammar))
 
     def _on_trial(self, grammar: str, tried: "Future[Verdict]") -> None:
         try:
@@ -165,8 +168,7 @@ class GrammarCompiler:
 
     def _on_verdict(self, grammar: str, verdict: Verdict) -> None:
         if verdict.reason is not None:
-            what = self._compiling[grammar].what
-            self._finish(grammar, UserError(f"{what} cannot be used: {verdict.reason}"))
+            self._finish(grammar, UserError(f"{self._compiling[grammar].what} cannot be used: {verdict.reason}"))
             return
         with contextlib.suppress(RuntimeError):  # closed
             self._builders[verdict.compute_s > _SLOW_BUILD_S].submit(self._build, grammar)
@@ -197,8 +199,8 @@ class GrammarCompiler:
 
     def _finish(self, grammar: str, error: Exception | None) -> None:
         with self._lock:
-            answers = self._compiling.pop(grammar).answers
-        for answer in answers:
+            compiling = self._compiling.pop(grammar, None)
+        for answer in compiling.answers if compiling is not None else ():
             _settle(answer, error or grammar)
 
 
@@ -210,12 +212,8 @@ class _Compiling:
         self.answers: list[Future[str]] = []
         self.verdict: Future[Verdict] | None = None
 
-    def join(self, answer: "Future[str]") -> None:
-        self.answers.append(answer)
-        answer.add_done_callback(self._on_done)
-
-    def _on_done(self, _: "Future[str]") -> None:
-        """Once nobody waits any more, the trial need not begin."""
+    def on_answer(self, _: "Future[str]") -> None:
+        """Once nobody waits any more, the trial need not begin. Not to be called with a lock: it may end all."""
         if self.verdict is not None and all(answer.cancelled() for answer in self.answers):
             self.verdict.cancel()
 
