@@ -2,6 +2,7 @@
 sides of that lock belong side by side.
 
     loop:  take new requests and aborts
+           take the masks of grammars that have come                (computed by other threads: `mask_pool`)
            start a step in every group that stands still            (policy, microseconds to milliseconds)
            wait for messages and deaths                             (workers compute)
            commit results, hand outputs to their sinks
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from antiphon.base.errors import StartFailed, UserError
 from antiphon.base.logging import get_logger
@@ -25,7 +27,8 @@ from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepGroup
-from antiphon.serve.outputs import AsyncSink, Matcher, Sink, TrackedRequest, TrackedRequests
+from antiphon.serve.mask_pool import MaskJob, Matcher
+from antiphon.serve.outputs import AsyncSink, Sink, TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
 from antiphon.serve.request_desk import RequestDesk
 from antiphon.serve.setbacks import Setbacks
@@ -117,9 +120,10 @@ class Engine:
         """Queue a request whose outputs go to `sink`. Raises as `AsyncEngine.submit` does, with nothing queued."""
         if params.grammar is not None and self.make_matcher is None:
             raise UserError("structured output needs a tokenizer: this engine was started without one")
-        matcher = None
+        mask = None
         if params.grammar is not None and self.make_matcher is not None:
-            matcher = self.make_matcher(params.grammar)  # here and not in the engine's thread, where all would wait
+            mask = MaskJob(self.make_matcher(params.grammar)) if params.max_tokens else None
+            params = replace(params, grammar=None)  # workers get masks; the text may be large
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         with self._lock:
             self._refuse_if_ending()
@@ -140,7 +144,7 @@ class Engine:
             if self._knows(request_id):
                 raise UserError(f"request id {request_id!r} is in use: choose another")
             self._arrivals += 1
-            self._new[request_id] = TrackedRequest(request, sink, matcher=matcher)
+            self._new[request_id] = TrackedRequest(request, sink, mask=mask)
         self._fleet.wake()
 
     def _refuse_if_ending(self) -> None:
@@ -229,6 +233,7 @@ class Engine:
         self._fleet.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=60.0)
+        self._desk.tracked.close()
         self._fleet.stop()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
@@ -256,12 +261,13 @@ class Engine:
 
     def _go_round(self) -> None:
         self._take_orders()
+        self._desk.take_masks()
         self._desk.assign()
         for group in self.workforce.groups:
             group.start_step()
         self._desk.note_first_schedules()
         self._desk.count_waiting()
-        self._events.extend(self._fleet.poll(0.0 if self._events else _TICK_S))
+        self._events.extend(self._fleet.poll(0.0 if self._events else self._desk.tracked.mask_patience_s or _TICK_S))
         while self._events:  # those that a round was too short for are the next one's
             self._handle(self._events.popleft())
             self._setbacks.note_progress()

@@ -142,7 +142,7 @@ class Launcher:
             max_running=config.max_running,
             vocab_size=self.spec.vocab_size,
         )
-        tracked = TrackedRequests()
+        tracked = TrackedRequests(self.fleet.wake)
         groups = []
         membership, path = self._membership(), config.record_routing
         record = None if path is None else RoutingRecord(path, self._info().model_name, self.spec, len(membership))

@@ -4,25 +4,28 @@ A request is here from its submission until its last output, with what must surv
 reported log-probabilities. Only the engine's thread writes; other threads may ask whether an id is known.
 
 Outputs of one step travel together: one wake-up of the event loop per step, not one per token.
+
+A request with a grammar has one mask at a time (`mask_pool`): asked for when its last token is out, kept until the next
+one is, because a step that failed is sent again with the same masks.
 """
 
 import asyncio
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineOutput, FinishReason
+from antiphon.serve.mask_pool import MaskJob, MaskPool
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import TokenLogprob
+
+_MASK_PATIENCE_S = 0.004  # a step waits so long for quick masks; one sequence a step is worse than a short delay
 
 
 class Sink(Protocol):
@@ -120,25 +123,14 @@ class ThreadSink:
                 yield output
 
 
-class Matcher(Protocol):
-    """One sequence's place in its grammar (see `serve/text/structured`)."""
-
-    def fill_bitmask(self) -> NDArray[np.int32]: ...
-
-    def accept(self, token_id: int) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-
-@dataclass
+@dataclass(eq=False)
 class TrackedRequest:
-    """A request and where its outputs go."""
+    """A request and where its outputs go. `mask`: of the next token, there or asked for; None for free text."""
 
     request: Request
     sink: Sink
     submitted: float = field(default_factory=time.monotonic)
-    matcher: Matcher | None = None
+    mask: MaskJob | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     scheduled: bool = False
 
@@ -146,8 +138,12 @@ class TrackedRequest:
 class TrackedRequests:
     """All unfinished requests by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called by other threads when masks have come."""
         self._by_id: dict[str, TrackedRequest] = {}
+        self._awaited: dict[str, MaskJob] = {}  # the masks that are asked for
+        self._patience_s: dict[str, float] = {}  # how long those are still worth waiting for that will come soon
+        self._masks = MaskPool(wake)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -160,23 +156,65 @@ class TrackedRequests:
 
     def add(self, tracked: TrackedRequest) -> None:
         self._by_id[tracked.request.request_id] = tracked
+        if tracked.mask is not None:
+            self._ask({tracked: tracked.mask})
 
     def get(self, request_id: str) -> TrackedRequest | None:
         return self._by_id.get(request_id)
 
-    def bitmask_of(self, request_id: str) -> bytes | None:
+    # --- masks -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, jobs: dict[TrackedRequest, MaskJob]) -> None:
+        for tracked, job in jobs.items():
+            tracked.mask = job
+            tracked.request.awaits_mask = True
+            self._awaited[tracked.request.request_id] = job
+        self._masks.ask(list(jobs.values()))
+
+    def take_masks(self) -> list[tuple[str, str]]:
+        """Let requests whose masks have come take part in steps. Returns (id, error) of those that cannot go on: the
+        mask of a grammar that broke off says nothing."""
+        done = [(request_id, job) for request_id, job in self._awaited.items() if job.done]
+        for request_id, job in done:
+            del self._awaited[request_id]
+            self._by_id[request_id].request.awaits_mask = job.error is not None
+        now_s = time.monotonic()
+        self._patience_s = {
+            request_id: left_s
+            for request_id, job in self._awaited.items()
+            if not (job.is_slow or job.token_id is None) and (left_s := job.asked_s + _MASK_PATIENCE_S - now_s) > 0
+        }
+        return [(request_id, f"structured output broke off: {job.error}") for request_id, job in done if job.error]
+
+    @property
+    def mask_patience_s(self) -> float | None:
+        """When to look again: some masks were about to come at the last `take_masks`. None: none was."""
+        return min(self._patience_s.values(), default=None)
+
+    def is_mask_near(self, requests: Container[str]) -> bool:
+        """A step with these requests had better wait for masks that were about to come at the last `take_masks`. First
+        masks delay no step, nor do slow ones."""
+        return any(request_id in requests for request_id in self._patience_s)
+
+    def mask_of(self, request_id: str) -> bytes | None:
         """The tokens a request's grammar allows next; None for free text."""
         tracked = self._by_id.get(request_id)
-        if tracked is None or tracked.matcher is None:
+        if tracked is None or tracked.mask is None:
             return None
-        return tracked.matcher.fill_bitmask().tobytes()
+        assert tracked.mask.done, "a request without its mask takes part in no step"
+        return tracked.mask.mask
 
-    def publish(self, progress: list[RequestOutput], sampled: dict[str, Sampled]) -> list[tuple[str, str]]:
-        """Turn what a step did, and what the worker said of each request, into outputs: one delivery per sink.
+    def close(self) -> None:
+        """Compute no more masks."""
+        self._masks.close()
 
-        Returns (id, error) of requests that cannot go on."""
+    # --- outputs ---------------------------------------------------------------------------------------------------
+
+    def publish(self, progress: list[RequestOutput], sampled: dict[str, Sampled]) -> None:
+        """Turn what a step did, and what the worker said of each request, into outputs: one delivery per sink. Asks for
+        the masks of the next tokens."""
         outputs: dict[int, tuple[Sink, list[EngineOutput]]] = {}
-        broken: list[tuple[str, str]] = []
+        jobs: dict[TrackedRequest, MaskJob] = {}
         for request_id, entry in sampled.items():
             if entry.prompt_logprobs and (tracked := self._by_id.get(request_id)) is not None:
                 tracked.prompt_logprobs.extend(entry.prompt_logprobs)
@@ -185,39 +223,35 @@ class TrackedRequests:
             tracked = self._by_id.get(request_id)
             if tracked is None:
                 continue
-            if tracked.matcher is not None and tracked.matcher.error is not None:
-                # The mask this token was drawn under says nothing: do not show the token, even if it seems the end.
-                broken.append((request_id, _broke_off(tracked.matcher)))
-                continue
+            if finish_reason is not None:
+                self._forget(request_id)
+            elif tracked.mask is not None and token_id is not None:
+                jobs[tracked] = MaskJob(tracked.mask.matcher, token_id)
             output = _output(tracked, token_id, finish_reason, sampled.get(request_id))
             outputs.setdefault(id(tracked.sink), (tracked.sink, []))[1].append(output)
-            if finish_reason is not None:
-                del self._by_id[request_id]
-            elif tracked.matcher is not None and tracked.matcher.error is not None:
-                broken.append((request_id, _broke_off(tracked.matcher)))
+        if jobs:
+            self._ask(jobs)
         for sink, batch in outputs.values():
             sink.deliver(batch)
-        return broken
+
+    def _forget(self, request_id: str) -> TrackedRequest | None:
+        if (job := self._awaited.pop(request_id, None)) is not None:
+            job.cancelled = True
+        return self._by_id.pop(request_id, None)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None) -> bool:
         """Forget a request and tell its sink. False: it is not known (any more)."""
-        tracked = self._by_id.pop(request_id, None)
+        tracked = self._forget(request_id)
         if tracked is None:
             return False
         tracked.sink.deliver([EngineOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)])
         return True
 
 
-def _broke_off(matcher: Matcher) -> str:
-    return f"structured output broke off: {matcher.error}"
-
-
 def _output(
     tracked: TrackedRequest, token_id: int | None, reason: FinishReason | None, entry: Sampled | None
 ) -> EngineOutput:
     request = tracked.request
-    if tracked.matcher is not None and token_id is not None:
-        tracked.matcher.accept(token_id)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     if request.num_output <= 1 and request.params.prompt_logprobs is not None:
         prompt_logprobs = [None, *tracked.prompt_logprobs]

@@ -169,6 +169,11 @@ class RequestDesk:
         self._unassigned = [request for request in self._unassigned if request.request_id != request_id]
         self._suspects.forget(request_id)
 
+    def take_masks(self) -> None:
+        """Let requests whose masks have come go on; end those whose grammars broke off."""
+        for request_id, error in self.tracked.take_masks():
+            self.end(request_id, "grammar", error)
+
     def count_waiting(self) -> None:
         """Bring `num_waiting` up to date."""
         self.num_waiting = len(self._unassigned)

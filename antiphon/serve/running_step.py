@@ -76,9 +76,11 @@ class RunningStep:
 
     def begin(self, workers: Iterable[WorkerName], placement: int = 0) -> dict[WorkerName, RunStep]:
         """What to send to each of `workers` that has something to compute: a part that failed, or a new plan.
-        `placement`: the version by which rows go to experts."""
+        `placement`: the version by which rows go to experts. Nothing while masks are about to come."""
         assert not self._running, "a step is running"
         workers = list(workers)
+        if not self._failed and any(self._tracked.is_mask_near(self._schedulers[name].requests) for name in workers):
+            return {}
         for name in workers:
             if (failed := self._failed.pop(name, None)) is not None:
                 self._running[name] = failed
@@ -116,7 +118,7 @@ class RunningStep:
     ) -> RunStep:
         plan, bitmasks = part.plan, {}
         for sequence in plan.sequences if plan is not None else ():
-            if sequence.samples and (mask := self._tracked.bitmask_of(sequence.request_id)) is not None:
+            if sequence.samples and (mask := self._tracked.mask_of(sequence.request_id)) is not None:
                 bitmasks[sequence.request_id] = mask
         missing = len(participants) - len(part.micro_batches) if self._all_take_part else 0
         return RunStep(
@@ -144,9 +146,7 @@ class RunningStep:
                 token_id = sampled[sequence.request_id].token_id
                 assert token_id is not None, "a sampling sequence yields a token"
                 tokens.append(token_id)
-        for request_id, error in self._tracked.publish(scheduler.commit(part.plan, tokens), sampled):
-            self._tracked.end(request_id, "grammar", error)
-            scheduler.abort(request_id)
+        self._tracked.publish(scheduler.commit(part.plan, tokens), sampled)
 
     def fail(self, name: WorkerName) -> None:
         """A worker has not computed its part, if it had one: the same again, next time."""

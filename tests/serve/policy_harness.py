@@ -118,11 +118,19 @@ class Simulation:
     reasons: dict[str, str | None] = field(default_factory=dict)
     reported: list[tuple[str, int]] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
+    mask_delays: dict[str, int] = field(default_factory=dict)  # by request: plans that each of its masks takes
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
         self.worker = FakeWorker(self.config.block_size)
         self.num_submitted = 0
+        self.masks_due: list[tuple[int, Request]] = []
+        self.num_plans = 0
+
+    def ask_mask(self, request: Request) -> None:
+        if delay := self.mask_delays.get(request.request_id, 0):
+            request.awaits_mask = True
+            self.masks_due.append((self.num_plans + delay, request))
 
     def submit(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: int | None = None) -> Request:
         arrival = self.num_submitted if arrival is None else arrival
@@ -132,11 +140,18 @@ class Simulation:
         self.num_submitted += 1
         self.outputs[request_id] = []
         self.reasons[request_id] = None
+        self.ask_mask(request)
         return request
 
     def plan(self) -> StepPlan | None:
+        self.num_plans += 1
+        for due, request in list(self.masks_due):
+            if due <= self.num_plans:
+                request.awaits_mask = False
+                self.masks_due.remove((due, request))
         plan = self.scheduler.schedule()
         if plan is not None:
+            assert not any(self.scheduler.requests[step.request_id].awaits_mask for step in plan.sequences)
             assert plan.num_tokens == sum(len(step.token_ids) for step in plan.sequences)
             assert plan.num_tokens <= self.config.max_batch_tokens
             assert all(step.token_ids for step in plan.sequences)
@@ -156,6 +171,7 @@ class Simulation:
             assert request.finish_reason == reason, "progress of an aborted request"
             if token_id is not None:
                 self.outputs[request.request_id].append(token_id)
+                self.ask_mask(request)
             self.reasons[request.request_id] = reason
             assert self.outputs[request.request_id] == request.token_ids[request.num_prompt :]
         return progress

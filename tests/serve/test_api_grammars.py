@@ -1,16 +1,27 @@
 """Schemas that ask too much: refused with a reason, cut off in the middle, never a 5xx, and nobody else waits."""
 
+import os
+import signal
+import sys
 import threading
 import time
+import uuid
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.serve.text import structured
-from antiphon.serve.text.grammar_trial import GrammarTrial
+from antiphon.serve.engine_api import QueueFull, ShuttingDown
+from antiphon.serve.text import grammar_lanes, grammar_trial, structured
+from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.tool_calls import HERMES
+from antiphon.serve.text.tool_grammar import tool_grammar
 from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, fake_engine, ids, live, small_grammars, small_tokenizer
+from tests.waiting import wait_until
 
 
 def optional_properties(count: int) -> dict[str, Any]:
@@ -18,7 +29,11 @@ def optional_properties(count: int) -> dict[str, Any]:
 
 
 # Divisible by four primes: an automaton of a hundred million states, built without an end.
-ENDLESS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]}
+def endless(prime: int) -> dict[str, Any]:
+    return {"allOf": [{"type": "integer", "multipleOf": each} for each in (97, 101, 103, prime)]}
+
+
+ENDLESS = endless(107)
 TOO_MUCH = [
     (optional_properties(5000), "allows too many things at once|building it takes"),  # which, is the machine's speed
     (ENDLESS, "building it takes"),
@@ -70,7 +85,7 @@ def test_others_are_served_while_a_schema_is_tried() -> None:
     with live(fake_engine()) as server:
         statuses: list[int] = []
         trying = threading.Thread(
-            target=lambda: statuses.append(server.complete(response_format=wanted(ENDLESS)).status_code)
+            target=lambda: statuses.append(server.complete(response_format=wanted(endless(109))).status_code)
         )
         trying.start()
         num_served = 0
@@ -98,36 +113,157 @@ def test_a_grammar_that_breaks_off_is_a_400_or_an_event() -> None:
         assert server.metric('requests_finished_total{reason="grammar"}') >= 2
 
 
-def test_a_trial_that_is_ended_does_not_spoil_the_next() -> None:
-    described = (small_tokenizer().backend.to_str(), MODEL_VOCAB_SIZE, [eos_id()])
-    trial = GrammarTrial(*described)
-    try:
-        compiler = small_grammars()
-        assert trial.reason_against(compiler.json_object()) is None
-        assert trial._process is not None
-        trial._process.kill()
-        trial._process.wait()
-        assert trial.reason_against(compiler.json_object()) is None
-    finally:
-        trial.close()
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(small_tokenizer().backend, MODEL_VOCAB_SIZE, (eos_id(),))
+    yield made
+    made.close()
 
 
-def test_masks_that_take_too_long_end_all_sequences_of_their_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "_MASK_CREDIT_S", 0.0)
-    monkeypatch.setattr(structured, "_MASK_PACE_S", 1e-9)
-    compiler = GrammarCompiler(small_tokenizer().backend, MODEL_VOCAB_SIZE, (eos_id(),))
+def choice_of(*values: str) -> dict[str, Any]:
+    return {"enum": list(values)}
+
+
+def test_a_good_schema_does_not_wait_for_bad_ones_of_the_same_client(compiler: GrammarCompiler) -> None:
+    compiler.json_schema(choice_of("first"))  # the process is up
+    bad = [compiler.compile(endless(107 + 2 * index), "a client") for index in range(8)]
+    good = compiler.compile(choice_of("yes"), "a client")
+    medium = compiler.compile({"enum": [f"medium {index}" for index in range(10_000)]}, "another client")
+    assert good.result(60) != medium.result(60)
+    assert not any(each.done() for each in bad), "each takes seconds of processor time"
+    for each in bad:
+        each.cancel()
+
+
+def test_a_refusal_is_remembered(compiler: GrammarCompiler) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match="no text can satisfy it"):
+            compiler.json_schema({"$ref": "#"})
+    assert compiler._trials._num_orders == 1
+
+
+def test_the_same_schema_at_once_is_tried_once(compiler: GrammarCompiler) -> None:
+    answers = [compiler.compile(choice_of("same"), client) for client in range(20)]
+    assert len({answer.result(60) for answer in answers}) == 1
+    assert compiler._trials._num_orders == 1
+    assert compiler.json_schema(choice_of("same")) == answers[0].result()
+    assert compiler._trials._num_orders == 1
+
+
+def test_the_line_for_schemas_is_bounded_for_each_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_lanes, "_MAX_WAITING_OF_CLIENT", 0)
+    with live(fake_engine()) as server:
+        response = server.complete(response_format=wanted(choice_of("a line that is full")))
+        assert response.status_code == 429, response.text
+        assert int(response.headers["retry-after"]) >= 1
+        assert "of this client wait to be compiled" in response.json()["error"]["message"]
+        monkeypatch.undo()
+        assert server.complete(response_format=wanted(choice_of("a line that is full"))).status_code == 200
+
+
+def test_a_trial_whose_process_was_killed_begins_again(compiler: GrammarCompiler) -> None:
+    compiler.json_schema(choice_of("first"))
+    for _ in range(2):
+        answer = compiler.compile({"enum": [f"{uuid.uuid4()}" for _ in range(5000)]})
+        wait_until(lambda: bool(compiler._trials._running), "the trial")
+        assert compiler._trials.pid is not None
+        os.kill(compiler._trials.pid, signal.SIGKILL)
+        assert answer.result(60)
+
+
+def test_a_process_that_cannot_start_is_the_answer_and_not_the_end(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="cannot be tried out"):
+            compiler.json_schema(choice_of("yes"))
+    monkeypatch.undo()
+    assert compiler.json_schema(choice_of("yes"))
+
+
+def group_of(pid: int) -> int | None:
     try:
-        grammar = compiler.json_object()
-        first, second = compiler.matcher(grammar), compiler.matcher(grammar)
-        assert first.error is None
-        first.fill_bitmask()
-        for matcher in (first, second):
-            assert matcher.error is not None
-            assert "masks take more than" in matcher.error
-        with pytest.raises(UserError, match="masks take more than"):
-            compiler.matcher(grammar)
-    finally:
-        compiler.close()
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def processes_of(group: int) -> list[int]:
+    """Processes of a group that run, not those that nobody has waited for yet."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["pid", "status"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE
+        if group_of(process.pid) == group
+    ]
+
+
+def test_what_is_closed_answers_those_who_wait(compiler: GrammarCompiler) -> None:
+    compiler.json_schema(choice_of("first"))
+    answers = [compiler.compile(endless(301 + 2 * index)) for index in range(3)]
+    wait_until(lambda: len(compiler._compiling) == 3, "three schemas that wait")
+    group = compiler._trials.pid
+    assert group is not None
+    compiler.close()
+    for answer in answers:
+        with pytest.raises(ShuttingDown):
+            answer.result(60)
+    wait_until(lambda: not processes_of(group), "the end of all trials")
+
+
+def test_kept_grammars_are_bounded_in_bytes_and_come_back(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "_KEPT_BYTES", 40 * 1024 * 1024)
+    grammars = [compiler.json_schema({"enum": [f"{number} {index}" for index in range(4000)]}) for number in range(12)]
+    assert sum(kept.kept_bytes for kept in compiler._kept.values()) <= 40 * 1024 * 1024
+    assert 1 < len(compiler._kept) < 12
+    num_trials = compiler._trials._num_orders
+    again = compiler.matcher(grammars[0])
+    assert again.is_slow, "it is built in the lane of those who may take long"
+    assert again.fill_bitmask().any()
+    assert not again.is_slow
+    assert compiler.json_schema({"enum": [f"1 {index}" for index in range(4000)]}) == grammars[1]
+    assert compiler._trials._num_orders == num_trials, "what was tried is not tried again"
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(compiler: GrammarCompiler) -> None:
+    verdict = grammar_trial.try_grammar(compiler._tokenizer, json_grammar(choice_of("small")))
+    assert verdict.reason is None
+    assert verdict.grown_bytes < 64 * 1024 * 1024
+    with pytest.raises(UserError, match=r"masks take more than|too complex|of memory|building it takes"):
+        compiler.json_schema({"const": "ab" * 120_000})
+
+
+@pytest.mark.parametrize("num_levels", [1, 2000])
+def test_a_schema_beyond_the_size_is_refused_before_its_text_is_made(
+    compiler: GrammarCompiler, num_levels: int
+) -> None:
+    schema: dict[str, Any] = {"enum": ["x" * 100] * 3000}
+    for _ in range(num_levels):
+        schema = {"not": schema}
+    with pytest.raises(UserError, match="too long: at most 262144 characters"):
+        compiler.json_schema(schema)
+    tool = partial(tool_grammar, HERMES, {"call": schema}, forced=True, at_most_one=False)
+    with pytest.raises(UserError, match="too long: at most 262144 characters"):
+        compiler.compile_rules(tool).result(60)
+
+
+def test_masks_that_take_too_long_end_all_sequences_of_their_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "_MASK_CREDIT_S", 0.0)
+    monkeypatch.setattr(grammar_trial, "_MASK_PACE_S", 1e-9)
+    grammar = compiler.json_object()
+    first, second = compiler.matcher(grammar), compiler.matcher(grammar)
+    assert first.error is None
+    first.fill_bitmask()
+    for matcher in (first, second):
+        assert matcher.error is not None
+        assert "masks take more than" in matcher.error
+    with pytest.raises(UserError, match="masks take more than"):
+        compiler.matcher(grammar)
 
 
 def test_matchers_are_copies_that_do_not_disturb_each_other() -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,11 +139,17 @@ def test_prefix_cache_hits_change_nothing(both: list[Engine]) -> None:
 class EvenTokens:
     """A grammar of even tokens, each larger than 40 in turn with each other; `limit` tokens, then it breaks."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, may_go: threading.Event | None = None) -> None:
+        """`may_go`: its masks are slow, and come only then."""
         self.accepted: list[int] = []
         self.limit = limit
+        self.may_go = may_go
+        self.is_slow = may_go is not None
+        self.grammar_id = limit
 
     def fill_bitmask(self) -> NDArray[np.int32]:
+        if self.may_go is not None:
+            assert self.may_go.wait(60)
         low, high = (40, VOCAB_SIZE) if len(self.accepted) % 2 else (4, 40)
         bits = np.zeros(128, dtype=np.uint8)
         bits[low:high:2] = 1
@@ -188,6 +195,35 @@ def test_grammars_are_followed_and_break_alone(both: list[Engine], prompts: Prom
                 assert len(request.token_ids) == (20, 7)[index % 3]
                 assert all(token % 2 == 0 for token in request.token_ids)
                 assert [token >= 40 for token in request.token_ids[:4]] == [False, True, False, True]
+
+
+def test_a_slow_grammar_delays_nobody_else(both: list[Engine], prompts: Prompts, reference: Tokens) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    for engine in both:
+        may_go = threading.Event()
+        engine.make_matcher = lambda grammar, may_go=may_go: EvenTokens(99, may_go if grammar == "slow" else None)
+        slow = Run(engine, prompts[:3], replace(params, grammar="slow"))
+        quick = Run(engine, prompts[:3], replace(params, grammar="quick"))
+        free = Run(engine, prompts[:8], params).finish()
+        assert [request.token_ids for request in free] == [tokens[:20] for tokens in reference[:8]]
+        expected = [request.token_ids for request in quick.finish()]
+        assert engine.stats().num_running + engine.stats().num_waiting == 3, "the slow ones are still there"
+        may_go.set()
+        assert [request.token_ids for request in slow.finish()] == expected
+        engine.make_matcher = None
+
+
+def test_a_request_that_waits_for_its_mask_can_be_ended(both: list[Engine], prompts: Prompts) -> None:
+    for engine in both:
+        may_go = threading.Event()
+        engine.make_matcher = lambda _, may_go=may_go: EvenTokens(99, may_go)
+        run = Run(engine, prompts[:3], SamplingParams(max_tokens=20, grammar="slow"))
+        for request_id in run.ids:
+            engine.abort(request_id)
+        assert [request.last.finish_reason for request in run.finish()] == ["abort"] * 3
+        wait_until_idle(engine)
+        may_go.set()
+        engine.make_matcher = None
 
 
 def test_aborted_requests_give_back_their_memory(both: list[Engine], prompts: Prompts, reference: Tokens) -> None:

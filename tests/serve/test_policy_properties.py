@@ -57,13 +57,15 @@ FAILURES = st.dictionaries(
     max_size=6,
 )
 
+MASK_DELAYS = st.dictionaries(st.integers(0, 9).map(str), st.sampled_from([1, 2, 7, 20]), max_size=6)
+
 
 @settings(max_examples=150, deadline=None)
-@given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES)
+@given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES, MASK_DELAYS)
 def test_every_request_ends_with_exactly_its_tokens(
-    config: SchedulerConfig, load: list[Load], failures: dict[int, str]
+    config: SchedulerConfig, load: list[Load], failures: dict[int, str], mask_delays: dict[str, int]
 ) -> None:
-    simulation = Simulation(config)
+    simulation = Simulation(config, mask_delays=mask_delays)
     aborted: set[str] = set()
     for now in range(2_000):
         for index, item in enumerate(load):
@@ -86,7 +88,7 @@ def test_every_request_ends_with_exactly_its_tokens(
         plan = simulation.plan()
         abort(in_flight=True)
         if plan is None:
-            if now > 60:
+            if now > 60 and not simulation.scheduler.has_work:
                 break
             continue
         if failure == "resend":

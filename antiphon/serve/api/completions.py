@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta, TokenEntry, finite
-from antiphon.serve.api.context import context_of
+from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.parameters import check_request, compile_grammar, completion_sampling
 from antiphon.serve.api.prompts import completion_prompts
@@ -75,7 +75,7 @@ async def create_completion(request: Request) -> Response:
     async with generation_for(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
         prompts = await completion_prompts(context, body)
-        grammar = await compile_grammar(context, body)
+        grammar = await compile_grammar(context, body, client_of(request))
         params = [completion_sampling(context, body, len(prompt.token_ids), grammar) for prompt in prompts]
         generation.submit(prompts, params, body, echo=bool(body.echo))
         shape = CompletionShape(context.tokenizer, with_logprobs=body.logprobs is not None)

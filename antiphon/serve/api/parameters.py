@@ -6,14 +6,16 @@ seed, seed + 1, ...: each is reproducible alone.
 
 import asyncio
 import dataclasses
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.chat_messages import FunctionDefinition, NamedToolChoice
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.errors import bad_request, too_busy
+from antiphon.serve.api.errors import bad_request, from_user_error, too_busy
 from antiphon.serve.api.input_limits import too_long
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
@@ -22,6 +24,7 @@ from antiphon.serve.api.requests import (
     JsonObjectFormat,
     JsonSchemaFormat,
 )
+from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text.tool_calls import ToolCallReader, ToolFormat, tool_format
 from antiphon.serve.text.tool_grammar import tool_grammar
 from antiphon.specs.sampling import SamplingParams
@@ -60,12 +63,13 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools that an answer may call. `rules`: the grammar it must follow (see `tool_grammar`), None for no grammar."""
+    """Tools that an answer may call. `rules` makes the grammar it must follow (see `tool_grammar`), outside the event
+    loop; None for no grammar."""
 
     form: ToolFormat
     names: frozenset[str]
     at_most_one: bool
-    rules: str | None
+    rules: Callable[[], str] | None
 
     def reader(self) -> ToolCallReader:
         """A reader for one answer."""
@@ -114,7 +118,7 @@ def _rules(
     functions: dict[str, FunctionDefinition],
     forced: bool,
     at_most_one: bool,
-) -> str | None:
+) -> Callable[[], str] | None:
     answer_schema: dict[str, Any] | None = None
     if isinstance(request.response_format, JsonObjectFormat):
         answer_schema = {"type": "object"}
@@ -130,7 +134,8 @@ def _rules(
     for name, function in functions.items():
         own = _NO_PARAMETERS if function.parameters is None else function.parameters
         schemas[name] = own if forced or function.strict else {}
-    return tool_grammar(
+    return partial(
+        tool_grammar,
         form,
         schemas,
         forced=forced,
@@ -140,12 +145,14 @@ def _rules(
     )
 
 
-async def compile_grammar(context: ApiContext, request: GenerationRequest, tools: ToolUse | None = None) -> str | None:
+async def compile_grammar(
+    context: ApiContext, request: GenerationRequest, client: Hashable, tools: ToolUse | None = None
+) -> str | None:
     """The grammar that `tools` or `response_format` ask for, None for free text; `ApiError` 400 when a schema cannot be
-    followed, 429 when other schemas take too long."""
+    followed, 429 when other schemas take too long; `client` takes turns with others."""
     if tools is not None and tools.rules is not None:
         assert context.grammars is not None
-        return await _compiled(context.grammars.compile_rules(tools.rules), "tools")
+        return await _compiled(context.grammars.compile_rules(tools.rules, client), "tools")
     wanted = request.response_format
     if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         return None
@@ -153,7 +160,7 @@ async def compile_grammar(context: ApiContext, request: GenerationRequest, tools
         raise bad_request("this model cannot follow a grammar (the server's log says why)", param="response_format")
     if isinstance(wanted, JsonObjectFormat):
         return context.grammars.json_object()
-    return await _compiled(context.grammars.compile(wanted.json_schema.schema_), "response_format")
+    return await _compiled(context.grammars.compile(wanted.json_schema.schema_, client), "response_format")
 
 
 async def _compiled(compiling: Future[str], param: str) -> str:
@@ -162,6 +169,8 @@ async def _compiled(compiling: Future[str], param: str) -> str:
             return await asyncio.wrap_future(compiling)
     except TimeoutError as error:
         raise too_busy("too many JSON schemas wait to be compiled: try again later", _GRAMMAR_PATIENCE_S) from error
+    except (QueueFull, ShuttingDown) as error:
+        raise from_user_error(error) from error
     except UserError as error:
         raise bad_request(str(error), param=param, code="grammar_error") from error
 

@@ -16,6 +16,9 @@ Nobody starves: the oldest running request can push out everybody else, only req
 queued, and nobody overtakes the head of the line. The latest-arrived request, when it finds no block, waits in place:
 pushing itself out would cost its cache and win nothing.
 
+A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
+be overtaken: once the mask is there, its age gives it back its place.
+
 Rejected: all rows to the oldest prefill (a request of seven tokens waited 0.8 s behind one of 8,000); equal shares (all
 long prompts end late); admitting on the first chunk alone (prompts half computed push each other out); swapping to host
 memory (more state to lose with a worker, and grouped-query or latent caches are quick to recompute); letting small
@@ -77,6 +80,8 @@ def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
     others = []
     pool, block_size, step_id = occupancy.pool, occupancy.config.block_size, draft.step_id
     for request in occupancy.running:  # loses elements at its end while we preempt
+        if request.awaits_mask:
+            continue
         start = request.num_computed
         table = request.block_table
         first = request.num_blocks_sent
@@ -104,7 +109,8 @@ def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Reques
     """Rows for each prefill and for the first that wait, if blocks allow: half of what is left, the last one all of it,
     and what they did not need to the oldest."""
     ratio = occupancy.config.context_tokens_per_row
-    some_waiting = islice(occupancy.waiting, min(_NUM_SHARING, len(occupancy.free_slots)))
+    may_start = (request for request in occupancy.waiting if not request.awaits_mask)
+    some_waiting = islice(may_start, min(_NUM_SHARING, len(occupancy.free_slots)))
     wanted = [(request, _num_left(request)) for request in (*prefills, *some_waiting)]
     shares: dict[str, int] = {}
     budget, cost = draft.budget, draft.cost
@@ -143,8 +149,10 @@ def _add_prefills(
 def _admit_waiting(occupancy: WorkerOccupancy, draft: _Draft, shares: Mapping[str, int]) -> None:
     """Step 3."""
     pool, config = occupancy.pool, occupancy.config
-    while occupancy.waiting and draft.budget > 0 and occupancy.free_slots:
-        request = occupancy.waiting.oldest
+    while draft.budget > 0 and occupancy.free_slots:
+        request = next((each for each in occupancy.waiting if not each.awaits_mask), None)
+        if request is None:
+            return
         found = occupancy.find_prefix(request)
         num_new = blocks_of(len(request.token_ids), config.block_size) - len(found)
         num_spare = draft.num_claimed + (config.num_reserved_blocks if occupancy.running else 0)

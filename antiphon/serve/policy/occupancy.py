@@ -148,10 +148,6 @@ class ArrivalQueue:
         return iter(self._requests)
 
     @property
-    def oldest(self) -> Request:
-        return self._requests[0]
-
-    @property
     def latest(self) -> Request:
         return self._requests[-1]
 

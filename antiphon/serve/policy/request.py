@@ -52,6 +52,7 @@ class Request:
     num_admissions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for
+    awaits_mask: bool = False  # which tokens its grammar allows next is still being computed: no step takes it
 
     @property
     def num_output(self) -> int:

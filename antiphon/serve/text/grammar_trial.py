@@ -1,35 +1,37 @@
-"""Tries a client's grammar in a process of its own, which the kernel ends when it computes too long or grows too large.
+"""Tries clients' grammars in processes of their own, which the kernel ends when they take too much time or memory.
 
 A JSON schema of two lines can ask for an automaton of a hundred million states. The library does not notice, and a
 thread that computes in it cannot be stopped. So a grammar is built here first, and a few tokens are matched; only one
-that passed is built in the server. The process starts with the first schema and is kept; after a grammar that
-ended it, the next one starts another.
+that passed is built in the server.
 
-Requests and answers are lines of JSON over pipes. Rejected: limits inside the server's process, as above; a wall-clock
-limit, which would refuse good schemas on a busy machine.
+One process loads the tokenizer and forks for every trial, which takes milliseconds; the fork has the limits. What it
+says, or how it ended, is told to the server (`grammar_lanes`), which decides what is tried when. Trials and answers are
+lines of JSON over pipes. Rejected: limits inside the server's process, as above; a process that tries one grammar after
+the other (one bad grammar ends it, and the next ones wait for its restart); a wall-clock limit, which would refuse good
+schemas on a busy machine.
 """
 
 import json
-import math
 import os
 import resource
+import selectors
 import signal
-import subprocess
 import sys
 import time
-from typing import IO, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import llguidance
+import psutil
 
-from antiphon.base.descriptors import wait_ready
-from antiphon.serve.engine_api import NoRoom
-
-CPU_LIMIT_S = 2
-MEMORY_LIMIT_BYTES = 4 * 1024**3
-_WALL_LIMIT_S = 60.0  # for a machine that stands still: a trial in good order ends by itself or by its CPU limit
+MEMORY_LIMIT_BYTES = 512 * 1024**2  # address space that a trial may take
+_KEPT_LIMIT_BYTES = 64 * 1024**2  # of that, what may be in use: the server is to take as much
 _NUM_TOKENS = 16
 _MAX_REASON_CHARACTERS = 400
-_NO_PROCESS = "the process that tries out grammars does not start now"
+_MASK_CREDIT_S = 0.5
+_MASK_PACE_S = 0.01
+_SLOW_CREDIT_S = 0.02
+_SLOW_PACE_S = 0.001
 
 
 def parser_limits() -> llguidance.LLParserLimits:
@@ -50,99 +52,174 @@ def load_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int
     return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_ids)
 
 
-class GrammarTrial:
-    """The process, started when needed. One caller at a time."""
+@dataclass
+class MaskTime:
+    """Processor time that masks of one grammar took, for all sequences together."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self._tokenizer = [tokenizer_json, vocab_size, eos_token_ids]
-        self._process: subprocess.Popen[bytes] | None = None
+    num_masks: int = 0
+    spent_s: float = 0.0
 
-    def reason_against(self, grammar: str) -> str | None:
-        """Why this grammar cannot be used; None when it can. Blocks for some seconds at most, unless the machine
-        stands still."""
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            _write(process.stdin, grammar)
-            answer = _read(process.stdout)
-        except OSError:  # it ended before it had read all
-            answer = b""
-        if answer:
-            reason: str | None = json.loads(answer)
-            return reason
-        self.close()
-        if process.returncode == -signal.SIGXCPU:
-            return f"building it takes more than {CPU_LIMIT_S} s"
-        return f"building it takes too much time or more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory"
+    def add(self, spent_s: float) -> None:
+        self.num_masks += 1
+        self.spent_s += spent_s
 
-    def _running(self) -> "subprocess.Popen[bytes]":
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self.close()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "antiphon.serve.text.grammar_trial"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # a terminal's interrupt is for the server, whose end is this process's end
-            )
-        except OSError as error:
-            raise NoRoom(f"{_NO_PROCESS}: {error.strerror or error}") from error
-        self._process = process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            _write(process.stdin, self._tokenizer)
-            ready = _read(process.stdout)
-        except OSError:
-            ready = b""
-        if not ready:
-            self.close()
-            raise NoRoom(_NO_PROCESS)
-        return process
+    @property
+    def is_slow(self) -> bool:
+        """Others had better not wait for these masks."""
+        return self.spent_s > _SLOW_CREDIT_S + _SLOW_PACE_S * self.num_masks
 
-    def close(self) -> None:
-        """End the process, if it runs."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.communicate()
+    @property
+    def problem(self) -> str | None:
+        """Why the grammar may not be followed any further; None if it may."""
+        if self.spent_s <= _MASK_CREDIT_S + _MASK_PACE_S * self.num_masks:
+            return None
+        return f"its masks take more than {_MASK_PACE_S * 1e3:.0f} ms a token: simplify the JSON schema"
 
 
-def _write(pipe: IO[bytes], value: object) -> None:
-    pipe.write(json.dumps(value).encode() + b"\n")
-    pipe.flush()
+@dataclass(frozen=True, kw_only=True)
+class TrialOrder:
+    """`number` names the trial in its answer; `cpu_limit_s` is processor time."""
+
+    number: int
+    grammar: str
+    cpu_limit_s: float
+    niceness: int
 
 
-def _read(pipe: IO[bytes]) -> bytes:
-    """The next answer, which is short enough to come in one piece; empty when there is none."""
-    return os.read(pipe.fileno(), 64 * 1024) if wait_ready(pipe, _WALL_LIMIT_S) else b""
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`reason`: why the grammar cannot be used, None if it can. `compute_s`: processor time, of which `num_masks` masks
+    took `mask_s`; `grown_bytes`: by so much its process grew."""
+
+    reason: str | None
+    compute_s: float = 0.0
+    mask_s: float = 0.0
+    num_masks: int = 0
+    grown_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialEnd:
+    """`verdict` None: the process was ended by signal `signal` before it had one, or could not be started (0)."""
+
+    number: int
+    signal: int = 0
+    verdict: Verdict | None = None
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "TrialEnd":
+        known = json.loads(line)
+        if known["verdict"] is not None:
+            known["verdict"] = Verdict(**known["verdict"])
+        return cls(**known)
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Read a tokenizer, then grammars, until the server closes the pipe."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = load_tokenizer(*json.loads(sys.stdin.buffer.readline()))
-    _write(sys.stdout.buffer, "ready")
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    for line in sys.stdin.buffer:
-        grammar: str = json.loads(line)
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + CPU_LIMIT_S, hard))
-        reason = try_grammar(llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()))
-        _write(sys.stdout.buffer, reason)
+@dataclass
+class _Child:
+    number: int
+    pid: int
+    said: bytes = field(default=b"")
 
 
-def try_grammar(matcher: Any) -> str | None:
-    """Match some tokens, always the allowed one with the lowest number: in most vocabularies those are single
-    characters, brackets and quotes first. None, or why that failed."""
+class _Lines:
+    """Whole lines out of pieces as they come."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def add(self, piece: bytes) -> list[bytes]:
+        self._pieces.append(piece)
+        if b"\n" not in piece:
+            return []
+        *lines, rest = b"".join(self._pieces).split(b"\n")
+        self._pieces = [rest]
+        return lines
+
+
+class TrialProcess:
+    """Forks trials as orders come in, until the server closes the pipe."""
+
+    def __init__(self, orders: int, answers: int) -> None:
+        """File descriptors. The first line of `orders` describes the tokenizer."""
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._orders, self._answers = orders, answers
+        self._lines = _Lines()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                data = os.read(key.fd, 256 * 1024)
+                if key.data is not None:
+                    self._on_said(key.fd, key.data, data)
+                elif not data:
+                    return
+                for line in self._lines.add(data) if key.data is None else ():
+                    self._obey(json.loads(line))
+
+    def _obey(self, told: Any) -> None:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(*told)
+            return
+        order, descriptors = TrialOrder(**told), list[int]()
+        try:
+            descriptors += os.pipe()
+            pid = os.fork()
+        except OSError:  # no process, descriptor or memory to be had now
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._answer(TrialEnd(number=order.number))
+            return
+        ours, theirs = descriptors
+        if pid == 0:
+            self._be_the_trial(order, theirs)
+        os.close(theirs)
+        self._selector.register(ours, selectors.EVENT_READ, _Child(order.number, pid))
+
+    def _be_the_trial(self, order: TrialOrder, answer: int) -> None:
+        """In the fork; does not return."""
+        code = 1
+        try:
+            os.close(self._orders)
+            os.close(self._answers)
+            os.nice(order.niceness)
+            size = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            signal.setitimer(signal.ITIMER_PROF, order.cpu_limit_s)  # SIGPROF ends it
+            os.write(answer, json.dumps(asdict(try_grammar(self._tokenizer, order.grammar))).encode())
+            code = 0
+        finally:
+            os._exit(code)
+
+    def _on_said(self, descriptor: int, child: _Child, data: bytes) -> None:
+        child.said += data
+        if data:
+            return
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(child.pid, 0)
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        verdict = Verdict(**json.loads(child.said)) if child.said else None
+        self._answer(TrialEnd(number=child.number, signal=ended_by, verdict=verdict))
+
+    def _answer(self, end: TrialEnd) -> None:
+        os.write(self._answers, json.dumps(asdict(end)).encode() + b"\n")
+
+
+def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
+    """Build it and match some tokens, always the allowed one with the lowest number: in most vocabularies those are
+    single characters, brackets and quotes first."""
+    before, started_s = _peak_bytes(), time.thread_time()
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    took = MaskTime()
     for _ in range(_NUM_TOKENS):
+        began_s = time.thread_time()
         mask: bytes = matcher.compute_bitmask()
+        took.add(time.thread_time() - began_s)
         if matcher.is_error() or matcher.is_stopped() or matcher.is_accepting():
             break
         first_byte = next((index for index, byte in enumerate(mask) if byte), None)
@@ -150,7 +227,21 @@ def try_grammar(matcher: Any) -> str | None:
             break
         lowest_bit = (mask[first_byte] & -mask[first_byte]).bit_length() - 1
         matcher.consume_token(first_byte * 8 + lowest_bit)
-    return reason_of(matcher)
+    grown_bytes = _peak_bytes() - before
+    reason = reason_of(matcher) or took.problem
+    if reason is None and grown_bytes > _KEPT_LIMIT_BYTES:
+        reason = f"it takes {grown_bytes >> 20} MiB of memory, the limit is {_KEPT_LIMIT_BYTES >> 20} MiB"
+    return Verdict(
+        reason=reason,
+        compute_s=time.thread_time() - started_s,
+        mask_s=took.spent_s,
+        num_masks=took.num_masks,
+        grown_bytes=grown_bytes,
+    )
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reason_of(matcher: Any) -> str | None:
@@ -166,6 +257,14 @@ def reason_of(matcher: Any) -> str | None:
     if any(word in short for word in ("too many", "fuel")):
         return f"its patterns are too complex ({short})"
     return short
+
+
+def main() -> None:
+    """Serve until the server closes the pipe; then nothing is left of the trials, either."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the server, whose end is the end of this process
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    TrialProcess(sys.stdin.fileno(), sys.stdout.fileno()).serve()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,103 +2,43 @@
 
 Two halves, because two threads need them:
 
-- the API compiles: `GrammarCompiler.json_schema(...)` gives a *string* that travels in `SamplingParams.grammar`; a
+- the API compiles: `GrammarCompiler.compile(...)` gives a *string* that travels in `SamplingParams.grammar`; a
   schema that cannot be followed is refused there, before the request is queued;
-- the engine matches: `GrammarCompiler.matcher(grammar)` gives the state of one sequence, a copy made in microseconds.
-  It fills a bit mask over the model's vocabulary before sampling and takes the sampled token after it.
+- the engine matches: `GrammarCompiler.matcher(grammar)` gives the state of one sequence. It fills a bit mask over the
+  model's vocabulary before sampling and takes the sampled token after it, in threads of `serve/mask_pool`.
 
 llguidance does the work (an Earley parser over token tries, microseconds per mask). Rejected: compiling a schema to a
 finite automaton over tokens ahead of time; recursive schemas do not fit and large ones take seconds.
 
-What a client's grammar may cost is limited three times: it is tried in another process first (`grammar_trial`), every
-step has the parser's own limits, and all masks of a grammar together have a time they may take.
-
-White space between JSON tokens is limited: a small model that may write white space without end will do so.
+What a client's grammar may cost is limited four times: it is tried in another process first (`grammar_trial`), every
+step has the parser's own limits, all masks of a grammar together have a time they may take, and all grammars that are
+kept together have a size. Building and masks leave the interpreter's lock alone; what holds it takes a few milliseconds
+for the largest schema.
 """
 
-import json
+import contextlib
 import threading
-import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
-import llguidance
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
-from antiphon.serve.text.grammar_trial import GrammarTrial, load_tokenizer, parser_limits, reason_of
+from antiphon.base.memory import give_memory_back
+from antiphon.serve.engine_api import QueueFull
+from antiphon.serve.text.grammar_lanes import GrammarTrials
+from antiphon.serve.text.grammar_matcher import BuiltGrammar, GrammarMatcher
+from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
+from antiphon.serve.text.grammar_trial import Verdict, load_tokenizer
 
-_BITS_PER_WORD = 32
-_MAX_SCHEMA_CHARACTERS = 256 * 1024
-_MAX_KEPT_GRAMMARS = 32
-_MASK_CREDIT_S = 0.5
-_MASK_PACE_S = 0.01
-_WHITE_SPACE = r"[ \n\r\t]{0,32}"
-
-
-class MaskTime:
-    """Processor time that all masks of one grammar took, for all sequences together. They run in the engine's
-    thread, where everybody's next token waits for them."""
-
-    def __init__(self) -> None:
-        self._num_masks = 0
-        self._spent_s = 0.0
-
-    def add(self, spent_s: float) -> None:
-        self._num_masks += 1
-        self._spent_s += spent_s
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self._spent_s > _MASK_CREDIT_S + _MASK_PACE_S * self._num_masks
-
-
-class GrammarMatcher:
-    """Where one sequence stands in its grammar. Not thread-safe; one per sequence."""
-
-    def __init__(self, matcher: Any, vocab_size: int, time_taken: MaskTime) -> None:
-        self._matcher = matcher
-        self._num_words = -(-vocab_size // _BITS_PER_WORD)
-        self._vocab_size = vocab_size
-        self._time_taken = time_taken
-
-    def copy(self) -> "GrammarMatcher":
-        """Another sequence at the same place."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._time_taken)
-
-    def fill_bitmask(self) -> NDArray[np.int32]:
-        """Bits of the tokens allowed next: int32 `[ceil(V / 32)]`, token t at bit `t % 32` of word `t // 32`.
-
-        Once the grammar is complete only end-of-sequence tokens are allowed. Releases the GIL while it computes.
-        """
-        words = np.empty(self._num_words, dtype=np.int32)
-        began_s = time.thread_time()
-        computed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-        self._time_taken.add(time.thread_time() - began_s)
-        words[: computed.size] = computed[: self._num_words]
-        words[computed.size :] = 0
-        return words
-
-    def accept(self, token_id: int) -> bool:
-        """Move on by one sampled token. False: the token is not allowed here, and the matcher is in error for
-        good."""
-        return bool(self._matcher.consume_token(token_id))
-
-    @property
-    def is_accepting(self) -> bool:
-        """The text so far is complete, though more may follow."""
-        return bool(self._matcher.is_accepting())
-
-    @property
-    def error(self) -> str | None:
-        """Why matching broke off: a token that was not allowed, a grammar beyond the parser's limits, or one whose
-        masks take too long."""
-        if self._time_taken.is_exhausted:
-            return f"its masks take more than {_MASK_PACE_S * 1e3:.0f} ms a token: simplify the JSON schema"
-        return reason_of(self._matcher)
+_KEPT_BYTES = 64 * 1024 * 1024
+_MAX_KEPT_VERDICTS = 1024  # some hundred bytes each
+_SLOW_BUILD_S = 0.05
+_TRIMMED_BYTES = 8 * 1024 * 1024
 
 
 class GrammarCompiler:
@@ -116,89 +56,176 @@ class GrammarCompiler:
         except ValueError as error:
             raise UserError(f"structured output cannot use this tokenizer: {error}") from error
         self._vocab_size = vocab_size
-        self._trial = GrammarTrial(*described)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._starts: OrderedDict[str, GrammarMatcher] = OrderedDict()
+        self._trials = GrammarTrials(*described)
+        self._texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar texts")
+        self._builders = [ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars") for _ in ("quick", "slow")]
+        self._object = BuiltGrammar(json_grammar({"type": "object"}), self._tokenizer)
+        self._object.start()
+        self._kept: OrderedDict[str, BuiltGrammar] = OrderedDict()
+        self._untrimmed_bytes = 0
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._compiling: dict[str, _Compiling] = {}
         self._lock = threading.Lock()
 
     def json_object(self) -> str:
         """The grammar of any JSON object."""
-        return _grammar_of('{"type": "object"}')
+        return self._object.text
 
-    def compile(self, schema: dict[str, Any]) -> "Future[str]":
-        """`json_schema` in this compiler's own thread, one schema after the other; cancel what nobody waits for."""
-        return self._executor.submit(self.json_schema, schema)
+    def compile(self, schema: dict[str, Any], client: Hashable = "") -> "Future[str]":
+        """The grammar of JSON that fits `schema`. Returns at once; cancel what nobody waits for. `client` takes turns
+        with others.
+
+        The future's error is a `UserError` with the reason when the schema is wrong, cannot be satisfied, uses a
+        keyword we cannot enforce, or is beyond the limits; `QueueFull` when too many schemas wait.
+        """
+        return self._ask(partial(json_grammar, schema), "the JSON schema", client)
+
+    def compile_rules(self, rules: Callable[[], str], client: Hashable = "") -> "Future[str]":
+        """As `compile`, for rules in llguidance's form of Lark, which another thread asks for."""
+        return self._ask(partial(lark_grammar, rules), "the grammar", client)
 
     def json_schema(self, schema: dict[str, Any]) -> str:
-        """The grammar of JSON that fits `schema`. May take seconds; not for two threads at once (`compile`).
-
-        `UserError` with the reason when the schema is wrong, cannot be satisfied, uses a keyword we cannot enforce, or
-        is beyond the limits.
-        """
-        text = json.dumps(schema, ensure_ascii=False)
-        if len(text) > _MAX_SCHEMA_CHARACTERS:
-            raise UserError(f"the JSON schema has {len(text)} characters: at most {_MAX_SCHEMA_CHARACTERS} are allowed")
-        grammar = _grammar_of(text)
-        self._try(grammar, "the JSON schema")
-        return grammar
-
-    def compile_rules(self, rules: str) -> "Future[str]":
-        """As `compile`, for rules in llguidance's form of Lark."""
-        return self._executor.submit(self.lark, rules)
+        """`compile`, waited for: seconds."""
+        return self.compile(schema).result()
 
     def lark(self, rules: str) -> str:
-        """The grammar of `rules`, in llguidance's form of Lark. Limits, errors and time are those of `json_schema`."""
-        if len(rules) > _MAX_SCHEMA_CHARACTERS:
-            raise UserError(f"the grammar has {len(rules)} characters: at most {_MAX_SCHEMA_CHARACTERS} are allowed")
-        try:
-            grammar: str = llguidance.LLMatcher.grammar_from_lark(rules)
-        except ValueError as error:
-            raise UserError(f"the grammar cannot be used: {error}") from error
-        self._try(grammar, "the grammar")
-        return grammar
-
-    def _try(self, grammar: str, what: str) -> None:
-        """`UserError` when `grammar` cannot be followed within the limits."""
-        if grammar not in self._starts:
-            reason = self._trial.reason_against(grammar)
-            if reason is not None:
-                raise UserError(f"{what} cannot be used: {reason}")
-        self.matcher(grammar)
+        """`compile_rules`, waited for: seconds."""
+        return self.compile_rules(lambda: rules).result()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """A matcher at the start of `grammar`; `UserError` when the grammar cannot be used. A copy, unless it is long
-        ago that the grammar was compiled."""
+        """A matcher at the start of `grammar`, in microseconds; `UserError` when the grammar has taken too much time.
+        If it is long ago that the grammar was compiled, the first mask builds it again."""
         with self._lock:
-            start = self._starts.get(grammar)
-            if start is not None:
-                self._starts.move_to_end(grammar)
-                _refuse_broken(start)
-                return start.copy()
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
-        start = GrammarMatcher(matcher, self._vocab_size, MaskTime())
-        _refuse_broken(start)
-        with self._lock:
-            self._starts[grammar] = start
-            while len(self._starts) > _MAX_KEPT_GRAMMARS:
-                self._starts.popitem(last=False)
-            return start.copy()
+            kept = self._object if grammar == self._object.text else self._kept.get(grammar)
+            if kept is None:
+                kept = self._keep(grammar)
+            elif kept is not self._object:
+                self._kept.move_to_end(grammar)
+        if (problem := kept.time_taken.problem) is not None:
+            raise UserError(f"the JSON schema cannot be used: {problem}")
+        return GrammarMatcher(kept, self._vocab_size)
 
     def close(self) -> None:
-        """End the thread and the process for schemas. Matchers live on."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        self._trial.close()
+        """End the threads and the processes for schemas. Matchers live on."""
+        for executor in (self._texts, *self._builders):
+            executor.shutdown(wait=False)  # what is in line there finds the trials closed, or takes milliseconds
+        self._trials.close()
+
+    # --- from a schema to a grammar that is kept ---------------------------------------------------------------------
+
+    def _ask(self, make: Callable[[], str], what: str, client: Hashable) -> "Future[str]":
+        answer: Future[str] = Future()
+        self._texts.submit(self._begin, make, what, client, answer)
+        return answer
+
+    def _begin(self, make: Callable[[], str], what: str, client: Hashable, answer: "Future[str]") -> None:
+        """In the thread for texts: answer what is known, join what is being compiled, have the rest tried."""
+        try:
+            grammar = make()
+            with self._lock:
+                verdict = self._verdicts.get(_digest(grammar))
+                compiling = self._compiling.get(grammar)
+                is_kept = compiling is None and grammar in self._kept
+                is_new = compiling is None and not is_kept
+                if compiling is None and is_new:
+                    compiling = self._compiling[grammar] = _Compiling(what)
+                if compiling is not None:
+                    compiling.answers.append(answer)
+            if is_kept:
+                self.matcher(grammar)
+                _settle(answer, grammar)
+        except Exception as error:
+            _settle(answer, error)
+            return
+        if is_new and verdict is not None:
+            self._on_verdict(grammar, verdict)
+        elif is_new and compiling is not None:
+            self._try(grammar, client, compiling)
+        if compiling is not None:
+            answer.add_done_callback(compiling.on_answer)
+
+    def _try(self, grammar: str, client: Hashable, compiling: "_Compiling") -> None:
+        try:
+            compiling.verdict = self._trials.submit(client, grammar)
+        except UserError as error:
+            self._finish(grammar, error)
+        else:
+            compiling.verdict.add_done_callback(partial(self._on_trial, grammar))
+
+    def _on_trial(self, grammar: str, tried: "Future[Verdict]") -> None:
+        try:
+            verdict = tried.result()
+        except CancelledError:
+            self._finish(grammar, QueueFull("the JSON schema was given up: try again", 1.0))
+        except UserError as error:
+            self._finish(grammar, error)
+        else:
+            with self._lock:
+                self._verdicts[_digest(grammar)] = verdict
+                while len(self._verdicts) > _MAX_KEPT_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            self._on_verdict(grammar, verdict)
+
+    def _on_verdict(self, grammar: str, verdict: Verdict) -> None:
+        if verdict.reason is not None:
+            self._finish(grammar, UserError(f"{self._compiling[grammar].what} cannot be used: {verdict.reason}"))
+            return
+        with contextlib.suppress(RuntimeError):  # closed
+            self._builders[verdict.compute_s > _SLOW_BUILD_S].submit(self._build, grammar)
+
+    def _build(self, grammar: str) -> None:
+        """In a thread of the builders."""
+        with self._lock:
+            kept = self._keep(grammar)
+            is_trim_due = self._untrimmed_bytes > _TRIMMED_BYTES
+            if is_trim_due:
+                self._untrimmed_bytes = 0
+        kept.start()
+        self._finish(grammar, None)
+        if is_trim_due:
+            give_memory_back()
+
+    def _keep(self, grammar: str) -> BuiltGrammar:
+        """With the lock. Whatever is older and does not fit beside it is dropped."""
+        verdict = self._verdicts.get(_digest(grammar))
+        kept = BuiltGrammar(grammar, self._tokenizer, verdict)
+        self._kept[grammar] = kept
+        self._untrimmed_bytes += kept.kept_bytes
+        kept_bytes = sum(each.kept_bytes for each in self._kept.values())
+        while kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            kept_bytes -= dropped.kept_bytes
+        return kept
+
+    def _finish(self, grammar: str, error: Exception | None) -> None:
+        with self._lock:
+            compiling = self._compiling.pop(grammar, None)
+        for answer in compiling.answers if compiling is not None else ():
+            _settle(answer, error or grammar)
 
 
-def _grammar_of(schema: str) -> str:
-    try:
-        grammar: str = llguidance.LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_pattern": _WHITE_SPACE}, overrides={"lenient": False}
-        )
-    except ValueError as error:
-        raise UserError(f"the JSON schema cannot be used: {error}") from error
-    return grammar
+class _Compiling:
+    """A grammar that is being tried or built, and those who wait for it. `what` names it in errors."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.answers: list[Future[str]] = []
+        self.verdict: Future[Verdict] | None = None
+
+    def on_answer(self, _: "Future[str]") -> None:
+        """Once nobody waits any more, the trial need not begin. Not to be called with a lock: it may end all."""
+        if self.verdict is not None and all(answer.cancelled() for answer in self.answers):
+            self.verdict.cancel()
 
 
-def _refuse_broken(matcher: GrammarMatcher) -> None:
-    if matcher.error is not None:
-        raise UserError(f"the JSON schema cannot be used: {matcher.error}")
+def _settle(answer: "Future[str]", told: str | Exception) -> None:
+    """Unless it was cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(told, Exception):
+            answer.set_exception(told)
+        else:
+            answer.set_result(told)
+
+
+def _digest(grammar: str) -> bytes:
+    return blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=32).digest()

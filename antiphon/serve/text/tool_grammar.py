@@ -11,9 +11,9 @@ The text is llguidance's form of Lark. Each function's schema is a grammar of it
 import json
 from typing import Any
 
+from antiphon.serve.text.grammar_text import WHITE_SPACE, limited_json
 from antiphon.serve.text.tool_calls import ToolFormat
 
-_WHITE_SPACE = r"[ \n\r\t]{0,32}"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -70,8 +70,8 @@ def _call_rules(form: ToolFormat, schemas: dict[str, dict[str, Any]]) -> list[st
 
 
 def _schema(schema: dict[str, Any]) -> str:
-    """With the same limits as `GrammarCompiler.json_schema`: nothing that cannot be enforced, little white space."""
-    return json.dumps(schema | {"x-guidance": {"lenient": False, "whitespace_pattern": _WHITE_SPACE}})
+    """With the same limits as `json_grammar`: nothing that cannot be enforced, little white space."""
+    return limited_json(schema, {"x-guidance": {"lenient": False, "whitespace_pattern": WHITE_SPACE}})
 
 
 def _lark(start: str, rules: list[str]) -> str:

@@ -1,0 +1,143 @@
+"""Threads that compute which tokens grammars allow next, so that the engine's thread never does.
+
+A mask takes microseconds, or a tenth of a second where a client's schema asks for much. As soon as a token is out the
+next mask is asked for here; batching leaves its request out until the mask is there (`Request.awaits_mask`).
+
+Two lanes: grammars known to be slow have one thread, all others have two, and in each lane grammars take turns. So slow
+grammars delay each other and nobody else, and occupy one core at most. The library computes without the interpreter's
+lock. Rejected: one lane (three slow grammars hold three threads); a process (tens of microseconds more for every token
+of every grammar, and memory that two processes must bound).
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.base.logging import get_logger
+from antiphon.base.memory import give_memory_back
+from antiphon.serve.policy.turns import TurnLine
+
+_log = get_logger("engine")
+_NUM_QUICK_THREADS = 2
+_IDLE_S = 2.0  # after so long without work, memory that masks took goes back to the system
+
+
+class Matcher(Protocol):
+    """One sequence's place in its grammar (see `serve/text/structured`). Used by one thread at a time."""
+
+    def fill_bitmask(self) -> NDArray[np.int32]: ...
+
+    def accept(self, token_id: int) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def is_slow(self) -> bool:
+        """Its masks are known to take long, or it is still to be built."""
+        ...
+
+    @property
+    def grammar_id(self) -> Hashable:
+        """The same for all sequences of one grammar, which share their turns."""
+        ...
+
+
+class MaskJob:
+    """The next mask of one sequence, after `token_id` (None: the first). Once `done`, there is a `mask` or an
+    `error`. `is_slow`: not worth waiting for."""
+
+    __slots__ = ("asked_s", "cancelled", "done", "error", "is_slow", "mask", "matcher", "token_id")
+
+    def __init__(self, matcher: Matcher, token_id: int | None = None) -> None:
+        self.matcher = matcher
+        self.token_id = token_id
+        self.is_slow = matcher.is_slow
+        self.asked_s = time.monotonic()
+        self.mask: bytes | None = None
+        self.error: str | None = None
+        self.done = False
+        self.cancelled = False
+
+    def compute(self) -> None:
+        """Whatever goes wrong, panics of the library included, is this sequence's error and nobody else's."""
+        try:
+            if self.token_id is not None:
+                self.matcher.accept(self.token_id)
+            if self.matcher.error is None:
+                self.mask = self.matcher.fill_bitmask().tobytes()
+            self.error = self.matcher.error
+        except BaseException as error:  # a panic is no Exception
+            _log.warning("a grammar failed: %r", error)
+            self.error = f"the grammar failed ({type(error).__name__})"
+        self.done = True
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.line: TurnLine[MaskJob] = TurnLine()
+        self.num_busy = 0
+        self.work = threading.Condition()
+
+
+class MaskPool:
+    """See the module's docstring. `on_done` is called in a thread of the pool: when a slow mask is there, and when no
+    quick one is waited for any more. The threads start with the first job and end with `close`."""
+
+    def __init__(self, on_done: Callable[[], None]) -> None:
+        self._on_done = on_done
+        self._quick, self._slow = _Lane(), _Lane()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def ask(self, jobs: list[MaskJob]) -> None:
+        """Have these masks computed. Called by one thread. Takes microseconds, but for the first job ever."""
+        if not self._threads and jobs and not self._closing:
+            lanes = [self._slow, *itertools.repeat(self._quick, _NUM_QUICK_THREADS)]
+            self._threads = [threading.Thread(target=self._work, args=(lane,), name="masks") for lane in lanes]
+            for thread in self._threads:
+                thread.daemon = True  # one mask is no reason to delay the end of the program
+                thread.start()
+        for lane, is_slow in ((self._quick, False), (self._slow, True)):
+            if mine := [job for job in jobs if job.is_slow is is_slow]:
+                with lane.work:
+                    for job in mine:
+                        lane.line.add(job.matcher.grammar_id, job)
+                    lane.work.notify(len(mine))
+
+    def close(self) -> None:
+        """End the threads, each after the mask it computes now. What was asked for is not computed any more."""
+        self._closing = True
+        for lane in (self._quick, self._slow):
+            with lane.work:
+                lane.work.notify_all()
+
+    def _work(self, lane: _Lane) -> None:
+        has_rested = True  # quick grammars take too little memory to look after
+        while True:
+            with lane.work:
+                while not lane.line and not self._closing:
+                    if not lane.work.wait(None if has_rested else _IDLE_S):
+                        break
+                if self._closing:
+                    return
+                job = lane.line.take() if lane.line else None
+                lane.num_busy += job is not None
+            if job is None:
+                has_rested = True
+                give_memory_back()
+                continue
+            has_rested = lane is self._quick
+            if not job.cancelled:
+                job.compute()
+            with lane.work:
+                lane.num_busy -= 1
+                finished = lane is self._slow or not (lane.line or lane.num_busy)
+            del job  # its matcher may be large, and the next job may be long in coming
+            if finished:
+                self._on_done()

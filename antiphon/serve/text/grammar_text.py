@@ -1,0 +1,61 @@
+"""Texts of grammars: a client's JSON schema, or rules, in the form that llguidance builds a grammar from.
+
+White space between JSON tokens is limited: a small model that may write white space without end will do so.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import llguidance
+
+from antiphon.base.errors import UserError
+
+WHITE_SPACE = r"[ \n\r\t]{0,32}"
+_MAX_SCHEMA_CHARACTERS = 256 * 1024
+
+
+def limited_json(schema: dict[str, Any], more: dict[str, Any] | None = None) -> str:
+    """The text of a client's schema, with `more` beside its keywords; `UserError` if it is too long. Its length is
+    estimated first: writing millions of characters holds up all threads."""
+    num_characters, values = 0, [schema]
+    while values and num_characters <= _MAX_SCHEMA_CHARACTERS:
+        value: Any = values.pop()
+        if isinstance(value, dict):
+            num_characters += sum(map(len, value)) + 6 * len(value)
+            values.extend(value.values())
+        elif isinstance(value, list):
+            num_characters += 2 * len(value)
+            values.extend(value)
+        else:
+            num_characters += len(value) + 2 if isinstance(value, str) else 1
+    if num_characters <= _MAX_SCHEMA_CHARACTERS:
+        text = json.dumps(schema | (more or {}), ensure_ascii=False)
+        num_characters = len(text)
+    if num_characters > _MAX_SCHEMA_CHARACTERS:
+        raise UserError(f"the JSON schema is too long: at most {_MAX_SCHEMA_CHARACTERS} characters are allowed")
+    return text
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """llguidance's grammar of JSON that fits `schema`; `UserError` for what shows without building it."""
+    text = limited_json(schema)
+    try:
+        grammar: str = llguidance.LLMatcher.grammar_from_json_schema(
+            text, defaults={"whitespace_pattern": WHITE_SPACE}, overrides={"lenient": False}
+        )
+    except ValueError as error:
+        raise UserError(f"the JSON schema cannot be used: {error}") from error
+    return grammar
+
+
+def lark_grammar(make_rules: Callable[[], str]) -> str:
+    """llguidance's grammar of rules in its form of Lark; `UserError` for what shows without building it."""
+    rules = make_rules()
+    if len(rules) > _MAX_SCHEMA_CHARACTERS:
+        raise UserError(f"the grammar has {len(rules)} characters: at most {_MAX_SCHEMA_CHARACTERS} are allowed")
+    try:
+        grammar: str = llguidance.LLMatcher.grammar_from_lark(rules)
+    except ValueError as error:
+        raise UserError(f"the grammar cannot be used: {error}") from error
+    return grammar
