@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta, TokenEntry, finite
-from antiphon.serve.api.context import context_of
+from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
 from antiphon.serve.api.prompts import chat_prompt
@@ -108,7 +108,7 @@ async def create_chat_completion(request: Request) -> Response:
     async with generation_for(context, body, "chatcmpl") as generation:
         check_request(context, body, 1)
         tools = tool_use(context, body)
-        prompt = await chat_prompt(context, body, offers_tools=tools is not None)
+        prompt = await chat_prompt(context, client_of(request), body, offers_tools=tools is not None)
         grammar = await compile_grammar(context, body, tools)
         params = chat_sampling(context, body, len(prompt.token_ids), grammar)
         generation.submit([prompt], [params], body, tools=tools)

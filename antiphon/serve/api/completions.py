@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta, TokenEntry, finite
-from antiphon.serve.api.context import context_of
+from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.parameters import check_request, compile_grammar, completion_sampling
 from antiphon.serve.api.prompts import completion_prompts
@@ -74,7 +74,7 @@ async def create_completion(request: Request) -> Response:
     body = await read_request(context, request, CompletionRequest)
     async with generation_for(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
-        prompts = await completion_prompts(context, body)
+        prompts = await completion_prompts(context, client_of(request), body)
         grammar = await compile_grammar(context, body)
         params = [completion_sampling(context, body, len(prompt.token_ids), grammar) for prompt in prompts]
         generation.submit(prompts, params, body, echo=bool(body.echo))

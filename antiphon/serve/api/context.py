@@ -4,6 +4,7 @@ It also keeps count: how many requests run right now, and whether the server is 
 """
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,3 +95,16 @@ def context_of(request: Request) -> ApiContext:
     context = request.app.state.context
     assert isinstance(context, ApiContext)
     return context
+
+
+def client_of(request: Request) -> str:
+    """Whose request it is, where clients take turns: the API key where keys are used, else the peer's address, of
+    IPv6 the half that names its network."""
+    if context_of(request).settings.api_keys:
+        return request.headers.get("authorization", "").partition(" ")[2].strip()
+    host = request.client.host if request.client is not None else ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a Unix socket, or a name
+        return host
+    return host if address.version == 4 else str(int(address) >> 64)

@@ -4,9 +4,9 @@ A chat becomes one text through the model's chat template. Templates differ in w
 would be dropped in silence, so it is refused here, by name: tools, calls in earlier turns, results of tools, names,
 variables.
 
-Short texts are tokenized here, in a few milliseconds at most; long ones, and every chat template, in the processes of
-`text_service`. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then cut:
-tokenizing only its end could split the first kept token differently.
+Texts are tokenized, and chat templates rendered, in the processes of `text_service`, where clients take turns: `client`
+is whose request it is. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then
+cut: tokenizing only its end could split the first kept token differently.
 """
 
 import json
@@ -22,11 +22,11 @@ from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.chat_rendering import settable_variables, variables_read
+from antiphon.serve.text.chat_rendering import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
-_SHORT_CHARACTERS = 2048  # of all texts of a request together
-_SHORT_TOKENS = 8192
+_SHORT_TOKENS = 512  # some hundred microseconds
+_MAX_NAMES_SHOWN = 32
 # Stands behind the last message while it is rendered, so that the text can be cut there.
 _CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
 
@@ -40,42 +40,43 @@ class TokenizedPrompt:
 
 
 async def encode_text(
-    context: ApiContext, text: str, param: str, *, add_special_tokens: bool, truncated: bool = False
+    context: ApiContext, client: str, text: str, param: str, *, add_special_tokens: bool, truncated: bool = False
 ) -> list[int]:
     """Token ids of `text`, which `param` holds; `ApiError` 400 when they do not fit. `truncated`: all its ids, however
     many, because the caller keeps only the last ones."""
-    ids = await _encode_texts(context, [text], param, add_special_tokens=add_special_tokens, truncated=truncated)
-    return ids[0]
+    options = {"add_special_tokens": add_special_tokens, "truncated": truncated}
+    return (await _encode_texts(context, client, [text], param, **options))[0]
 
 
 async def _encode_texts(
-    context: ApiContext, texts: list[str], param: str, *, add_special_tokens: bool, truncated: bool
+    context: ApiContext, client: str, texts: list[str], param: str, *, add_special_tokens: bool, truncated: bool
 ) -> list[list[int]]:
     limits = context.limits
     for text in texts:
         limits.check_text(text, param, truncated=truncated)
-    if sum(map(len, texts)) <= _SHORT_CHARACTERS:
-        encoded = [context.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-    else:
-        max_tokens = None if truncated else limits.max_prompt_tokens
-        try:
-            encoded = await context.texts.encode(texts, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-        except RequestTooLong as error:
-            raise too_long(f"{param} {error}", param) from None
+    try:
+        encoded = await context.texts.encode(
+            texts,
+            add_special_tokens=add_special_tokens,
+            max_tokens=None if truncated else limits.max_prompt_tokens,
+            client=client,
+        )
+    except RequestTooLong as error:
+        raise too_long(f"{param} {error}", param) from None
     if not truncated:
         for token_ids in encoded:
             limits.check_num_tokens(len(token_ids), param)
     return encoded
 
 
-async def decode_ids(context: ApiContext, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+async def decode_ids(context: ApiContext, client: str, token_ids: list[int], *, skip_special_tokens: bool) -> str:
     """Text of `token_ids`, which are in the vocabulary."""
     if len(token_ids) <= _SHORT_TOKENS:
         return context.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-    return await context.texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return await context.texts.decode(token_ids, skip_special_tokens=skip_special_tokens, client=client)
 
 
-async def completion_prompts(context: ApiContext, request: CompletionRequest) -> list[TokenizedPrompt]:
+async def completion_prompts(context: ApiContext, client: str, request: CompletionRequest) -> list[TokenizedPrompt]:
     """The request's prompts in order, truncated if it asked for that, none too long or empty."""
     num_kept = request.truncate_prompt_tokens
     skip_special_tokens = request.skip_special_tokens is not False
@@ -83,6 +84,7 @@ async def completion_prompts(context: ApiContext, request: CompletionRequest) ->
     texts = [part for part in parts if isinstance(part, str)]
     encoded = await _encode_texts(
         context,
+        client,
         texts,
         "prompt",
         add_special_tokens=request.add_special_tokens is not False,
@@ -96,36 +98,35 @@ async def completion_prompts(context: ApiContext, request: CompletionRequest) ->
         else:
             context.limits.check_token_ids(part, "prompt")
             token_ids = part
-        kept = _truncate(token_ids, num_kept)
+        kept = token_ids if num_kept is None else token_ids[-num_kept:]
         if isinstance(part, str) and len(kept) == len(token_ids):
             text = part
         elif request.echo:
-            text = await decode_ids(context, kept, skip_special_tokens=skip_special_tokens)
+            text = await decode_ids(context, client, kept, skip_special_tokens=skip_special_tokens)
         else:
             text = ""
         prompts.append(_within_limits(context, TokenizedPrompt(kept, text), "prompt"))
     return prompts
 
 
-async def chat_prompt(context: ApiContext, request: ChatCompletionRequest, *, offers_tools: bool) -> TokenizedPrompt:
+async def chat_prompt(
+    context: ApiContext, client: str, request: ChatCompletionRequest, *, offers_tools: bool
+) -> TokenizedPrompt:
     """The conversation through the model's chat template."""
     truncated = request.truncate_prompt_tokens is not None
     text = await render_conversation(
         context,
+        client,
         request.messages,
         request,
         offers_tools=offers_tools,
         reasoning_effort=request.reasoning_effort,
         truncated=truncated,
     )
-    add_special_tokens = bool(request.add_special_tokens)
-    token_ids = await encode_text(context, text, "messages", add_special_tokens=add_special_tokens, truncated=truncated)
-    kept = _truncate(token_ids, request.truncate_prompt_tokens)
+    special = bool(request.add_special_tokens)
+    token_ids = await encode_text(context, client, text, "messages", add_special_tokens=special, truncated=truncated)
+    kept = token_ids[-request.truncate_prompt_tokens :] if request.truncate_prompt_tokens is not None else token_ids
     return _within_limits(context, TokenizedPrompt(kept, text), "messages")
-
-
-def _truncate(token_ids: list[int], num_kept: int | None) -> list[int]:
-    return token_ids if num_kept is None else token_ids[-num_kept:]
 
 
 def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> TokenizedPrompt:
@@ -137,6 +138,7 @@ def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> 
 
 async def render_conversation(
     context: ApiContext,
+    client: str,
     messages: list[Message],
     options: TemplateOptions,
     *,
@@ -157,12 +159,14 @@ async def render_conversation(
             param="add_generation_prompt",
         )
     limits = context.limits
+    names = await context.texts.template_names()
     render = partial(
         context.texts.render,
+        client=client,
         max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
         add_generation_prompt=not continues and options.add_generation_prompt is not False,
-        tools=_described(tokenizer, options.tools) if options.tools and offers_tools else None,
-        template_kwargs=_variables(tokenizer, options.chat_template_kwargs or {}, reasoning_effort),
+        tools=_described(names, options.tools) if options.tools and offers_tools else None,
+        template_kwargs=_variables(names, options.chat_template_kwargs or {}, reasoning_effort),
     )
     turns = [_turn(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
@@ -191,8 +195,8 @@ async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns
             raise error from None
 
 
-def _described(tokenizer: TextTokenizer, tools: list[Tool]) -> list[dict[str, Any]]:
-    if "tools" not in variables_read(tokenizer.chat_template):
+def _described(names: frozenset[str], tools: list[Tool]) -> list[dict[str, Any]]:
+    if "tools" not in names:
         raise bad_request("tools: this model's chat template does not read tools; leave them out", param="tools")
     described = []
     for tool in tools:
@@ -204,11 +208,11 @@ def _described(tokenizer: TextTokenizer, tools: list[Tool]) -> list[dict[str, An
     return described
 
 
-def _variables(tokenizer: TextTokenizer, asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
-    settable = settable_variables(tokenizer.chat_template)
+def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
+    settable = settable_variables(names)
     for name in asked:
         if name not in settable:
-            readable = ", ".join(sorted(settable)) or "none"
+            readable = ", ".join(sorted(settable)[:_MAX_NAMES_SHOWN]) or "none"
             raise bad_request(
                 f"chat_template_kwargs has {name[:60]!r}: the variables of this model's chat template that requests can"
                 f" set are: {readable}",

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
-from antiphon.serve.api.context import ApiContext, context_of
+from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.prompts import decode_ids, encode_text, render_conversation
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
@@ -37,7 +37,7 @@ async def tokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, TokenizeRequest)
     with context.running():
-        token_ids = await _token_ids(context, body)
+        token_ids = await _token_ids(context, client_of(request), body)
         strings = await _token_strings(context, token_ids) if body.return_token_strs else None
     return _answer(
         {
@@ -49,17 +49,17 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-async def _token_ids(context: ApiContext, body: TokenizeRequest) -> list[int]:
+async def _token_ids(context: ApiContext, client: str, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send prompt or messages, one of the two", param="prompt")
     if body.messages is not None:
-        text = await render_conversation(context, body.messages, body)
-        return await encode_text(context, text, "messages", add_special_tokens=bool(body.add_special_tokens))
+        text = await render_conversation(context, client, body.messages, body)
+        return await encode_text(context, client, text, "messages", add_special_tokens=bool(body.add_special_tokens))
     for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
         if getattr(body, name) is not None:
             raise bad_request(f"{name} needs messages", param=name)
     add_special_tokens = body.add_special_tokens is not False
-    return await encode_text(context, body.prompt or "", "prompt", add_special_tokens=add_special_tokens)
+    return await encode_text(context, client, body.prompt or "", "prompt", add_special_tokens=add_special_tokens)
 
 
 async def _token_strings(context: ApiContext, token_ids: list[int]) -> list[str]:
@@ -82,7 +82,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_request(context, request, DetokenizeRequest)
     with context.running():
         context.limits.check_token_ids(body.tokens, "tokens")
-        text = await decode_ids(context, body.tokens, skip_special_tokens=False)
+        text = await decode_ids(context, client_of(request), body.tokens, skip_special_tokens=False)
     return _answer({"prompt": text})
 
 

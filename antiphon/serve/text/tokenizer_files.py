@@ -1,7 +1,8 @@
 """Reads a tokenizer and its chat template from a checkpoint folder.
 
 `transformers` does it, because it knows the quirks of each family's `tokenizer_config.json`. No code from the
-checkpoint is run and nothing is downloaded.
+checkpoint is run and nothing is downloaded. But patterns and vocabularies are programs, too: servers read them in a
+limited process (`text_service.TokenizerReader`), whose program this module is.
 """
 
 import os
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.files import check_regular, read_json
-from antiphon.serve.text import tiktoken_file
+from antiphon.serve.text import text_process, tiktoken_file
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", tiktoken_file.FILE_NAME)
@@ -73,3 +74,12 @@ def _load_pretrained(folder: Path) -> Any:
     elif (folder / tiktoken_file.FILE_NAME).is_file():
         return tiktoken_file.load_tiktoken(folder)
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def main() -> None:
+    """The program of a process that reads checkpoints."""
+    text_process.main(load_tokenizer)
+
+
+if __name__ == "__main__":
+    main()
