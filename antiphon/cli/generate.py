@@ -115,6 +115,8 @@ def complete(
     sink = ThreadSink()
     engine.submit_to(sink, "generate", ids, params)
     detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    if detokenizer is not None:
+        detokenizer.follow(ids, echoed=False)
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""

@@ -33,10 +33,11 @@ _CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt; `text` is what `echo` repeats."""
+    """One prompt; `text` is what `echo` repeats, with the texts of special tokens or without."""
 
     token_ids: list[int]
     text: str
+    shows_special_tokens: bool = False
 
 
 async def encode_text(
@@ -97,14 +98,25 @@ async def completion_prompts(context: ApiContext, request: CompletionRequest) ->
             context.limits.check_token_ids(part, "prompt")
             token_ids = part
         kept = _truncate(token_ids, num_kept)
-        if isinstance(part, str) and len(kept) == len(token_ids):
-            text = part
-        elif request.echo:
-            text = await decode_ids(context, kept, skip_special_tokens=skip_special_tokens)
-        else:
-            text = ""
-        prompts.append(_within_limits(context, TokenizedPrompt(kept, text), "prompt"))
+        as_given = part if isinstance(part, str) and len(kept) == len(token_ids) else None
+        prompt = TokenizedPrompt(kept, as_given or "")
+        if request.echo and (as_given is None or request.logprobs is not None):
+            prompt = await _echoed(context, kept, as_given, skip_special_tokens=skip_special_tokens)
+        prompts.append(_within_limits(context, prompt, "prompt"))
     return prompts
+
+
+async def _echoed(
+    context: ApiContext, token_ids: list[int], as_given: str | None, *, skip_special_tokens: bool
+) -> TokenizedPrompt:
+    """A prompt whose text is the text of its tokens, so that these have places in it. A tokenizer may change a text
+    before it is cut into tokens; special tokens that the client wrote, it gets back."""
+    text = await decode_ids(context, token_ids, skip_special_tokens=skip_special_tokens)
+    if as_given is not None and text != as_given and skip_special_tokens:
+        whole = await decode_ids(context, token_ids, skip_special_tokens=False)
+        if whole == as_given:
+            return TokenizedPrompt(token_ids, whole, shows_special_tokens=True)
+    return TokenizedPrompt(token_ids, text)
 
 
 async def chat_prompt(context: ApiContext, request: ChatCompletionRequest, *, offers_tools: bool) -> TokenizedPrompt:

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.files import open_regular, read_json
-from antiphon.serve.text.tokenizer import byte_level_alphabet
+from antiphon.serve.text.detokenizer import byte_level_alphabet
 
 FILE_NAME = "tiktoken.model"
 TEKKEN_NAME = "tekken.json"
