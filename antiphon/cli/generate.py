@@ -40,8 +40,8 @@ class PromptOptions:
         spec = load_model_spec(model)
         if self.prompt is None:
             return parse_token_ids(str(self.token_ids), spec.vocab_size), None
-        with TokenizerReader() as reader:
-            tokenizer = reader.read(model)
+        with TokenizerReader(model) as reader:
+            tokenizer = reader.read()
             ids = reader.encode(self.prompt)
         if ids:
             return ids, tokenizer
@@ -117,6 +117,8 @@ def complete(
     sink = ThreadSink()
     engine.submit_to(sink, "generate", ids, params)
     detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    if detokenizer is not None:
+        detokenizer.follow(ids, echoed=False)
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""

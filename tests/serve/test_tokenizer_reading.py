@@ -45,16 +45,17 @@ HOSTILE: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-def write(folder: Path, parts: dict[str, Any]) -> Path:
+def write(folder: Path, parts: dict[str, Any]) -> None:
     write_tokenizer(folder)
     file = folder / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | parts))
-    return folder
 
 
 @pytest.fixture
-def reader() -> Iterator[TokenizerReader]:
-    with TokenizerReader() as running:
+def reader(tmp_path: Path) -> Iterator[TokenizerReader]:
+    """It reads what a test has written there."""
+    write_tokenizer(tmp_path)
+    with TokenizerReader(tmp_path) as running:
         yield running
 
 
@@ -63,17 +64,16 @@ def test_a_hostile_tokenizer_costs_one_line(name: str, reader: TokenizerReader, 
     parts, reason = HOSTILE[name]
     write(tmp_path, parts)
     if reason is None:
-        assert reader.read(tmp_path).vocab_size >= 400
+        assert reader.read().vocab_size >= 400
         return
     with pytest.raises(CheckpointError, match=reason) as caught:
-        reader.read(tmp_path)
+        reader.read()
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
 
 
-def test_what_is_read_is_what_the_files_say(reader: TokenizerReader, tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer, expected = reader.read(tmp_path), small_tokenizer()
+def test_what_is_read_is_what_the_files_say(reader: TokenizerReader) -> None:
+    tokenizer, expected = reader.read(), small_tokenizer()
     assert tokenizer.backend.to_str() == expected.backend.to_str()
     assert tokenizer.template_sources == expected.template_sources
     assert tokenizer.special_tokens == expected.special_tokens
@@ -81,7 +81,8 @@ def test_what_is_read_is_what_the_files_say(reader: TokenizerReader, tmp_path: P
 
 
 def test_a_pattern_without_an_end_ends_one_text_and_not_the_process(reader: TokenizerReader, tmp_path: Path) -> None:
-    reader.read(write(tmp_path, HOSTILE["a pattern that backtracks without an end"][0]))
+    write(tmp_path, HOSTILE["a pattern that backtracks without an end"][0])
+    reader.read()
     pid = reader.pid
     with pytest.raises(UserError, match=r"the tokenizer cannot do this: .*retry-limit-in-match over"):
         reader.encode("a" * 40 + " hello")
@@ -107,8 +108,8 @@ def test_the_limits_of_reading_name_themselves(
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    with TokenizerReader() as reader:
-        reader.read(tmp_path)
+    with TokenizerReader(tmp_path) as reader:
+        reader.read()
         pid = reader.pid
         assert pid is not None
         assert psutil.pid_exists(pid)

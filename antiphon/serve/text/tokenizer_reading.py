@@ -19,16 +19,20 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 
 _READ_TIMEOUT_S = 60.0
 _READ_MEMORY_BYTES = 4 * 1024**3
+_CONVERT_MEMORY_BYTES = 32 * 1024**3  # libraries that convert other files, torch among them, are mapped, too
 
 
 class TokenizerReader:
-    """A limited process that reads a checkpoint's tokenizer, and then encodes texts with it; for a `with` block."""
+    """A limited process that reads the tokenizer of the checkpoint in `folder`, and then encodes texts with it; for a
+    `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        memory_bytes = _READ_MEMORY_BYTES if (folder / "tokenizer.json").exists() else _CONVERT_MEMORY_BYTES
         self._jobs = TextQueue(
             "the tokenizer's files",
-            Configure(source=None, memory_bytes=_READ_MEMORY_BYTES, niceness=0),
-            TextLimits(memory_bytes=_READ_MEMORY_BYTES, max_wait_s=math.inf),
+            Configure(source=None, memory_bytes=memory_bytes, niceness=0),
+            TextLimits(memory_bytes=memory_bytes, max_wait_s=math.inf),
             READ_PROGRAM,
         )
 
@@ -46,12 +50,14 @@ class TokenizerReader:
         """The process, once it has started."""
         return self._jobs.pid
 
-    def read(self, folder: Path) -> TextTokenizer:
-        """The tokenizer of the checkpoint in `folder`. `CheckpointError` when it has none that can be read within the
-        limits. Blocks for seconds."""
-        advice = "copy its files from the model's source"
+    def read(self) -> TextTokenizer:
+        """The checkpoint's tokenizer. `CheckpointError` when it has none that can be read within the limits. Blocks for
+        seconds."""
         request = TextRequest(
-            [ReadTokenizer(str(folder))], f"reading the tokenizer in {folder}", _READ_TIMEOUT_S, advice=advice
+            [ReadTokenizer(str(self._folder))],
+            f"reading the tokenizer in {self._folder}",
+            _READ_TIMEOUT_S,
+            advice="copy its files from the model's source",
         )
         try:
             source = expect(self._jobs.submit(request).result()[0], TokenizerSource)
@@ -69,5 +75,5 @@ class TokenizerReader:
 
 def read_tokenizer(folder: Path) -> TextTokenizer:
     """As `TokenizerReader.read`, where nothing is to be encoded."""
-    with TokenizerReader() as reader:
-        return reader.read(folder)
+    with TokenizerReader(folder) as reader:
+        return reader.read()
