@@ -53,6 +53,14 @@ def _configure() -> None:
     root.addHandler(_StderrHandler())
 
 
+def adopt_logger(name: str, level: int) -> None:
+    """Records of a library's logger, from `level` on, go out in our form instead of as bare lines."""
+    logger = logging.getLogger(name)
+    logger.setLevel(level)
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+
+
 def parse_level(text: str) -> int:
     """``"debug"`` -> `logging.DEBUG`; empty means info."""
     level = LEVELS.get(text.strip().lower() or "info")

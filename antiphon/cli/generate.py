@@ -18,7 +18,7 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.text.tokenizer import TextTokenizer
-from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_reading import TokenizerReader
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 _CAPACITY = options.CapacityOptions(max_running=32)  # one request runs; memory is set aside for no more than a few
@@ -40,8 +40,10 @@ class PromptOptions:
         spec = load_model_spec(model)
         if self.prompt is None:
             return parse_token_ids(str(self.token_ids), spec.vocab_size), None
-        tokenizer = load_tokenizer(model)
-        if ids := tokenizer.encode(self.prompt, add_special_tokens=True):
+        with TokenizerReader(model) as reader:
+            tokenizer = reader.read()
+            ids = reader.encode(self.prompt)
+        if ids:
             return ids, tokenizer
         raise UserError(f"--prompt {self.prompt!r} holds no token: give at least one")
 
@@ -115,6 +117,8 @@ def complete(
     sink = ThreadSink()
     engine.submit_to(sink, "generate", ids, params)
     detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+    if detokenizer is not None:
+        detokenizer.follow(ids, echoed=False)
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""

@@ -27,7 +27,7 @@ from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.structured import GrammarCompiler
-from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_reading import read_tokenizer
 
 
 class PlacedWorkers(Protocol):
@@ -222,7 +222,7 @@ def run(
 
     `StartFailed` if the engine gave up meanwhile."""
     spec = load_model_spec(asked.model, asked.rope_scaling)
-    tokenizer = load_tokenizer(asked.model)
+    tokenizer = read_tokenizer(asked.model)
     address = reserve(settings.host, settings.port)
     with closing(address), ray.placed(asked) as placed:
         config = placed.config

@@ -172,13 +172,16 @@ def described(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def live(engine: FakeEngine, *, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> Iterator[Live]:
+def live(
+    engine: FakeEngine, *, chat_template: str = CHAT_TEMPLATE, tokenizer: TextTokenizer | None = None, **settings: Any
+) -> Iterator[Live]:
     """Serve `engine` until the block ends."""
     # Requests that tests write by hand are for the host x.
     server_settings = ServerSettings(port=0, **({"allowed_hosts": ("x",)} | settings))
+    tokenizer = tokenizer or small_tokenizer(chat_template)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "_describe", described)
-        app = create_app(engine, small_tokenizer(chat_template), server_settings, small_grammars())
+        app = create_app(engine, tokenizer, server_settings, small_grammars())
     server = make_server(app, server_settings)
     listener = bind("127.0.0.1", 0)
     url = url_of(listener)

@@ -49,11 +49,14 @@ from antiphon.bench.box import namespaces
 COMMAND = "antiphon.cli.main"
 BOX_ENGINE = "tests.serve.box_engine"
 WORKER = "antiphon.serve.worker.process"
+TEXTS, READER = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_files"
 # What can be forked, and what each will import later.
 PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
-    COMMAND: (),  # and the module of the command
+    COMMAND: (READER,),  # and the module of the command
     BOX_ENGINE: (),
     WORKER: (),
+    TEXTS: (),
+    READER: (),
     "antiphon.serve.worker.joined": (),
     "antiphon.bench.m2n.process": ("antiphon.bench.m2n.gloo_all_to_all",),
     "antiphon.bench.profile.process": (),
@@ -228,12 +231,14 @@ PROGRAMS = ForkServer()  # the one of this test process
 
 
 def fork_workers() -> None:
-    """Workers of this program, which has just begun and has no thread, will be forked from it as it is now."""
+    """Workers and text processes of this program, which has just begun and has no thread, will be forked from it as it
+    is now."""
     from antiphon.serve import worker_process
+    from antiphon.serve.text import text_queue
 
     beside = ForkServer()
     beside.start_beside()
-    worker_process.subprocess = beside  # type: ignore[assignment]
+    worker_process.subprocess = text_queue.subprocess = beside  # type: ignore[assignment]
 
 
 def is_fork_server(process: psutil.Process) -> bool:

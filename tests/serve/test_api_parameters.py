@@ -157,14 +157,14 @@ def test_a_stop_token_is_text_when_asked_for() -> None:
 
 def test_special_tokens_begin_a_prompt_as_asked_for(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    tokenizer = server.server.config.app.state.context.tokenizer  # type: ignore[union-attr]
-    encode = tokenizer.encode
+    service = server.server.config.app.state.context.texts  # type: ignore[union-attr]
+    encode = service.encode
 
-    def remember(text: str, *, add_special_tokens: bool) -> list[int]:
+    async def remember(texts: list[str], *, add_special_tokens: bool, **options: Any) -> list[list[int]]:
         asked.append(add_special_tokens)
-        return encode(text, add_special_tokens=add_special_tokens)  # type: ignore[no-any-return]
+        return await encode(texts, add_special_tokens=add_special_tokens, **options)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(tokenizer, "encode", remember)
+    monkeypatch.setattr(service, "encode", remember)
     for value in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
         assert server.complete(max_tokens=1, **value).status_code == 200
         assert server.chat(max_tokens=1, **value).status_code == 200

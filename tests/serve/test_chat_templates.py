@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.chat_rendering import ChatTemplate
+from antiphon.serve.text.chat_rendering import ChatTemplate, settable_variables
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_files import load_tokenizer
-from tests.serve.api_harness import small_tokenizer, write_tokenizer
+from tests.serve.api_harness import live, says, small_tokenizer, write_tokenizer
+from tests.waiting import wait_until
 
 # In the manner of published families, one peculiarity each.
 TEMPLATES = {
@@ -286,17 +287,23 @@ def test_what_cannot_fit_is_told_apart() -> None:
         render(service, max_characters=999)
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("{% for message in messages %}", r"cannot be used: line 1: Unexpected end of template"),
-        ("{{ 2 ** (10 ** 10) }}", r"took longer than 1 s|memory"),
-        ({"rag": "x"}, r"chat templates rag, but none is named default"),
-    ],
-)
-def test_a_template_that_cannot_be_compiled_is_told_at_the_start(
-    source: str | dict[str, str], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+# What only looking at a template evaluates, or is too much to look at. No message is needed.
+BOMBS_AT_THE_START: dict[str, tuple[str | dict[str, str], str]] = {
+    "half a loop": ("{% for message in messages %}", r"cannot be used: line 1: Unexpected end of template"),
+    "a power of constants": ("{{ 2 ** (10 ** 10) }}", r"took longer than 1 s|memory"),
+    "a power of powers": ("{{ (9**9)**(9**9) }}", r"took longer than 1 s|memory"),
+    "20,000 brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "calls itself|cannot be used|cannot do"),
+    "3,000 nested conditions": ("{% if a %}" * 3000 + "{% endif %}" * 3000, "cannot be used|cannot do|nested|took"),
+    "a long sum": ("{{ " + "1 + " * 20_000 + "1 }}", "calls itself|cannot be used|cannot do"),
+    "2 MB": ("a" * 2**21, "2097152 characters: at most 1048576 are read"),
+    "2,000 variables": (" ".join(f"{{{{ v{number} }}}}" for number in range(2000)), "reads 2000 variables: at most"),
+    "no default": ({"rag": "x"}, r"chat templates rag, but none is named default"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS_AT_THE_START)
+def test_a_template_that_cannot_be_compiled_is_told_at_the_start(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, reason = BOMBS_AT_THE_START[name]
     with Running(with_template(source), template_timeout_s=1.0) as service:
         with pytest.raises(UserError, match=reason):
             render(service)
@@ -304,15 +311,48 @@ def test_a_template_that_cannot_be_compiled_is_told_at_the_start(
         assert asyncio.run(service.encode(["hello"], add_special_tokens=False, max_tokens=5))
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ 'a' * 10000000000 }}", "{{ ([0] * 10000000000) | length }}", "{{ 'x' | center(10000000000) }}"]
+)
+def test_what_constants_of_a_template_fill_is_the_memory_of_its_process(source: str) -> None:
+    """Jinja leaves such a constant to each rendering, which then fails; what is not reached does no harm."""
+    with Running(with_template("{% if messages[0].content == 'hi' %}" + source + "{% endif %}hello")) as service:
+        with pytest.raises(UserError, match="memory"):
+            render(service)
+        messages = [{"role": "user", "content": "other"}]
+        assert asyncio.run(service.render(messages, add_generation_prompt=True, max_characters=9)) == "hello"
+
+
+def test_a_server_with_a_hostile_template_refuses_chats_and_serves_completions() -> None:
+    source = str(BOMBS_AT_THE_START["a power of powers"][0])
+    with live(says("fine"), chat_template="{% if tools %}" + source + "{% endif %}") as server:
+        tool = {"type": "function", "function": {"name": "f"}}
+        for body in ({}, {"tools": [tool]}, {"chat_template_kwargs": {"a": 1}}, {"reasoning_effort": "low"}):
+            refused = server.chat(max_tokens=1, **body)
+            assert refused.status_code == 400
+            assert "chat template" in refused.json()["error"]["message"]
+        assert server.complete(max_tokens=9).json()["choices"][0]["text"] == "fine"
+        assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+
+
+def test_the_names_that_a_template_reads_come_from_its_process() -> None:
+    source = "{% set own = 1 %}{% for m in messages %}{{ m.role }}{{ own }}{% endfor %}{{ style }}{{ bos_token }}"
+    with Running(with_template({"default": source, "tool_use": "{{ tools }}{% if (9**9)**9 %}{% endif %}"})) as service:
+        names = asyncio.run(service.template_names())
+        assert names == {"messages", "style", "bos_token", "tools"}
+        assert settable_variables(names) == {"style"}
+
+
 def test_a_process_that_is_killed_is_replaced() -> None:
     with Running(with_template("hello")) as service:
         assert render(service) == "hello"
-        (short, long) = service.pids
-        os.kill(short, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(short)], timeout=10)
+        wait_until(lambda: len(service.pids) == 3, "the processes have started")
+        short, chats, long = service.pids
+        os.kill(chats, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(chats)], timeout=10)
         assert render(service) == "hello"
-        assert long in service.pids
-        assert short not in service.pids
+        assert {short, long} < set(service.pids)
+        assert chats not in service.pids
 
 
 def test_without_a_template_there_is_nothing_to_render() -> None:

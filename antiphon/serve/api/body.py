@@ -53,12 +53,14 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
     """A JSON body of at most `max_bytes` as it came, for a route that decodes it strictly itself; errors as above."""
     _check_headers(request, max_bytes)
 
-    def check(body: bytearray) -> None:
-        if len(body) > max_bytes:
-            raise body_too_large(max_bytes)
-
     with context.body_memory.share() as take:
-        return await _in_time(_received(request, lambda chunk, body: (check(body), take(chunk))), context)
+
+        def check(chunk: bytes, body: bytearray) -> None:
+            if len(body) > max_bytes:
+                raise body_too_large(max_bytes)
+            take(chunk)
+
+        return await _in_time(_received(request, check), context)
 
 
 async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
@@ -66,7 +68,12 @@ async def _read_body(context: ApiContext, request: Request, model: type[_Model])
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)
     with context.body_memory.share() as take:
-        body = await _in_time(_received(request, lambda chunk, _: (count.add(chunk), take(chunk))), context)
+
+        def check(chunk: bytes, _: bytearray) -> None:
+            count.add(chunk)
+            take(chunk)
+
+        body = await _in_time(_received(request, check), context)
         if len(body) < _LARGE_BODY_BYTES:
             return validate(parse_json(body), model, limits)
         if len(body) > _TRIMMED_BODY_BYTES:

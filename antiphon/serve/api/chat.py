@@ -108,7 +108,7 @@ async def create_chat_completion(request: Request) -> Response:
     async with generation_for(context, body, "chatcmpl") as generation:
         check_request(context, body, 1)
         tools = tool_use(context, body)
-        prompt = await chat_prompt(context, body, offers_tools=tools is not None)
+        prompt = await chat_prompt(context, client_of(request), body, offers_tools=tools is not None)
         grammar = await compile_grammar(context, body, client_of(request), tools)
         params = chat_sampling(context, body, len(prompt.token_ids), grammar)
         generation.submit([prompt], [params], body, tools=tools)

@@ -7,7 +7,6 @@ holds the stop string, the stop token and special tokens only when the request a
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.engine_api import EngineOutput
@@ -15,7 +14,6 @@ from antiphon.serve.text.tokenizer import StopStringMatcher, TextTokenizer
 from antiphon.serve.text.tool_calls import CallPiece, ToolCallReader
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
-_LONGEST_CHARACTER_BYTES = 4
 _IMPOSSIBLE = -9999.0  # JSON has no infinity; OpenAI writes this for tokens that cannot come
 
 
@@ -74,12 +72,13 @@ class Choice:
         self._echo_pending = echo
         shown = reader.mark if reader is not None else ""
         self._tokenizer = tokenizer
-        self._new_detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
-        self._detokenizer = self._new_detokenizer()
+        self._skip_special_tokens = skip_special_tokens
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
+        self._prompt_end = self._detokenizer.follow(prompt.token_ids, echoed=echo)
         self._keep_stop = keep_stop
         self._reader = reader
         self._stops = StopStringMatcher(stop_strings)
-        self._text_offset = 0
+        self._num_echoed = 0
         self._pending_entries: list[TokenEntry] = []
 
     def consume(self, output: EngineOutput) -> ChoiceDelta | None:
@@ -107,45 +106,23 @@ class Choice:
         return delta
 
     def _echo(self, output: EngineOutput, delta: ChoiceDelta) -> None:
-        delta.text = self._prompt.text
-        if self._take_half_character():
-            delta.text = delta.text.removesuffix("\ufffd")
+        delta.text = self._prompt.text.removesuffix(self._prompt_end)
         if output.prompt_logprobs is not None:
-            detokenizer = self._new_detokenizer()
-            offset = 0
+            skip_special_tokens = self._skip_special_tokens and not self._prompt.shows_special_tokens
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
             for token_id, logprob in zip(self._prompt.token_ids, output.prompt_logprobs, strict=True):
-                self._pending_entries.append(TokenEntry(token_id, logprob, offset))
-                offset += len(detokenizer.feed(token_id))
-        self._text_offset = len(delta.text)
-
-    def _take_half_character(self) -> bool:
-        """Whether the prompt's token ids end in the middle of a character. Then the answer's text begins with its
-        other half: prompt and answer are decoded as one."""
-        last: list[int] = []
-        num_bytes = 0
-        for token_id in reversed(self._prompt.token_ids):
-            last.append(token_id)
-            num_bytes += len(self._tokenizer.token_bytes.in_text(token_id))
-            if num_bytes >= _LONGEST_CHARACTER_BYTES:
-                break
-        last.reverse()
-        half = self._new_detokenizer()
-        for token_id in last:
-            half.feed(token_id)
-        if not half.flush():
-            return False
-        for token_id in last:
-            self._detokenizer.feed(token_id)
-        return True
+                self._pending_entries.append(TokenEntry(token_id, logprob, detokenizer.num_characters))
+                detokenizer.feed(token_id)
+        self._num_echoed = len(delta.text)
 
     def _take_token(self, token_id: int, logprob: TokenLogprob | None, is_stop_token: bool) -> str:
         self.num_tokens += 1
         if logprob is not None:
-            self._pending_entries.append(TokenEntry(token_id, logprob, self._text_offset))
+            offset = self._num_echoed + self._detokenizer.num_characters
+            self._pending_entries.append(TokenEntry(token_id, logprob, offset))
         if is_stop_token and not self._keep_stop:
             return ""
         piece = self._detokenizer.feed(token_id)
-        self._text_offset += len(piece)
         # Stop strings count only after min_tokens, as stop tokens do.
         return self._stops.feed(piece) if self.num_tokens > self._params.min_tokens else piece
 

@@ -74,7 +74,7 @@ async def create_completion(request: Request) -> Response:
     body = await read_request(context, request, CompletionRequest)
     async with generation_for(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
-        prompts = await completion_prompts(context, body)
+        prompts = await completion_prompts(context, client_of(request), body)
         grammar = await compile_grammar(context, body, client_of(request))
         params = [completion_sampling(context, body, len(prompt.token_ids), grammar) for prompt in prompts]
         generation.submit(prompts, params, body, echo=bool(body.echo))

@@ -1,88 +1,79 @@
 """From what a request says to the token ids of its prompts, within the limits of model and operator.
 
-A chat becomes one text through the model's chat template. Templates differ in what they read. What one does not read
-would be dropped in silence, so it is refused here, by name: tools, calls in earlier turns, results of tools, names,
-variables.
+A chat becomes one text through the model's chat template. Tools and variables that a template does not read would be
+dropped in silence, so they are refused here, by name; what messages hold, in `turns`.
 
-Short texts are tokenized here, in a few milliseconds at most; long ones, and every chat template, in the processes of
-`text_service`. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then cut:
-tokenizing only its end could split the first kept token differently.
+Texts are tokenized, and chat templates rendered, in the processes of `text_service`, where clients take turns: `client`
+is whose request it is. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then
+cut: tokenizing only its end could split the first kept token differently.
 """
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
+from antiphon.serve.api.chat_messages import Message, TemplateOptions, Tool
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
+from antiphon.serve.api.turns import CUT_HERE, mark_end, turn_of, with_arguments_as_text
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.chat_rendering import settable_variables, variables_read
-from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
+from antiphon.serve.text.chat_rendering import settable_variables
+from antiphon.serve.text.tokenizer import ChatMessage
 
-_SHORT_CHARACTERS = 2048  # of all texts of a request together
-_SHORT_TOKENS = 8192
-# Stands behind the last message while it is rendered, so that the text can be cut there.
-_CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
+_MAX_NAMES_SHOWN = 32
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt; `text` is what `echo` repeats."""
+    """One prompt; `text` is what `echo` repeats, with the texts of special tokens or without."""
 
     token_ids: list[int]
     text: str
+    shows_special_tokens: bool = False
 
 
-async def encode_text(
-    context: ApiContext, text: str, param: str, *, add_special_tokens: bool, truncated: bool = False
-) -> list[int]:
-    """Token ids of `text`, which `param` holds; `ApiError` 400 when they do not fit. `truncated`: all its ids, however
-    many, because the caller keeps only the last ones."""
-    ids = await _encode_texts(context, [text], param, add_special_tokens=add_special_tokens, truncated=truncated)
-    return ids[0]
-
-
-async def _encode_texts(
-    context: ApiContext, texts: list[str], param: str, *, add_special_tokens: bool, truncated: bool
+async def encode_texts(
+    context: ApiContext,
+    client: str,
+    texts: list[str],
+    param: str,
+    *,
+    add_special_tokens: bool,
+    truncated: bool = False,
 ) -> list[list[int]]:
+    """Token ids of each of `texts`, which `param` holds; `ApiError` 400 when they do not fit. `truncated`: all its ids,
+    however many, because the caller keeps only the last ones."""
     limits = context.limits
     for text in texts:
         limits.check_text(text, param, truncated=truncated)
-    if sum(map(len, texts)) <= _SHORT_CHARACTERS:
-        encoded = [context.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-    else:
-        max_tokens = None if truncated else limits.max_prompt_tokens
-        try:
-            encoded = await context.texts.encode(texts, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-        except RequestTooLong as error:
-            raise too_long(f"{param} {error}", param) from None
+    try:
+        encoded = await context.texts.encode(
+            texts,
+            add_special_tokens=add_special_tokens,
+            max_tokens=None if truncated else limits.max_prompt_tokens,
+            client=client,
+        )
+    except RequestTooLong as error:
+        raise too_long(f"{param} {error}", param) from None
     if not truncated:
         for token_ids in encoded:
             limits.check_num_tokens(len(token_ids), param)
     return encoded
 
 
-async def decode_ids(context: ApiContext, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Text of `token_ids`, which are in the vocabulary."""
-    if len(token_ids) <= _SHORT_TOKENS:
-        return context.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-    return await context.texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-async def completion_prompts(context: ApiContext, request: CompletionRequest) -> list[TokenizedPrompt]:
+async def completion_prompts(context: ApiContext, client: str, request: CompletionRequest) -> list[TokenizedPrompt]:
     """The request's prompts in order, truncated if it asked for that, none too long or empty."""
     num_kept = request.truncate_prompt_tokens
     skip_special_tokens = request.skip_special_tokens is not False
     parts = split_prompts(request.prompt)
     texts = [part for part in parts if isinstance(part, str)]
-    encoded = await _encode_texts(
+    encoded = await encode_texts(
         context,
+        client,
         texts,
         "prompt",
         add_special_tokens=request.add_special_tokens is not False,
@@ -96,36 +87,49 @@ async def completion_prompts(context: ApiContext, request: CompletionRequest) ->
         else:
             context.limits.check_token_ids(part, "prompt")
             token_ids = part
-        kept = _truncate(token_ids, num_kept)
-        if isinstance(part, str) and len(kept) == len(token_ids):
-            text = part
-        elif request.echo:
-            text = await decode_ids(context, kept, skip_special_tokens=skip_special_tokens)
-        else:
-            text = ""
-        prompts.append(_within_limits(context, TokenizedPrompt(kept, text), "prompt"))
+        kept = token_ids if num_kept is None else token_ids[-num_kept:]
+        as_given = part if isinstance(part, str) and len(kept) == len(token_ids) else None
+        prompt = TokenizedPrompt(kept, as_given or "")
+        if request.echo and (as_given is None or request.logprobs is not None):
+            prompt = await _echoed(context, client, kept, as_given, skip_special_tokens=skip_special_tokens)
+        prompts.append(_within_limits(context, prompt, "prompt"))
     return prompts
 
 
-async def chat_prompt(context: ApiContext, request: ChatCompletionRequest, *, offers_tools: bool) -> TokenizedPrompt:
+async def _echoed(
+    context: ApiContext, client: str, token_ids: list[int], as_given: str | None, *, skip_special_tokens: bool
+) -> TokenizedPrompt:
+    """A prompt whose text is the text of its tokens, so that these have places in it. A tokenizer may change a text
+    before it is cut into tokens; special tokens that the client wrote, it gets back."""
+    decode = partial(context.texts.decode, token_ids, client=client)
+    text = await decode(skip_special_tokens=skip_special_tokens)
+    if as_given is not None and text != as_given and skip_special_tokens:
+        whole = await decode(skip_special_tokens=False)
+        if whole == as_given:
+            return TokenizedPrompt(token_ids, whole, shows_special_tokens=True)
+    return TokenizedPrompt(token_ids, text)
+
+
+async def chat_prompt(
+    context: ApiContext, client: str, request: ChatCompletionRequest, *, offers_tools: bool
+) -> TokenizedPrompt:
     """The conversation through the model's chat template."""
     truncated = request.truncate_prompt_tokens is not None
     text = await render_conversation(
         context,
+        client,
         request.messages,
         request,
         offers_tools=offers_tools,
         reasoning_effort=request.reasoning_effort,
         truncated=truncated,
     )
-    add_special_tokens = bool(request.add_special_tokens)
-    token_ids = await encode_text(context, text, "messages", add_special_tokens=add_special_tokens, truncated=truncated)
-    kept = _truncate(token_ids, request.truncate_prompt_tokens)
+    special = bool(request.add_special_tokens)
+    (token_ids,) = await encode_texts(
+        context, client, [text], "messages", add_special_tokens=special, truncated=truncated
+    )
+    kept = token_ids[-request.truncate_prompt_tokens :] if request.truncate_prompt_tokens is not None else token_ids
     return _within_limits(context, TokenizedPrompt(kept, text), "messages")
-
-
-def _truncate(token_ids: list[int], num_kept: int | None) -> list[int]:
-    return token_ids if num_kept is None else token_ids[-num_kept:]
 
 
 def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> TokenizedPrompt:
@@ -137,6 +141,7 @@ def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> 
 
 async def render_conversation(
     context: ApiContext,
+    client: str,
     messages: list[Message],
     options: TemplateOptions,
     *,
@@ -146,7 +151,7 @@ async def render_conversation(
 ) -> str:
     """The conversation as one text, ready for the assistant's turn, or in the middle of it.
 
-    `offers_tools` false leaves out `options.tools`. `truncated`: as for `encode_text`. `ApiError` 400 or
+    `offers_tools` false leaves out `options.tools`. `truncated`: as for `encode_texts`. `ApiError` 400 or
     `UserError` for what the template cannot do, and for a text that cannot fit the context.
     """
     tokenizer = context.tokenizer
@@ -157,25 +162,27 @@ async def render_conversation(
             param="add_generation_prompt",
         )
     limits = context.limits
+    names = await context.texts.template_names()
     render = partial(
         context.texts.render,
+        client=client,
         max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
         add_generation_prompt=not continues and options.add_generation_prompt is not False,
-        tools=_described(tokenizer, options.tools) if options.tools and offers_tools else None,
-        template_kwargs=_variables(tokenizer, options.chat_template_kwargs or {}, reasoning_effort),
+        tools=_described(names, options.tools) if options.tools and offers_tools else None,
+        template_kwargs=_variables(names, options.chat_template_kwargs or {}, reasoning_effort),
     )
-    turns = [_turn(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
+    turns = [turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
-        _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
+        mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
     try:
         text = await _rendered(render, turns)
     except RequestTooLong as error:
         raise too_long(f"messages {error}", "messages") from None
     if not continues:
         return text
-    if _CUT_HERE not in text:
+    if CUT_HERE not in text:
         raise bad_request("this model's chat template cannot end in a message", param="continue_final_message")
-    return text[: text.rindex(_CUT_HERE)]
+    return text[: text.rindex(CUT_HERE)]
 
 
 async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns: list[ChatMessage]) -> str:
@@ -186,13 +193,13 @@ async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns
         if type(error) is not UserError or not any("tool_calls" in turn for turn in turns):
             raise
         try:
-            return await render(_with_arguments_as_text(turns))
+            return await render(with_arguments_as_text(turns))
         except UserError:
             raise error from None
 
 
-def _described(tokenizer: TextTokenizer, tools: list[Tool]) -> list[dict[str, Any]]:
-    if "tools" not in variables_read(tokenizer.chat_template):
+def _described(names: frozenset[str], tools: list[Tool]) -> list[dict[str, Any]]:
+    if "tools" not in names:
         raise bad_request("tools: this model's chat template does not read tools; leave them out", param="tools")
     described = []
     for tool in tools:
@@ -204,11 +211,11 @@ def _described(tokenizer: TextTokenizer, tools: list[Tool]) -> list[dict[str, An
     return described
 
 
-def _variables(tokenizer: TextTokenizer, asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
-    settable = settable_variables(tokenizer.chat_template)
+def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
+    settable = settable_variables(names)
     for name in asked:
         if name not in settable:
-            readable = ", ".join(sorted(settable)) or "none"
+            readable = ", ".join(sorted(settable)[:_MAX_NAMES_SHOWN]) or "none"
             raise bad_request(
                 f"chat_template_kwargs has {name[:60]!r}: the variables of this model's chat template that requests can"
                 f" set are: {readable}",
@@ -225,72 +232,3 @@ def _variables(tokenizer: TextTokenizer, asked: dict[str, Any], reasoning_effort
         ' null or "none"',
         param="reasoning_effort",
     )
-
-
-def _turn(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMessage:
-    """One message as templates want it; text parts are joined by line breaks."""
-    role: str = message.role
-    if role == "developer" and not tokenizer.template_reads("developer"):
-        role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
-    turn: ChatMessage = {"role": role, "content": _text(message.content)}
-    if isinstance(message, ToolMessage):
-        if not tokenizer.template_reads("tool"):
-            raise _not_read(f"{param}.role", "results of tools")
-        turn["tool_call_id"] = message.tool_call_id
-    elif isinstance(message, AssistantMessage) and message.tool_calls:
-        if not tokenizer.template_reads("tool_calls"):
-            raise _not_read(f"{param}.tool_calls", "calls of tools")
-        turn["tool_calls"] = _calls(message, param)
-    elif message.content is None:
-        raise bad_request(f"{param}.content is missing: send a text, or tool_calls", param=f"{param}.content")
-    if message.name is not None:
-        if tokenizer.template_reads("name"):
-            turn["name"] = message.name
-        elif not isinstance(message, ToolMessage):  # the call's id says it too
-            raise _not_read(f"{param}.name", "names")
-    return turn
-
-
-def _text(content: Content | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
-
-
-def _not_read(param: str, what: str) -> Exception:
-    return bad_request(f"{param}: this model's chat template does not read {what}; leave it out", param=param)
-
-
-def _calls(message: AssistantMessage, param: str) -> list[dict[str, Any]]:
-    calls = []
-    for number, call in enumerate(message.tool_calls or ()):
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            where = f"{param}.tool_calls[{number}].function.arguments"
-            raise bad_request(f"{where} is not a JSON object as text: send one", param=where)
-        function = {"name": call.function.name, "arguments": arguments}
-        calls.append({"id": call.id, "type": "function", "function": function})
-    return calls
-
-
-def _with_arguments_as_text(turns: list[ChatMessage]) -> list[ChatMessage]:
-    copies = []
-    for turn in turns:
-        calls = [
-            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-            for call in turn.get("tool_calls", ())
-        ]
-        copies.append(turn | {"tool_calls": calls} if calls else turn)
-    return copies
-
-
-def _mark_end(message: Message, turn: ChatMessage, param: str) -> None:
-    if message.role != "assistant" or "tool_calls" in turn or not turn["content"]:
-        raise bad_request(
-            f"continue_final_message: {param} must be the assistant's and have text, and no calls",
-            param="continue_final_message",
-        )
-    turn["content"] += _CUT_HERE

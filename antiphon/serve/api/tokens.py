@@ -4,15 +4,15 @@ Both are held to the limits of other requests, in length and in number: what doe
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.body import read_request
-from antiphon.serve.api.context import ApiContext, context_of
+from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import bad_request
-from antiphon.serve.api.prompts import decode_ids, encode_text, render_conversation
+from antiphon.serve.api.prompts import encode_texts, render_conversation
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from antiphon.serve.api.responses import (
     GENERATION_ERRORS,
@@ -24,7 +24,7 @@ from antiphon.serve.api.responses import (
 
 router = APIRouter(tags=["tokens"])
 
-_TOKENS_A_TURN = 4096
+_TOKENS_A_TURN = 256  # some hundred microseconds
 
 
 @router.post(
@@ -37,38 +37,40 @@ async def tokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, TokenizeRequest)
     with context.running():
-        token_ids = await _token_ids(context, body)
-        strings = await _token_strings(context, token_ids) if body.return_token_strs else None
-    return _answer(
-        {
-            "count": len(token_ids),
-            "max_model_len": context.engine.info.max_model_len,
-            "tokens": token_ids,
-            "token_strs": strings,
-        }
-    )
+        token_ids = await _token_ids(context, client_of(request), body)
+        content = [
+            b'{"count":%d,"max_model_len":%d,"tokens":' % (len(token_ids), context.engine.info.max_model_len),
+            *await _json_list(token_ids, int),
+            b',"token_strs":',
+            *(await _json_list(token_ids, context.tokenizer.token_string) if body.return_token_strs else [b"null"]),
+            b"}",
+        ]
+    return Response(b"".join(content), media_type="application/json")
 
 
-async def _token_ids(context: ApiContext, body: TokenizeRequest) -> list[int]:
+async def _token_ids(context: ApiContext, client: str, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send prompt or messages, one of the two", param="prompt")
     if body.messages is not None:
-        text = await render_conversation(context, body.messages, body)
-        return await encode_text(context, text, "messages", add_special_tokens=bool(body.add_special_tokens))
+        text = await render_conversation(context, client, body.messages, body)
+        special = bool(body.add_special_tokens)
+        return (await encode_texts(context, client, [text], "messages", add_special_tokens=special))[0]
     for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
         if getattr(body, name) is not None:
             raise bad_request(f"{name} needs messages", param=name)
-    add_special_tokens = body.add_special_tokens is not False
-    return await encode_text(context, body.prompt or "", "prompt", add_special_tokens=add_special_tokens)
+    special = body.add_special_tokens is not False
+    return (await encode_texts(context, client, [body.prompt or ""], "prompt", add_special_tokens=special))[0]
 
 
-async def _token_strings(context: ApiContext, token_ids: list[int]) -> list[str]:
-    """Some thousand at a time, so that a long context holds up nobody."""
-    strings: list[str] = []
+async def _json_list(token_ids: list[int], described: Callable[[int], int | str]) -> list[bytes]:
+    """What is said of each token, as pieces of a JSON list; some hundred at a time, with a turn for others in
+    between."""
+    pieces = [b"["]
     for begin in range(0, len(token_ids), _TOKENS_A_TURN):
-        strings += map(context.tokenizer.token_string, token_ids[begin : begin + _TOKENS_A_TURN])
+        part = list(map(described, token_ids[begin : begin + _TOKENS_A_TURN]))
+        pieces += [b"," * (begin > 0), msgspec.json.encode(part)[1:-1]]
         await asyncio.sleep(0)
-    return strings
+    return [*pieces, b"]"]
 
 
 @router.post(
@@ -82,10 +84,6 @@ async def detokenize(request: Request) -> Response:
     body = await read_request(context, request, DetokenizeRequest)
     with context.running():
         context.limits.check_token_ids(body.tokens, "tokens")
-        text = await decode_ids(context, body.tokens, skip_special_tokens=False)
-    return _answer({"prompt": text})
-
-
-def _answer(content: dict[str, Any]) -> Response:
-    """Not through the described model, which would look at every token once more."""
-    return Response(msgspec.json.encode(content), media_type="application/json")
+        text = await context.texts.decode(body.tokens, skip_special_tokens=False, client=client_of(request))
+    # Not through the described model, which would look at the text once more.
+    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

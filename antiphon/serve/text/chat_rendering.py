@@ -4,14 +4,13 @@ The environment is the one `transformers` renders with, so that texts are the sa
 sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson`, `raise_exception` and `strftime_now`. Rejected:
 calling `transformers` for it, which would cost the process that renders seconds and 200 MB at its start.
 
-Nothing here limits time or memory. A template is a program that may do anything: only a process can be stopped.
+Nothing here limits time or memory, and even looking for a template's variables evaluates parts of it. A template is a
+program that may do anything: only a process can be stopped, so all of this runs in one (`text_process`).
 """
 
 import json
-import re
 from collections.abc import Callable
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -24,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from antiphon.base.errors import UserError
 from antiphon.serve.text.tokenizer import ChatMessage
 
-# Hugging Face's tag around generated text; it changes nothing about what is read.
-_GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+_MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
+_MAX_VARIABLES = 1024
 # What the server itself gives to a template, or to the function that renders it.
 _NOT_FOR_REQUESTS = frozenset(
     {
@@ -54,22 +53,10 @@ RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_pr
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
-@lru_cache(maxsize=8)
-def variables_read(template: str) -> frozenset[str]:
-    """All variables that `template` reads without setting them; none when it cannot be parsed (rendering says why)."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template))))
-    except (jinja2.TemplateSyntaxError, RecursionError):
-        return frozenset()
-
-
-def settable_variables(template: str) -> frozenset[str]:
-    """The variables that a request may set, found by parsing the template; nothing of it is run. A value for a variable
-    that the template does not read would be dropped in silence. Not the conversation, the tools, or the tokenizer's
-    special tokens."""
-    names = variables_read(template) - _NOT_FOR_REQUESTS
-    return frozenset(name for name in names if not name.endswith("_token"))
+def settable_variables(names: frozenset[str]) -> frozenset[str]:
+    """Which of the variables that a template reads a request may set: not the conversation, the tools, or the
+    tokenizer's special tokens. A value for a variable that it does not read would be dropped in silence."""
+    return frozenset(name for name in names - _NOT_FOR_REQUESTS if not name.endswith("_token"))
 
 
 class TooMuchText(UserError):
@@ -77,24 +64,33 @@ class TooMuchText(UserError):
 
 
 class ChatTemplate:
-    """The compiled template. `sources`: one template, or several of which `tool_use` serves requests with tools."""
+    """The compiled template. `sources`: one template, or several of which `tool_use` serves requests with tools.
+    `variables`: the names it reads without setting them."""
 
     def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str]) -> None:
         """`UserError` when a template cannot be compiled or none is the default."""
         by_name = {"default": sources} if isinstance(sources, str) else sources
         if "default" not in by_name:
             raise UserError(f"the model has chat templates {', '.join(sorted(by_name))}, but none is named default")
+        used = {name: by_name[name] for name in ("default", "tool_use") if name in by_name}
+        num_characters = sum(map(len, used.values()))
+        if num_characters > (most := _MAX_TEMPLATE_CHARACTERS):
+            raise UserError(f"the model's chat template has {num_characters} characters: at most {most} are read")
         environment = _environment()
         try:
-            self._templates = {
-                name: environment.from_string(by_name[name]) for name in ("default", "tool_use") if name in by_name
-            }
+            self._templates = {name: environment.from_string(source) for name, source in used.items()}
+            parsed = map(environment.parse, used.values())
+            self.variables = frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
         except TemplateSyntaxError as error:
             raise UserError(
                 f"the model's chat template cannot be used: line {error.lineno}: {error.message}"
             ) from error
         except Exception as error:  # it is compiled in the sandbox, but may still be anything
             raise UserError(f"the model's chat template cannot be used: {_reason(error)}") from error
+        if len(self.variables) > _MAX_VARIABLES:
+            raise UserError(
+                f"the model's chat template reads {len(self.variables)} variables: at most {_MAX_VARIABLES}"
+            )
         self._special_tokens = special_tokens
 
     def render(

@@ -6,23 +6,49 @@ The server sends `Configure` and, after `Ready`, one job at a time; each is answ
 from typing import Any
 
 import msgspec
+import tokenizers
 
-from antiphon.serve.text.tokenizer import ChatMessage
+from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 
-class Configure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message. `tokenizer_json` is the tokenizer's own form; `memory_bytes` what may be added to the memory
-    the process has once the tokenizer is loaded; `niceness` how far the process steps back behind others."""
+class TokenizerSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All that a checkpoint says about texts. `tokenizer_json` is the tokenizer's own form."""
 
     tokenizer_json: str
     chat_template: str | dict[str, str] | None
     special_tokens: dict[str, str]
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> "TokenizerSource":
+        return cls(
+            tokenizer_json=tokenizer.backend.to_str(),
+            chat_template=tokenizer.template_sources,
+            special_tokens=tokenizer.special_tokens,
+        )
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer this describes. Holds the interpreter's lock for up to seconds."""
+        backend = tokenizers.Tokenizer.from_str(self.tokenizer_json)
+        return TextTokenizer(backend, self.chat_template, self.special_tokens)
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message. `source` None: a `ReadTokenizer` comes before other jobs. `memory_bytes` is what may be added
+    to the memory the process has once it is ready; `niceness` how far it steps back behind others."""
+
+    source: TokenizerSource | None
     memory_bytes: int
     niceness: int
 
 
+class ReadTokenizer(msgspec.Struct, frozen=True, tag=True):
+    """Read the checkpoint in `folder`, for jobs that come later. Answered by `TokenizerSource`, or `Refused`."""
+
+    folder: str
+
+
 class CompileTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Answered by an empty `Text`, or `Refused` with what is wrong with the template."""
+    """Answered by `TemplateNames`, or `Refused` with what is wrong with the template."""
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -51,7 +77,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The tokenizer is loaded; jobs may come."""
+    """The tokenizer is loaded, if there is one; jobs may come."""
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -64,6 +90,12 @@ class TokenIds(msgspec.Struct, frozen=True, tag=True):
     of_texts: list[bytes]
 
 
+class TemplateNames(msgspec.Struct, frozen=True, tag=True):
+    """The variables that a chat template reads without setting them."""
+
+    names: list[str]
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """What the client is told. `too_long`: its input does not fit the context."""
 
@@ -71,5 +103,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     too_long: bool = False
 
 
-Job = CompileTemplate | RenderChat | Encode | Decode
-Answer = Text | TokenIds | Refused
+Job = ReadTokenizer | CompileTemplate | RenderChat | Encode | Decode
+Answer = TokenizerSource | TemplateNames | Text | TokenIds | Refused

@@ -1,10 +1,12 @@
-"""A process that renders chat templates and works on long texts for the server, one job at a time.
+"""A process that evaluates what comes from a checkpoint or a client, one job at a time: a tokenizer's patterns, a chat
+template, the texts they work on.
 
-    python -m antiphon.serve.text.text_process --fd N
+    python -m antiphon.serve.text.text_process --fd N      # works on a tokenizer that the server hands over
+    python -m antiphon.serve.text.tokenizer_files --fd N   # reads it from a checkpoint first
 
 The server talks to it over the inherited socket N and ends it with SIGKILL when a job takes too long. Memory is limited
-by the kernel, relative to what the process has once its tokenizer is loaded: a job that wants more fails in here. When
-the server goes, however it goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
+by the kernel, relative to what the process has once it is ready: a job that wants more fails in here. When the server
+goes, however it goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
 """
 
 import argparse
@@ -16,9 +18,11 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
-import tokenizers
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.memory import give_memory_back
@@ -31,11 +35,14 @@ from antiphon.serve.text.text_messages import (
     Decode,
     Encode,
     Job,
+    ReadTokenizer,
     Ready,
     Refused,
     RenderChat,
+    TemplateNames,
     Text,
     TokenIds,
+    TokenizerSource,
 )
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.worker.channel import Channel
@@ -45,33 +52,55 @@ _CONFIGURE_TIMEOUT_S = 60.0
 _LOOK_UP_S = 3600.0  # an idle process wakes so often, for nothing
 _CHARACTERS_PER_TOKEN = 8  # more than texts have; the first look at a text that may be too long
 _CUT_TOKENS = 64  # by so many the tokens of a text's beginning may exceed those of the whole: where it was cut
+_MAX_REASON_CHARACTERS = 200
 _LONG_JOB_S = 0.05  # it may have needed memory that later ones do not
 
 
-class TextWork:
-    """The jobs, on one tokenizer and one chat template."""
+LoadTokenizer = Callable[[Path], TextTokenizer]
 
-    def __init__(self, configure: Configure) -> None:
-        backend = tokenizers.Tokenizer.from_str(configure.tokenizer_json)
-        self._tokenizer = TextTokenizer(backend, configure.chat_template, configure.special_tokens)
+
+class TextWork:
+    """The jobs, on one tokenizer and one chat template. `load_tokenizer` is for `ReadTokenizer`."""
+
+    def __init__(self, source: TokenizerSource | None, load_tokenizer: LoadTokenizer | None = None) -> None:
+        self._loaded = None if source is None else source.tokenizer()
+        self._load_tokenizer = load_tokenizer
         self._template: ChatTemplate | None = None
 
     def do(self, job: Job) -> Answer:
-        """The answer to one job; mistakes of the client and of the template are `Refused`."""
+        """The answer to one job; mistakes of the client and of the checkpoint are `Refused`."""
         try:
-            if isinstance(job, Encode):
-                return TokenIds([self._encode(job, text) for text in job.texts])
-            if isinstance(job, Decode):
-                token_ids = array.array("I", job.token_ids).tolist()
-                return Text(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
-            if isinstance(job, CompileTemplate):
-                self._compiled()
-                return Text("")
-            return Text(self._render(job))
+            return self._do(job)
         except UserError as error:
             return Refused(str(error), too_long=isinstance(error, TooMuchText))
         except MemoryError:
-            return Refused("this text needs more memory than one request is given: shorten it")
+            return Refused("this needs more memory than one request is given: shorten the text")
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise  # the tokenizer's library raises nothing but these two, and exports neither
+            return Refused(f"the tokenizer cannot do this: {' '.join(str(error).split())[:_MAX_REASON_CHARACTERS]}")
+
+    def _do(self, job: Job) -> Answer:
+        if isinstance(job, ReadTokenizer):
+            return self._read(job)
+        if isinstance(job, Encode):
+            return TokenIds([self._encode(job, text) for text in job.texts])
+        if isinstance(job, Decode):
+            token_ids = array.array("I", job.token_ids).tolist()
+            return Text(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
+        if isinstance(job, CompileTemplate):
+            return TemplateNames(sorted(self._compiled().variables))
+        return Text(self._render(job))
+
+    @property
+    def _tokenizer(self) -> TextTokenizer:
+        assert self._loaded is not None, "a tokenizer is read before it is used"
+        return self._loaded
+
+    def _read(self, job: ReadTokenizer) -> TokenizerSource:
+        assert self._load_tokenizer is not None, "this process does not read checkpoints"
+        self._loaded = self._load_tokenizer(Path(job.folder))
+        return TokenizerSource.of(self._loaded)
 
     def _render(self, job: RenderChat) -> str:
         return self._compiled().render(
@@ -106,6 +135,24 @@ class TextWork:
             num_characters *= 4
 
 
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Within it nothing is written to the error stream: a library that panics writes a page there, every time. What
+    ends the block is written."""
+    try:
+        kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # there is no error stream
+        yield
+        return
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def limit_memory(extra_bytes: int) -> None:
     """Let this process have so much more address space than now. Elsewhere than on Linux the kernel may not care."""
     most = psutil.Process().memory_info().vms + extra_bytes
@@ -120,35 +167,38 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve_jobs(channel: Channel) -> None:
+def serve_jobs(channel: Channel, load_tokenizer: LoadTokenizer | None = None) -> None:
     """Until the server hangs up."""
     channel.speak("the server", Configure)
     configure = channel.receive(_CONFIGURE_TIMEOUT_S)
-    work = TextWork(configure)
+    work = TextWork(configure.source, load_tokenizer)
     os.nice(configure.niceness)
     limit_memory(configure.memory_bytes)
     channel.speak("the server", Job)
     channel.send(Ready())
-    while True:
-        try:
-            job = channel.receive(_LOOK_UP_S)
-        except PeerTimeout:
-            continue
-        started_s = time.monotonic()
-        channel.send(work.do(job))
-        del job
-        if time.monotonic() - started_s > _LONG_JOB_S:
-            give_memory_back()
+    with _without_stderr():
+        while True:
+            try:
+                job = channel.receive(_LOOK_UP_S)
+            except PeerTimeout:
+                continue
+            started_s = time.monotonic()
+            channel.send(work.do(job))
+            del job
+            if time.monotonic() - started_s > _LONG_JOB_S:
+                give_memory_back()
 
 
-def main() -> None:
+def main(load_tokenizer: LoadTokenizer | None = None) -> None:
+    """The program. `load_tokenizer` lets it read checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the server")
     arguments = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread is a memory arena, and a core of the workers
     signals.ignore()
     die_with_parent()
     with contextlib.suppress(PeerLost):  # the server has ended, or ends us
-        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", Configure))
+        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", Configure), load_tokenizer)
 
 
 if __name__ == "__main__":

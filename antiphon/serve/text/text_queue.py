@@ -1,26 +1,30 @@
 """A process that works on texts, the line of jobs before it, and the thread that hands them over one by one.
 
-A job has a time from when it starts, and memory. A process that takes more is killed and replaced; its request is told
-which limit it hit, and the next ones go on. The line is bounded, and nobody waits in it for ever. Rejected: a task of
-the event loop instead of the thread: the kernel ends a process with the thread that started it, and loops end earlier.
+A request is one job or several, which are its time slices: after each one the next client has its turn (`fair_line`).
+It has a time, which the process's own processor time counts, and memory. A process that takes more is killed and
+replaced; its request is told which limit it hit, and the next ones go on. The line is bounded, for each client and in
+all, and no request waits in it without an end. Rejected: a task of the event loop instead of the thread: the kernel
+ends a process with the thread that started it, and loops end earlier.
 """
 
 import concurrent.futures
-import os
-import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.units import format_bytes
 from antiphon.serve import signals
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
-from antiphon.serve.text.text_messages import Answer, Configure, Job, Ready
+from antiphon.serve.text.fair_line import FairLine, WaitingCount
+from antiphon.serve.text.text_messages import Answer, Configure, Job, Ready, Refused
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("serve.text")
@@ -32,17 +36,21 @@ _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
 _SAY_S = 5.0  # between two lines on a process that does not start
 _LOOK_S = 1.0  # between two looks, while nobody asks, whether the process is still there
+_WALL_FACTOR = 5  # a job may take so many times its processor time, because others use the cores, too
+WORK_PROGRAM, READ_PROGRAM = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_files"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextLimits:
-    """What one job may take. `memory_bytes` is what its process may grow by; `max_waiting` jobs may wait for each of
-    the processes, and none longer than `max_wait_s`."""
+    """What one request may take: seconds of its process's processor, and `memory_bytes` by which the process may grow.
+    `max_waiting` long texts of one client may wait (more of short ones), of `max_waiting_bytes` together, and none
+    longer than `max_wait_s`."""
 
     template_timeout_s: float = 2.0
     tokenizer_timeout_s: float = _TOKENIZER_TIMEOUT_S
     memory_bytes: int = _MEMORY_BYTES
     max_waiting: int = 64
+    max_waiting_bytes: int = 64 * 1024 * 1024
     max_wait_s: float = 30.0
 
     @classmethod
@@ -54,29 +62,40 @@ class TextLimits:
         )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A job in line. `what` names it in errors: ``the model's chat template``."""
+@dataclass
+class TextRequest:
+    """Jobs for one client, of `num_bytes` together. `what` names them in errors, ``the model's chat template``, and
+    `advice` is what helps. `answer` becomes the answers in their order; the first `Refused` is the last."""
 
-    job: Job
+    jobs: Sequence[Job]
     what: str
     timeout_s: float
-    answer: "concurrent.futures.Future[Answer]" = field(default_factory=concurrent.futures.Future)
-    asked_s: float = field(default_factory=time.monotonic)
+    client: str = ""
+    num_bytes: int = 0
+    advice: str = "send fewer or shorter texts"
+    answer: "concurrent.futures.Future[list[Answer]]" = field(default_factory=concurrent.futures.Future)
+    came_s: float = field(default_factory=time.monotonic)
+    used_s: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.answers) == len(self.jobs) or isinstance(self.answers[-1], Refused)
 
 
 class TextQueue:
-    """One process, its line of jobs, and the thread that hands them over one by one."""
+    """One process, its line of requests, and the thread that hands their jobs over one by one."""
 
-    def __init__(self, name: str, configure: Configure, limits: TextLimits) -> None:
+    def __init__(self, name: str, configure: Configure, limits: TextLimits, program: str = WORK_PROGRAM) -> None:
         self._name = name
         self._configure = configure
         self._limits = limits
-        self._line: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._program = program
+        self._line: FairLine[TextRequest] = FairLine()
+        self._waiting = WaitingCount(limits.max_waiting, limits.max_waiting_bytes)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        self._closing = False
         self._saying = Occasional(_SAY_S)
 
     def start(self) -> None:
@@ -85,8 +104,7 @@ class TextQueue:
 
     def close(self) -> None:
         """Kill the process; who still waits is told. Waits for the end, seconds at most."""
-        self._closing = True
-        self._line.put(None)
+        self._line.close()
         if (process := self._process) is not None:
             process.kill()
         self._thread.join(_EXIT_TIMEOUT_S)
@@ -96,49 +114,58 @@ class TextQueue:
         """The process that takes the next job; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def submit(self, job: Job, what: str, timeout_s: float) -> "concurrent.futures.Future[Answer]":
-        """Put a job in line; `QueueFull` when the line is at its limit, `ShuttingDown` after `close`."""
+    @property
+    def _closing(self) -> bool:
+        return self._line.is_closed
+
+    def submit(self, asked: TextRequest) -> "concurrent.futures.Future[list[Answer]]":
+        """Put a request in line; `QueueFull` when the line is at its limit, `ShuttingDown` after `close`."""
         if self._closing:
             raise _shutting_down()
-        num_waiting = self._line.qsize()
-        if num_waiting >= self._limits.max_waiting:
-            raise QueueFull(
-                f"{num_waiting} requests wait for {what}, the limit is {self._limits.max_waiting}: try again later", 1.0
-            )
-        asked = _Asked(job, what, timeout_s)
-        self._line.put(asked)
+        self._waiting.add(asked.client, asked.num_bytes, asked.what)
+        self._put(asked)
         return asked.answer
+
+    def _put(self, asked: TextRequest) -> None:
+        self._line.put(asked, asked.client, asked.came_s, asked.num_bytes)
 
     def _work(self) -> None:
         """The thread. It starts the process itself: the kernel ends a process with the thread that started it."""
         self._replace()
         while True:
-            try:
-                asked = self._line.get(timeout=_LOOK_S)
-            except queue.Empty:
-                if self._channel is not None:
-                    self._replace()
-                continue
-            if asked is None:
+            asked = self._line.take(_LOOK_S)
+            if asked is not None:
+                self._go_on(asked)
+            elif self._closing:
                 break
-            self._settle(asked)
-            del asked  # it may be large, and the next one may be long in coming
-            if self._line.empty():  # else the next job starts it, and says what comes of it
+            if asked is not None or self._channel is not None:
                 self._replace()
+            del asked  # it may be large, and the next one may be long in coming
         self._kill()
 
-    def _settle(self, asked: _Asked) -> None:
-        if asked.answer.set_running_or_notify_cancel():
+    def _go_on(self, asked: TextRequest) -> None:
+        """The request's next job; then it is done, or another client has its turn."""
+        outcome: Exception | None = None
+        if not asked.answer.cancelled():
             try:
-                asked.answer.set_result(self._answer(asked))
+                asked.answers.append(self._answer(asked))
+                if not asked.is_done:
+                    self._put(asked)
+                    return
             except Exception as error:
-                asked.answer.set_exception(error)
+                outcome = error
+        self._waiting.remove(asked.client, asked.num_bytes)
+        if asked.answer.set_running_or_notify_cancel():
+            if outcome is None:
+                asked.answer.set_result(asked.answers)
+            else:
+                asked.answer.set_exception(outcome)
 
-    def _answer(self, asked: _Asked) -> Answer:
+    def _answer(self, asked: TextRequest) -> Answer:
         if self._closing:
             raise _shutting_down()
-        waited_s = time.monotonic() - asked.asked_s
-        if waited_s > self._limits.max_wait_s:
+        waited_s = time.monotonic() - asked.came_s
+        if waited_s > self._limits.max_wait_s and not asked.answers:
             raise QueueFull(
                 f"the request waited {waited_s:.1f} s for {asked.what}, the limit is {self._limits.max_wait_s:g} s:"
                 " try again later",
@@ -152,13 +179,12 @@ class TextQueue:
             self._say_not_started(error)
             raise NoRoom(f"the process for {asked.what} does not start now: {_words(error)}") from error
         try:
-            channel.send(asked.job, asked.timeout_s)
-            answer: Answer = channel.receive(asked.timeout_s)
+            return self._ask(channel, asked)
         except PeerTimeout:
             self._kill()
-            _log.warning("%s took longer than %g s: killed", asked.what, asked.timeout_s)
+            _log.warning("%s took longer than %.3g s: killed", asked.what, asked.timeout_s)
             raise UserError(
-                f"{asked.what} took longer than {asked.timeout_s:.3g} s, the limit: send fewer or shorter texts"
+                f"{asked.what} took longer than {asked.timeout_s:.3g} s, the limit: {asked.advice}"
             ) from None
         except PeerLost as error:
             how = self._kill()
@@ -167,9 +193,34 @@ class TextQueue:
             _log.warning("%s: its process %s (%s)", asked.what, how, error.reason)
             raise UserError(
                 f"{asked.what} cannot do this: its process {how}, most likely at the limit of"
-                f" {format_bytes(self._limits.memory_bytes)} of memory; send fewer or shorter texts"
+                f" {format_bytes(self._limits.memory_bytes)} of memory: {asked.advice}"
             ) from None
-        return answer
+
+    def _ask(self, channel: Channel, asked: TextRequest) -> Answer:
+        """`PeerTimeout` once the process has computed too long for this request, or has had no core for much longer."""
+        limit_s = asked.timeout_s - asked.used_s
+        started_s, before_s = time.monotonic(), self._processor_s()
+        channel.send(asked.jobs[len(asked.answers)], _WALL_FACTOR * asked.timeout_s)
+        left_s = limit_s
+        while True:
+            try:
+                answer: Answer = channel.receive(max(0.05, left_s))
+            except PeerTimeout:
+                left_s = limit_s - (self._processor_s() - before_s)
+                if left_s <= 0 or time.monotonic() - started_s > _WALL_FACTOR * limit_s:
+                    raise
+            else:
+                asked.used_s += self._processor_s() - before_s
+                return answer
+
+    def _processor_s(self) -> float:
+        """What the process has computed so far; the wall's time where the system does not say."""
+        assert self._process is not None
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except (psutil.Error, OSError):
+            return time.monotonic()
+        return float(times.user + times.system)
 
     def _begin(self) -> Channel:
         """The channel to a process that is ready, started if there is none. Seconds for a large vocabulary."""
@@ -180,18 +231,15 @@ class TextQueue:
                 "the process for %s %s between two jobs: another one takes its place", self._name, self._kill()
             )
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}
+        channel = Channel(ours, self._name, Ready)
         try:
             with theirs, signals.blocked():
-                command = [sys.executable, "-m", "antiphon.serve.text.text_process", "--fd", str(theirs.fileno())]
-                self._process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
-                )
-            channel = Channel(ours, self._name, Ready)
+                command = [sys.executable, "-m", self._program, "--fd", str(theirs.fileno())]
+                self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             channel.send(self._configure, _START_TIMEOUT_S)
             channel.receive(_START_TIMEOUT_S)
         except BaseException:
-            ours.close()
+            channel.close()
             self._kill()
             raise
         channel.speak(self._name, Answer)
@@ -228,10 +276,7 @@ class TextQueue:
             try:
                 process.kill()
                 code = process.wait(_EXIT_TIMEOUT_S)
-            except (
-                OSError,
-                subprocess.TimeoutExpired,
-            ):  # stuck in the kernel: another takes its place
+            except (OSError, subprocess.TimeoutExpired):  # stuck in the kernel: another takes its place
                 return "does not end, although killed"
         return f"was ended by {signals.name_of(-code)}" if code < 0 else f"exited with {code}"
 

@@ -1,8 +1,10 @@
-"""Chat templates and long texts, in two processes beside the server, so that no request holds up another.
+"""Chat templates, tokenizers and the texts they work on, in processes beside the server: no request holds up another
+one, and nothing that comes from a checkpoint is evaluated where streams are served.
 
-The tokenizer keeps the interpreter's lock while it works, and a chat template is a program of the checkpoint: neither
-may run where streams are served, and a thread would not help. One process takes inputs up to `_SHORT_INPUT_BYTES`, the
-other one longer ones, so that long texts never delay short ones; within each it is first come, first served.
+The tokenizer keeps the interpreter's lock while it works, its patterns may take any time, and a chat template is a
+program: a thread would not help. Three processes take inputs by size, so that what takes milliseconds never waits for
+what takes seconds: short texts; chat templates and medium texts; long ones. Within each, clients take turns, and what
+is made of several texts is done piece by piece (`text_queue`, `fair_line`).
 
 Rejected: a process for each job (tens of milliseconds), and a pool of them (copies of a vocabulary, and still no
 promise to short texts once long ones have taken them all).
@@ -12,7 +14,9 @@ import array
 import asyncio
 import concurrent.futures
 import threading
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,24 +29,48 @@ from antiphon.serve.text.text_messages import (
     Configure,
     Decode,
     Encode,
-    Job,
     Refused,
     RenderChat,
+    TemplateNames,
     Text,
     TokenIds,
+    TokenizerSource,
 )
-from antiphon.serve.text.text_queue import TextLimits, TextQueue
+from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 _log = get_logger("serve.text")
-_SHORT_INPUT_BYTES = 32 * 1024  # takes the tokenizer some tens of milliseconds
-_NICENESS = 5  # long texts step back behind the workers, which share the cores
 _TEMPLATE, _TOKENIZER = "the model's chat template", "the tokenizer"
-_Expected = TypeVar("_Expected", Text, TokenIds)
+_SLICE_CHARACTERS = 16 * 1024  # some ten milliseconds of the tokenizer's time
+_SLICE_TOKENS = 4096  # some ten microseconds of the event loop's time
+_Expected = TypeVar("_Expected", Text, TokenIds, TemplateNames, TokenizerSource)
+
+
+_Answers = concurrent.futures.Future[list[Answer]]
+
+
+class _Lane(NamedTuple):
+    """What one process takes: inputs up to `max_bytes`, chat templates or not. `niceness`: long texts step back behind
+    the workers, which share the cores. The more requests may wait, the smaller they are."""
+
+    name: str
+    max_bytes: float
+    renders: bool
+    niceness: int
+    waiting_factor: int
+
+
+_LANES = (
+    _Lane("short texts", 4 * 1024, False, 0, 32),
+    _Lane("chats", 32 * 1024, True, 0, 8),
+    _Lane("long texts", float("inf"), True, 5, 1),
+)
+_CHATS = 1
 
 
 class TextService:
-    """See the module's docstring. Methods are called from event loops; `start` and `close` from any thread.
+    """See the module's docstring. Methods are called from event loops; `start` and `close` from any thread. `client` is
+    whose request it is: clients take turns.
 
     Errors: `UserError` when a template refuses or a limit on time or memory is hit, `RequestTooLong` when a text cannot
     fit (its message begins with a verb: say what it is about), `QueueFull` when too many wait."""
@@ -53,23 +81,35 @@ class TextService:
         self.template_problem: str | None = None
         self._tokenizer = tokenizer
         self._starting = threading.Lock()
-        self._queues: tuple[TextQueue, TextQueue] | None = None
+        self._queues: list[TextQueue] = []
+        self._compiled: _Answers | None = None
 
     def start(self) -> None:
-        """Start both processes, unless they run; returns at once. What is wrong with the chat template is logged."""
+        """Start the processes, unless they run; returns at once. What is wrong with the chat template is logged."""
         self._started()
 
     def close(self) -> None:
-        """End both processes. Waits for them, seconds at most. Another job would start them again."""
+        """End the processes. Waits for them, seconds at most. Another job would start them again."""
         with self._starting:
-            queues, self._queues = self._queues, None
-        for jobs in queues or ():
+            queues, self._queues = self._queues, []
+        for jobs in queues:
             jobs.close()
 
     @property
     def pids(self) -> list[int]:
         """The processes that run now."""
-        return [pid for jobs in self._queues or () if (pid := jobs.pid) is not None]
+        return [pid for jobs in self._queues if (pid := jobs.pid) is not None]
+
+    async def template_names(self) -> frozenset[str]:
+        """The variables that the chat template reads without setting them."""
+        if not self._tokenizer.has_chat_template:
+            raise UserError("this model has no chat template: use /v1/completions with a prompt")
+        if self.template_problem is not None:
+            raise UserError(self.template_problem)
+        self._started()
+        assert self._compiled is not None
+        answers = await asyncio.shield(asyncio.wrap_future(self._compiled))
+        return frozenset(expect(answers[0], TemplateNames).names)
 
     async def render(
         self,
@@ -79,12 +119,10 @@ class TextService:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         max_characters: int,
+        client: str = "",
     ) -> str:
         """The conversation as one text through the chat template. Special tokens are part of it."""
-        if not self._tokenizer.has_chat_template:
-            raise UserError("this model has no chat template: use /v1/completions with a prompt")
-        if self.template_problem is not None:
-            raise UserError(self.template_problem)
+        await self.template_names()
         job = RenderChat(
             messages=messages,
             add_generation_prompt=add_generation_prompt,
@@ -92,60 +130,120 @@ class TextService:
             template_kwargs=template_kwargs,
             max_characters=max_characters,
         )
-        return (await self._ask(job, _TEMPLATE, self.limits.template_timeout_s, Text)).text
-
-    async def encode(self, texts: list[str], *, add_special_tokens: bool, max_tokens: int | None) -> list[list[int]]:
-        """Ids of each text; `RequestTooLong` as soon as one is certain to have more than `max_tokens`."""
-        job = Encode(texts=texts, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-        answer = await self._ask(job, _TOKENIZER, self.limits.tokenizer_timeout_s, TokenIds)
-        return [array.array("I", packed).tolist() for packed in answer.of_texts]
-
-    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of the ids, which must be at least 0 and below 2**32."""
-        job = Decode(array.array("I", token_ids).tobytes(), skip_special_tokens)
-        return (await self._ask(job, _TOKENIZER, self.limits.tokenizer_timeout_s, Text)).text
-
-    async def _ask(self, job: Job, what: str, timeout_s: float, expected: type[_Expected]) -> _Expected:
         try:
             num_bytes = len(msgspec.msgpack.encode(job))
         except (OverflowError, RecursionError, ValueError) as error:
-            raise UserError(f"{what} takes no numbers beyond 64 bits and no deep nesting: {error}") from error
-        short, long = self._started()
-        jobs = short if num_bytes <= _SHORT_INPUT_BYTES else long
-        answer = await asyncio.wrap_future(jobs.submit(job, what, timeout_s))
-        if isinstance(answer, Refused):
-            raise RequestTooLong(answer.reason) if answer.too_long else UserError(answer.reason)
-        assert isinstance(answer, expected), f"{type(answer).__name__} is no answer to {type(job).__name__}"
-        return answer
+            raise UserError(f"{_TEMPLATE} takes no numbers beyond 64 bits and no deep nesting: {error}") from error
+        request = TextRequest([job], _TEMPLATE, self.limits.template_timeout_s, client, num_bytes)
+        return expect((await self._ask(request))[0], Text).text
 
-    def _started(self) -> tuple[TextQueue, TextQueue]:
+    async def encode(
+        self, texts: list[str], *, add_special_tokens: bool, max_tokens: int | None, client: str = ""
+    ) -> list[list[int]]:
+        """Ids of each text; `RequestTooLong` as soon as one is certain to have more than `max_tokens`."""
+        jobs = [
+            Encode(texts=slice, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+            for slice in _slices(texts)
+        ]
+        if not jobs:
+            return []
+        num_bytes = sum(map(len, texts))
+        answers = await self._ask(TextRequest(jobs, _TOKENIZER, self.limits.tokenizer_timeout_s, client, num_bytes))
+        return [await _unpacked(packed) for answer in answers for packed in expect(answer, TokenIds).of_texts]
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool, client: str = "") -> str:
+        """Text of the ids, which must be at least 0 and below 2**32."""
+        packed = await _packed(token_ids)
+        job = Decode(packed, skip_special_tokens)
+        request = TextRequest([job], _TOKENIZER, self.limits.tokenizer_timeout_s, client, len(packed))
+        return expect((await self._ask(request))[0], Text).text
+
+    async def _ask(self, request: TextRequest) -> list[Answer]:
+        renders = isinstance(request.jobs[0], RenderChat)
+        queues = self._started()
+        jobs = next(
+            jobs
+            for lane, jobs in zip(_LANES, queues, strict=True)
+            if request.num_bytes <= lane.max_bytes and (lane.renders or not renders)
+        )
+        return await asyncio.wrap_future(jobs.submit(request))
+
+    def _started(self) -> list[TextQueue]:
         with self._starting:
-            if self._queues is None:
-                configure = Configure(
-                    tokenizer_json=self._tokenizer.backend.to_str(),
-                    chat_template=self._tokenizer.template_sources,
-                    special_tokens=self._tokenizer.special_tokens,
-                    memory_bytes=self.limits.memory_bytes,
-                    niceness=0,
-                )
-                nicer = msgspec.structs.replace(configure, niceness=_NICENESS)
-                self._queues = (
-                    TextQueue("short texts", configure, self.limits),
-                    TextQueue("long texts", nicer, self.limits),
-                )
-                for jobs in self._queues:
+            if not self._queues:
+                source = TokenizerSource.of(self._tokenizer)
+                queues = [self._queue(lane, source) for lane in _LANES]
+                for jobs in queues:
                     jobs.start()
-                if self._tokenizer.has_chat_template:
-                    checked = self._queues[0].submit(CompileTemplate(), _TEMPLATE, self.limits.template_timeout_s)
-                    checked.add_done_callback(self._note_template)
+                self._queues = queues
+            if self._tokenizer.has_chat_template and (self._compiled is None or _has_failed(self._compiled)):
+                request = TextRequest([CompileTemplate()], _TEMPLATE, self.limits.template_timeout_s)
+                self._compiled = self._queues[_CHATS].submit(request)
+                self._compiled.add_done_callback(self._note_template)
             return self._queues
 
-    def _note_template(self, checked: "concurrent.futures.Future[Answer]") -> None:
+    def _queue(self, lane: _Lane, source: TokenizerSource) -> TextQueue:
+        configure = Configure(source=source, memory_bytes=self.limits.memory_bytes, niceness=lane.niceness)
+        max_waiting = lane.waiting_factor * self.limits.max_waiting
+        return TextQueue(lane.name, configure, replace(self.limits, max_waiting=max_waiting))
+
+    def _note_template(self, compiled: _Answers) -> None:
         """Remember what is wrong with the template. That its process did not start is another matter."""
-        error = checked.exception()
-        if isinstance(error, (QueueFull, ShuttingDown)) or not isinstance(error, UserError | None):
+        if compiled.cancelled() or _has_failed(compiled):
             return
-        told = Refused(str(error)) if error is not None else checked.result()
+        error = compiled.exception()
+        told = Refused(str(error)) if error is not None else compiled.result()[0]
         if isinstance(told, Refused):
             self.template_problem = told.reason
             _log.warning("no chat completions: %s", told.reason)
+
+
+def expect(answer: Answer, expected: type[_Expected]) -> _Expected:
+    """`answer`, or the error that it stands for."""
+    if isinstance(answer, Refused):
+        raise RequestTooLong(answer.reason) if answer.too_long else UserError(answer.reason)
+    assert isinstance(answer, expected), f"a {expected.__name__} was asked for, not {type(answer).__name__}"
+    return answer
+
+
+def _has_failed(compiled: _Answers) -> bool:
+    """Not for anything about the template: its process did not start, or ends with the server."""
+    if not compiled.done():
+        return False
+    error = compiled.exception()
+    return error is not None and (not isinstance(error, UserError) or isinstance(error, (QueueFull, ShuttingDown)))
+
+
+def _slices(texts: list[str]) -> Iterator[list[str]]:
+    """Neighbours together, as long as they are short."""
+    part: list[str] = []
+    num_characters = 0
+    for text in texts:
+        if part and num_characters + len(text) > _SLICE_CHARACTERS:
+            yield part
+            part, num_characters = [], 0
+        part.append(text)
+        num_characters += len(text)
+    if part:
+        yield part
+
+
+async def _unpacked(packed: bytes) -> list[int]:
+    """Ids as integers, some thousand at a time, with a turn for others in between."""
+    words = memoryview(packed).cast("I")
+    token_ids: list[int] = []
+    for begin in range(0, len(words), _SLICE_TOKENS):
+        token_ids += words[begin : begin + _SLICE_TOKENS].tolist()
+        if len(words) > begin + _SLICE_TOKENS:
+            await asyncio.sleep(0)
+    return token_ids
+
+
+async def _packed(token_ids: list[int]) -> bytes:
+    """The counterpart of `_unpacked`."""
+    words = array.array("I")
+    for begin in range(0, len(token_ids), _SLICE_TOKENS):
+        words.extend(token_ids[begin : begin + _SLICE_TOKENS])
+        if len(token_ids) > begin + _SLICE_TOKENS:
+            await asyncio.sleep(0)
+    return words.tobytes()

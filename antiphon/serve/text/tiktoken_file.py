@@ -1,8 +1,9 @@
-r"""A tokenizer that is published as `tiktoken.model` with Python code beside it: Kimi-K2's and Moonlight's.
+r"""Tokenizers that are published as ranks of byte sequences: Kimi-K2's `tiktoken.model`, Mistral's `tekken.json`.
 
-The file has one line per token: its bytes in base64, and its rank, which is its id. The code beside it adds a pattern
-that cuts a text into words, and how many ids are reserved for special tokens. Both are written here, so that no code of
-a checkpoint runs. `tokenizer_config.json` names the special tokens.
+`tiktoken.model` has one line per token: its bytes in base64, and its rank, which is its id. The code beside it adds a
+pattern that cuts a text into words, and how many ids are reserved for special tokens. Both are written here, so that no
+code of a checkpoint runs. `tokenizer_config.json` names the special tokens. `tekken.json` says all that itself; its
+special tokens have the first ids.
 
 1. Ranks become a vocabulary, and every way to cut a token into two tokens a merge, in the order of ranks: byte-pair
    encoding with these merges joins what tiktoken joins.
@@ -14,18 +15,18 @@ Rejected: the `tiktoken` package at run time, a second tokenizer behind everythi
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.files import open_regular, read_json
-from antiphon.serve.text.tokenizer import byte_level_alphabet
+from antiphon.serve.text.detokenizer import byte_level_alphabet
 
 FILE_NAME = "tiktoken.model"
+TEKKEN_NAME = "tekken.json"
 CONFIG_NAME = "tokenizer_config.json"
 KIMI_PATTERN = "|".join(
     [
@@ -41,13 +42,13 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     ]
 )
+TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 NUM_RESERVED = {"tokenization_kimi": 256, "tokenization_moonshot": 258}  # by the name of the published code
-SPECIAL_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
+def load_tiktoken(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of `folder`. `CheckpointError` if the file is damaged or made for code that is not known here."""
-    config, code = _config(folder), published_code(folder)
+    code = _published_code(config)
     if code not in NUM_RESERVED:
         raise CheckpointError(
             f"{folder / FILE_NAME}: made for the code {code!r}, which is not run: only {' and '.join(NUM_RESERVED)} "
@@ -56,24 +57,14 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     ranks = read_ranks(folder / FILE_NAME)
     tokenizer = byte_pair_tokenizer(ranks, KIMI_PATTERN)
     tokenizer.add_tokens(_special_tokens(config, len(ranks), NUM_RESERVED[code]))
-    roles = {role: _text_of(config[role]) for role in SPECIAL_ROLES if config.get(role)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=_chat_template(folder, config),
-        clean_up_tokenization_spaces=False,
-        **roles,
-    )
+    return tokenizer
 
 
-def published_code(folder: Path) -> str | None:
+def _published_code(config: Mapping[str, Any]) -> str | None:
     """The module beside a tokenizer that its config names: ``"tokenization_kimi"``, None if there is none."""
-    entry = (_config(folder).get("auto_map") or {}).get("AutoTokenizer")
+    entry = (config.get("auto_map") or {}).get("AutoTokenizer")
     entry = entry[0] if isinstance(entry, list) and entry else entry
     return entry.split("--")[-1].partition(".")[0] if isinstance(entry, str) else None
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
@@ -87,6 +78,10 @@ def read_ranks(file: Path) -> dict[bytes, int]:
                     ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error) as error:
         raise CheckpointError(f"{file}: line {len(ranks) + 1} is damaged: download it again") from error
+    return _checked(ranks, file)
+
+
+def _checked(ranks: dict[bytes, int], file: Path) -> dict[bytes, int]:
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise CheckpointError(f"{file}: the ranks of its {len(ranks)} tokens are not 0, 1, 2, ...: download it again")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
@@ -94,8 +89,36 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def byte_pair_tokenizer(ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
-    """Byte-level byte-pair encoding of the words that `pattern` finds."""
+def load_tekken(file: Path) -> Tokenizer:
+    """The tokenizer in Mistral's `tekken.json`; texts begin with its BOS token. `CheckpointError` if it is damaged, or
+    so old that it does not name its special tokens."""
+    content = read_json(file)
+    if not content.get("special_tokens"):
+        raise CheckpointError(
+            f"{file}: names no special tokens, as its first versions did: convert it, so that there is a tokenizer.json"
+        )
+    try:
+        config = content["config"]
+        names = {int(token["rank"]): str(token["token_str"]) for token in content["special_tokens"]}
+        num_special = int(config.get("default_num_special_tokens") or len(names))
+        num_ranks = int(config.get("default_vocab_size") or num_special + len(content["vocab"])) - num_special
+        entries = content["vocab"][:num_ranks]
+        ranks = {base64.b64decode(entry["token_bytes"], validate=True): int(entry["rank"]) for entry in entries}
+        pattern = str(config["pattern"])
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise CheckpointError(f"{file}: damaged ({type(error).__name__}: {error}): download it again") from error
+    special = [names.get(token_id, f"<SPECIAL_{token_id}>") for token_id in range(num_special)]
+    tokenizer = byte_pair_tokenizer(_checked(ranks, file), pattern, special)
+    bos = TEKKEN_ROLES["bos_token"]
+    if bos in special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[f"{bos}:0", "$A:0"], pair=None, special_tokens=[(bos, special.index(bos))]
+        )
+    return tokenizer
+
+
+def byte_pair_tokenizer(ranks: Mapping[bytes, int], pattern: str, special: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level byte-pair encoding of the words that `pattern` finds. `special` tokens have the ids before `ranks`."""
     spelling = {byte: character for character, byte in byte_level_alphabet().items()}
 
     def spelled(token: bytes) -> str:
@@ -106,13 +129,15 @@ def byte_pair_tokenizer(ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         merges += [(spelled(left), spelled(right)) for left, right in known]
-    vocabulary = {spelled(token): rank for token, rank in ranks.items()}
+    vocabulary = {spelled(token): len(special) + rank for token, rank in ranks.items()}
+    vocabulary |= {text: token_id for token_id, text in enumerate(special)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
@@ -127,15 +152,3 @@ def _special_tokens(config: Mapping[str, Any], first: int, num_reserved: int) ->
         )
     tokens = [named.get(i, {"content": f"<|reserved_token_{i}|>", "special": True}) for i in ids]
     return [AddedToken(str(token["content"]), special=bool(token.get("special")), normalized=False) for token in tokens]
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Its source, or several by name."""
-    file = folder / "chat_template.jinja"
-    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    return {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else template
-
-
-def _text_of(token: str | Mapping[str, Any]) -> str:
-    """A special token is written as its text or as an object with its text."""
-    return token if isinstance(token, str) else str(token["content"])
