@@ -1,6 +1,7 @@
 // What the control thread does with one connection: accept it, read its frames, answer, and bury it.
 #include <sys/epoll.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <exception>
@@ -15,6 +16,7 @@ namespace {
 constexpr int64_t accept_pause_ns = 100'000'000;
 constexpr int accepts_per_event = 64;
 constexpr int reads_per_event = 64;
+constexpr size_t max_openings = 256;  // of strangers, who may all be silent
 constexpr FrameTypes from_peers = {FrameType::heartbeat, FrameType::goodbye};
 
 void set_interest(int epoll, int fd, uint32_t events, uint64_t key) {
@@ -34,6 +36,7 @@ void Control::Thread::accept_from(int listener, bool unix_socket) {
             continue;
         }
         if (errno == EAGAIN) return;
+        if ((errno == EMFILE || errno == ENFILE) && drop_oldest_opening()) continue;
         // Out of descriptors or memory: the listener would be reported again and again.
         if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) return pause_accepting();
         // Anything else concerns a connection that is already gone.
@@ -41,8 +44,16 @@ void Control::Thread::accept_from(int listener, bool unix_socket) {
 }
 
 void Control::Thread::admit(FileDescriptor socket, bool unix_socket) {
-    const bool too_many = connections_.size() >= options_.max_connections;
-    if (too_many || (unix_socket && !same_user_or_root(socket.get()))) {
+    const bool is_foreign = unix_socket && !same_user_or_root(socket.get());
+    bool too_many = connections_.size() >= options_.max_connections;
+    if (openings_.size() >= max_openings) {
+        std::erase_if(openings_, [&](const auto& each) { return !is_opening(each.second); });
+    }
+    if (!is_foreign && (too_many || openings_.size() >= max_openings)) {
+        const bool dropped = drop_oldest_opening();
+        too_many = too_many && !dropped;
+    }
+    if (too_many || is_foreign) {
         counters_.rejected.fetch_add(1, std::memory_order_relaxed);
         const std::string words = too_many ? "has " + std::to_string(connections_.size()) + " connections, its limit"
                                            : "serves peers of its own user only";
@@ -56,6 +67,24 @@ void Control::Thread::admit(FileDescriptor socket, bool unix_socket) {
     watch(connection->socket.get(), id);
     connections_[id] = std::move(connection);
     openings_.emplace_back(monotonic_ns() + options_.handshake_ns, id);
+}
+
+// Who came first and has not proved itself makes room, so that peers get in beside any number of strangers. What it has
+// said is heard before. False: all are peers.
+bool Control::Thread::drop_oldest_opening() {
+    const auto oldest = std::find_if(openings_.begin(), openings_.end(), [&](const auto& each) {
+        const auto found = connections_.find(each.second);
+        return found != connections_.end() && found->second->opening != nullptr;
+    });
+    if (oldest == openings_.end()) return false;
+    const ConnectionId id = oldest->second;
+    serve(*connections_.at(id), EPOLLIN);
+    const auto found = connections_.find(id);
+    if (found == connections_.end()) return true;
+    if (found->second->opening == nullptr) return drop_oldest_opening();  // it was a peer
+    reject(*found->second, "made room for others");
+    bury(*found->second);
+    return true;
 }
 
 void Control::Thread::pause_accepting() {

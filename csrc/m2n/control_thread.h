@@ -114,6 +114,7 @@ class Control::Thread {
 
     void accept_from(int listener, bool unix_socket);
     void admit(FileDescriptor socket, bool unix_socket);
+    bool drop_oldest_opening();
     void pause_accepting();
     void resume_accepting();
 

@@ -2,17 +2,20 @@
 
 A real server over a real engine of two workers, in this process. While requests run, an expert worker and the process
 for texts are killed, so that others must be started. One call of one function fails meanwhile, with one error, in one
-of the server's threads. Quick: a few calls of each function. Slow: each of the first calls with each error.
+of the server's threads. Quick: a few calls, and the first of each function at once. Slow: all of the first ones.
 """
 
 import builtins
+import contextlib
 import errno
 import os
+import resource
 import selectors
 import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +34,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.workforce import _LOOK_S
 from tests.serve.engine_harness import running
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until
@@ -199,11 +203,33 @@ def test_calls_of_all_functions_that_the_system_refuses_at_once(served: Served) 
     refuse_one(served, *(Refusing(call, 1, call.errors[0]) for call in CALLS))
 
 
+def test_no_descriptor_is_left(served: Served) -> None:
+    """For real: every call that needs one fails, until others are closed."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    with pytest.MonkeyPatch.context() as patch, quick_restarts(patch):
+        try:
+            with contextlib.suppress(OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 100, before[1]))
+                while True:
+                    held.append(os.dup(0))
+            served.kill_some()
+            words = "cannot be started (Too many open files)"
+            wait_until(lambda: words in served.engine.stats().status, "a worker that waits for a descriptor")
+            time.sleep(3 * _LOOK_S)  # looks for stopped workers need one, too
+            assert served.engine.fatal is None
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        served.check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_every_call_with_every_error(served: Served, call: Call) -> None:
-    for error in call.errors:
-        number, num_calls = 1, 1
-        while number <= min(num_calls, _MOST_CALLS):
-            num_calls = refuse_one(served, Refusing(call, number, error))
-            number += 1
+def test_the_nth_call_with_the_nth_error(served: Served, call: Call) -> None:
+    number, num_calls = 1, 1
+    while number <= min(num_calls, _MOST_CALLS):
+        error = call.errors[(number - 1) % len(call.errors)]
+        num_calls = refuse_one(served, Refusing(call, number, error))
+        number += 1

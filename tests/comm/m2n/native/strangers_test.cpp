@@ -216,7 +216,7 @@ void silence_is_rejected() {
     }
 }
 
-void too_many_connections() {
+void strangers_make_room_and_peers_do_not() {
     ControlOptions options = server_options();
     options.max_connections = 3;
     Scene scene(options);
@@ -228,14 +228,29 @@ void too_many_connections() {
         stranger->hear(FrameType::challenge);
     }
     for (const bool local : {true, false}) {
+        scene.client.connect(scene.server.address(), "expert[1]", local, hello_of(), in_ms(5000));
+    }
+    scene.check_only_rejected(2);
+    for (const bool local : {true, false}) {
         expect_error(Code::refused, "expert[1] refused: has 3 connections, its limit", [&] {
             scene.client.connect(scene.server.address(), "expert[1]", local, hello_of(), in_ms(5000));
         });
     }
-    scene.check_only_rejected(2);
-    strangers.clear();
     scene.check_only_rejected(4);
-    scene.client.connect(scene.server.address(), "expert[1]", true, hello_of(), in_ms(5000));
+}
+
+void a_peer_gets_in_beside_any_number_of_strangers() {
+    Scene scene;
+    std::vector<std::unique_ptr<Stranger>> strangers;
+    for (int i = 0; i < 600; ++i) {  // more than twice as many as have room
+        strangers.push_back(std::make_unique<Stranger>(scene.server.address(), i % 2 == 0));
+    }
+    for (const bool local : {true, false}) {
+        scene.client.connect(scene.server.address(), "expert[1]", local, hello_of(), in_ms(5000));
+    }
+    wait_until("the oldest made room", [&] { return scene.server.counters().rejected.load() >= 340; });
+    CHECK_EQUAL(scene.server.counters().gone.load(), 0u);
+    CHECK_EQUAL(scene.server_record.num_welcomed(), 3u);
 }
 
 void unwanted_descriptors() {
@@ -441,7 +456,8 @@ int main() {
                     {"recordings_are_rejected", recordings_are_rejected},
                     {"changed_proofs_are_rejected", changed_proofs_are_rejected},
                     {"silence_is_rejected", silence_is_rejected},
-                    {"too_many_connections", too_many_connections},
+                    {"strangers_make_room_and_peers_do_not", strangers_make_room_and_peers_do_not},
+                    {"a_peer_gets_in_beside_any_number_of_strangers", a_peer_gets_in_beside_any_number_of_strangers},
                     {"unwanted_descriptors", unwanted_descriptors},
                     {"attach", attach},
                     {"nonsense_from_peers", nonsense_from_peers},
