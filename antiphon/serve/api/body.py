@@ -58,7 +58,7 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
             raise body_too_large(max_bytes)
 
     with context.body_memory.share() as take:
-        return await _in_time(_received(request, lambda chunk, body: (check(body), take(chunk))), context)
+        return await _in_time(_received(request, lambda _, body: check(body), take), context)
 
 
 async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
@@ -66,7 +66,7 @@ async def _read_body(context: ApiContext, request: Request, model: type[_Model])
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)
     with context.body_memory.share() as take:
-        body = await _in_time(_received(request, lambda chunk, _: (count.add(chunk), take(chunk))), context)
+        body = await _in_time(_received(request, lambda chunk, _: count.add(chunk), take), context)
         if len(body) < _LARGE_BODY_BYTES:
             return validate(parse_json(body), model, limits)
         if len(body) > _TRIMMED_BODY_BYTES:
@@ -107,11 +107,14 @@ async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytear
         ) from error
 
 
-async def _received(request: Request, check: Callable[[bytes, bytearray], object]) -> bytearray:
-    """The body; `check` sees every piece and what has come before it."""
+async def _received(
+    request: Request, check: Callable[[bytes, bytearray], None], take: Callable[[bytes], None]
+) -> bytearray:
+    """The body; `check` sees every piece and the body up to its end, `take` counts it among those of all requests."""
     body = bytearray()
     try:
         async for chunk in request.stream():
+            take(chunk)
             body += chunk
             check(chunk, body)
     except ClientDisconnect as error:
