@@ -23,7 +23,6 @@ from antiphon.serve.api.requests import AnyRequest
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
-_TRIMMED_BODY_BYTES = 1024 * 1024
 _FORM_TYPE = "application/x-www-form-urlencoded"  # what curl -d says of any body
 _MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
 
@@ -69,8 +68,6 @@ async def _read_body(context: ApiContext, request: Request, model: type[_Model])
         body = await _in_time(_received(request, lambda chunk, _: count.add(chunk), take), context)
         if len(body) < _LARGE_BODY_BYTES:
             return validate(parse_json(body), model, limits)
-        if len(body) > _TRIMMED_BODY_BYTES:
-            context.trimmer.note_large_input()
         async with context.large_body:
             await asyncio.sleep(0)
             value = parse_json(body)

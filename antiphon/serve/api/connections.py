@@ -29,6 +29,7 @@ _log = get_logger("serve.api")
 _SPARE_FILES = 256  # for the workers' sockets, the log, libraries
 _MAX_LINGERING = 256
 _PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
+_MANY = 200
 _READING_S = 0.25  # an answer is read, where somebody reads it
 _SLOW_BODY_S = 0.25
 _LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
@@ -38,8 +39,8 @@ class Connection(Protocol):
     """What is asked of one connection here."""
 
     @property
-    def is_flushed(self) -> bool:
-        """All bytes of earlier answers are with the operating system."""
+    def is_idle(self) -> bool:
+        """Nothing is on its way in either direction, as far as this machine knows."""
 
     @property
     def body_began_s(self) -> float | None:
@@ -74,6 +75,7 @@ class Connections(ServerState):
         self.on_room: Callable[[], None] = lambda: None
         self.receive_buffer = memoryview(bytearray(_PIECE_BYTES))  # used up before another connection reads
         self.num_open = 0  # sockets; those that close with bytes unsent are in none of the collections
+        self._most = 0
         self._now_s = 0.0
         self._has_refused = False
         self._ended = metrics.connections_ended
@@ -110,7 +112,7 @@ class Connections(ServerState):
         return len(self.connections) <= self.limit or self._close_longest_waiting() or self._refuse_most_overdue_body()
 
     def _close_longest_waiting(self) -> bool:
-        oldest = next((connection for connection in self.waiting if connection.is_flushed), None)
+        oldest = next((connection for connection in self.waiting if connection.is_idle), None)
         if oldest is None:
             return False
         self.count_end("made room")
@@ -155,6 +157,14 @@ class Connections(ServerState):
                     connection,
                     f"{limit} requests of this address have sent a part of their bodies only: finish those first",
                 )
+
+    def have_left(self) -> bool:
+        """Whether many connections have ended since the last time this was so: they leave freed memory behind."""
+        self._most = max(self._most, self.num_open)
+        if self._most - self.num_open < _MANY:
+            return False
+        self._most = self.num_open
+        return True
 
     def _all(self) -> Iterator[Connection]:
         yield from list(self.connections)  # type: ignore[misc]  # all are `ApiConnection`

@@ -91,6 +91,8 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_SECOND == 0:
             self._connections.check(time.monotonic())
+            if self._connections.have_left():
+                self._context.trimmer.note_large_input()
             self._context.dashboard.sample()
         return await super().on_tick(counter)
 

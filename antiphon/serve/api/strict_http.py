@@ -130,7 +130,7 @@ class _ChunkReader:
                 self._num_left, self._is_in_chunk, position = size, True, end + 2
                 continue
             after = received[end + 2 : end + 4]
-            if after in (b"", b"\r"):
+            if b"\r\n".startswith(after) and len(after) < 2:
                 break
             _expect_line_end(after, "trailers behind a body are not read: send headers")
             self._is_last, position = True, end + 4
