@@ -20,7 +20,7 @@ from antiphon.serve.api.connections import Connections
 _log = get_logger("serve.api")
 
 _BATCH = 16
-_RETRY_S = 0.5
+_RETRY_S = 0.25
 _SECONDS_BETWEEN_WARNINGS = 60.0
 _NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 

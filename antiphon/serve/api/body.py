@@ -23,7 +23,6 @@ from antiphon.serve.api.requests import AnyRequest
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
-_TRIMMED_BODY_BYTES = 1024 * 1024
 _FORM_TYPE = "application/x-www-form-urlencoded"  # what curl -d says of any body
 _MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
 
@@ -53,14 +52,12 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
     """A JSON body of at most `max_bytes` as it came, for a route that decodes it strictly itself; errors as above."""
     _check_headers(request, max_bytes)
 
+    def check(body: bytearray) -> None:
+        if len(body) > max_bytes:
+            raise body_too_large(max_bytes)
+
     with context.body_memory.share() as take:
-
-        def check(chunk: bytes, body: bytearray) -> None:
-            if len(body) > max_bytes:
-                raise body_too_large(max_bytes)
-            take(chunk)
-
-        return await _in_time(_received(request, check), context)
+        return await _in_time(_received(request, lambda _, body: check(body), take), context)
 
 
 async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
@@ -68,16 +65,9 @@ async def _read_body(context: ApiContext, request: Request, model: type[_Model])
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)
     with context.body_memory.share() as take:
-
-        def check(chunk: bytes, _: bytearray) -> None:
-            count.add(chunk)
-            take(chunk)
-
-        body = await _in_time(_received(request, check), context)
+        body = await _in_time(_received(request, lambda chunk, _: count.add(chunk), take), context)
         if len(body) < _LARGE_BODY_BYTES:
             return validate(parse_json(body), model, limits)
-        if len(body) > _TRIMMED_BODY_BYTES:
-            context.trimmer.note_large_input()
         async with context.large_body:
             await asyncio.sleep(0)
             value = parse_json(body)
@@ -114,11 +104,14 @@ async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytear
         ) from error
 
 
-async def _received(request: Request, check: Callable[[bytes, bytearray], object]) -> bytearray:
-    """The body; `check` sees every piece and what has come before it."""
+async def _received(
+    request: Request, check: Callable[[bytes, bytearray], None], take: Callable[[bytes], None]
+) -> bytearray:
+    """The body; `check` sees every piece and the body up to its end, `take` counts it among those of all requests."""
     body = bytearray()
     try:
         async for chunk in request.stream():
+            take(chunk)
             body += chunk
             check(chunk, body)
     except ClientDisconnect as error:

@@ -12,13 +12,16 @@ Rejected: a timer for each wait, armed and cancelled for every request, for limi
 end of the client's direction for the end of the connection, as most servers do.
 """
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import http
 import math
 import socket
 import struct
 import sys
+import termios
 import time
 from typing import Any
 
@@ -69,9 +72,14 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         self._watched_bytes: int | None = None
 
     @property
-    def is_flushed(self) -> bool:
-        """All bytes of earlier answers are with the operating system."""
-        return self.transport.get_write_buffer_size() == 0
+    def is_idle(self) -> bool:
+        """Nothing is on its way in either direction, as far as this machine knows."""
+        if self.transport.get_write_buffer_size():
+            return False
+        unread = array.array("i", [0])  # a request may be there that was not looked at yet
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, unread)
+        return not unread[0]
 
     @property
     def address(self) -> str:

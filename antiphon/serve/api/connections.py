@@ -10,6 +10,7 @@ a cap on connections per address, which would count a proxy's clients as one.
 """
 
 import resource
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,6 +29,9 @@ _log = get_logger("serve.api")
 _SPARE_FILES = 256  # for the workers' sockets, the log, libraries
 _MAX_LINGERING = 256
 _PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
+_MANY = 200
+_READING_S = 0.25  # an answer is read, where somebody reads it
+_SLOW_BODY_S = 0.25
 _LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
 
 
@@ -35,8 +39,8 @@ class Connection(Protocol):
     """What is asked of one connection here."""
 
     @property
-    def is_flushed(self) -> bool:
-        """All bytes of earlier answers are with the operating system."""
+    def is_idle(self) -> bool:
+        """Nothing is on its way in either direction, as far as this machine knows."""
 
     @property
     def body_began_s(self) -> float | None:
@@ -67,10 +71,11 @@ class Connections(ServerState):
         self.settings = settings
         self.limit, self.max_lingering = affordable_connections(settings.max_connections)
         self.waiting: dict[Connection, None] = {}  # for a request, longest first
-        self.lingering: dict[Connection, None] = {}  # longest first
+        self.lingering: dict[Connection, float] = {}  # and since when, longest first
         self.on_room: Callable[[], None] = lambda: None
         self.receive_buffer = memoryview(bytearray(_PIECE_BYTES))  # used up before another connection reads
         self.num_open = 0  # sockets; those that close with bytes unsent are in none of the collections
+        self._most = 0
         self._now_s = 0.0
         self._has_refused = False
         self._ended = metrics.connections_ended
@@ -92,9 +97,11 @@ class Connections(ServerState):
         self.on_room()
 
     def free_a_socket(self) -> None:
-        """Close the connection that is needed least, if there is one."""
-        if self.lingering:
-            next(iter(self.lingering)).reset()
+        """Close the connection that is needed least, if there is one: a client that had time to read its answer, or
+        one that asks nothing."""
+        connection, began_s = next(iter(self.lingering.items()), (None, 0.0))
+        if connection is not None and began_s < time.monotonic() - _READING_S:
+            connection.reset()
         else:
             self._close_longest_waiting()
 
@@ -105,7 +112,7 @@ class Connections(ServerState):
         return len(self.connections) <= self.limit or self._close_longest_waiting() or self._refuse_most_overdue_body()
 
     def _close_longest_waiting(self) -> bool:
-        oldest = next((connection for connection in self.waiting if connection.is_flushed), None)
+        oldest = next((connection for connection in self.waiting if connection.is_idle), None)
         if oldest is None:
             return False
         self.count_end("made room")
@@ -114,7 +121,7 @@ class Connections(ServerState):
         return True
 
     def _refuse_most_overdue_body(self) -> bool:
-        overdue = next(self._overdue_bodies(), None)
+        overdue = next(self._overdue_bodies(time.monotonic() - _SLOW_BODY_S), None)
         if overdue is None:
             return False
         self._refuse_body(overdue, "all connections of this server are in use, and the body is late")
@@ -129,9 +136,7 @@ class Connections(ServerState):
     def linger(self, connection: Connection) -> None:
         """This connection has its answer and stays only for the client to read it."""
         self.forget(connection)
-        if len(self.lingering) >= self.max_lingering:
-            next(iter(self.lingering)).reset()
-        self.lingering[connection] = None
+        self.lingering[connection] = time.monotonic()
 
     # --- once a second ---------------------------------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class Connections(ServerState):
             return
         num_late: Counter[str] = Counter()
         limit = self.settings.max_slow_bodies
-        for connection in self._overdue_bodies():
+        for connection in self._overdue_bodies(now_s - _LATE_BODY_S):
             num_late[connection.address] += 1
             if num_late[connection.address] > limit:
                 self._refuse_body(
@@ -153,12 +158,19 @@ class Connections(ServerState):
                     f"{limit} requests of this address have sent a part of their bodies only: finish those first",
                 )
 
+    def have_left(self) -> bool:
+        """Whether many connections have ended since the last time this was so: they leave freed memory behind."""
+        self._most = max(self._most, self.num_open)
+        if self._most - self.num_open < _MANY:
+            return False
+        self._most = self.num_open
+        return True
+
     def _all(self) -> Iterator[Connection]:
         yield from list(self.connections)  # type: ignore[misc]  # all are `ApiConnection`
 
-    def _overdue_bodies(self) -> Iterator[Connection]:
-        """Connections whose body should have arrived, the one that began first first."""
-        latest_s = self._now_s - _LATE_BODY_S
+    def _overdue_bodies(self, latest_s: float) -> Iterator[Connection]:
+        """Connections whose body began to arrive before `latest_s` and is not complete, the first first."""
         began = [(connection.body_began_s, connection) for connection in self._all()]
         late = [(began_s, connection) for began_s, connection in began if began_s is not None and began_s < latest_s]
         yield from (connection for _, connection in sorted(late, key=lambda entry: entry[0]))

@@ -43,9 +43,9 @@ class ApiContext:
         self.texts = texts
         self.settings = settings
         self.limits = input_limits(settings, engine.info.max_model_len, engine.info.vocab_size, tokenizer)
-        self.body_memory = BodyMemory(self.limits.max_body_bytes)
-        self.large_body = asyncio.Lock()
         self.trimmer = MemoryTrimmer()
+        self.body_memory = BodyMemory(self.limits.max_body_bytes, self.trimmer)
+        self.large_body = asyncio.Lock()
         self.metrics = metrics
         self.grammars = grammars
         self.model_name = settings.served_model_name or engine.info.model_name

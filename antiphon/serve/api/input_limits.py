@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from antiphon.base.memory import MemoryTrimmer
 from antiphon.serve.api.errors import ApiError, bad_request, too_busy
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.tokenizer import TextTokenizer
@@ -181,7 +182,8 @@ class BodyMemory:
     A body's first part is free, so that large bodies that do not end keep nobody's small ones out: connections bound
     how many of those there are."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, trimmer: MemoryTrimmer) -> None:
+        self._trimmer = trimmer
         self._limit_bytes = max(_MIN_BODY_MEMORY_BYTES, _NUM_LARGEST_BODIES * max_body_bytes)
         self._num_bytes = 0
 
@@ -203,6 +205,8 @@ class BodyMemory:
             yield take
         finally:
             self._num_bytes -= num_held
+            if num_held:
+                self._trimmer.note_large_input()
 
 
 def too_long(message: str, param: str) -> ApiError:

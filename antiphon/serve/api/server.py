@@ -92,6 +92,8 @@ class DrainingServer(uvicorn.Server):
         if counter % _TICKS_PER_SECOND == 0:
             try:
                 self._connections.check(time.monotonic())
+                if self._connections.have_left():
+                    self._context.trimmer.note_large_input()
                 self._context.dashboard.sample()
             except (OSError, MemoryError):  # raised here it would end the server
                 _log.exception("the system refused the server something: the next look is in a second")
