@@ -34,12 +34,30 @@ def endless(prime: int) -> dict[str, Any]:
 
 
 ENDLESS = endless(107)
+
+
+def chain(count: int) -> dict[str, Any]:
+    """A reference to a reference to a reference ..."""
+    links: dict[str, Any] = {f"{index}": {"$ref": f"#/$defs/{index + 1}"} for index in range(count)}
+    return {"$ref": "#/$defs/0", "$defs": {**links, f"{count}": {"type": "integer"}}}
+
+
+def nested(count: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(count):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
 TOO_MUCH = [
     (optional_properties(5000), "allows too many things at once|building it takes"),  # which, is the machine's speed
     (ENDLESS, "building it takes"),
     ({"type": "integer", "multipleOf": 999_983}, "building it takes"),
     ({"$ref": "#"}, "no text can satisfy it; does a $ref lead back to itself?"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "lead back to itself"),
+    (chain(5000), "it nests too deeply"),
+    (nested(200), "recursion limit exceeded"),
+    ({"type": "string", "pattern": "a?" * 100_000}, "too big|of memory"),
     ({"anyOf": [{"type": "string"}], "pattern": "(" * 5000}, ""),
     ({"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnop"]}, ""),
 ]
@@ -48,6 +66,8 @@ FINE = [
     {"type": "object", "properties": (many := optional_properties(5000)["properties"]), "required": list(many)},
     {"enum": [f"value {index}" for index in range(10_000)]},
     {"type": "string", "pattern": "^(a?){5000}$"},
+    {"type": "string", "pattern": "^((a|b){0,1000}){0,100000}$"},
+    chain(500),
     {"type": "string", "pattern": f"^({'|'.join(f'w{index}x*' for index in range(5000))})$"},
     {"type": "object", "properties": {"child": {"$ref": "#"}}},
     {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
@@ -248,6 +268,11 @@ def test_a_schema_beyond_the_size_is_refused_before_its_text_is_made(
     tool = partial(tool_grammar, HERMES, {"call": schema}, forced=True, at_most_one=False)
     with pytest.raises(UserError, match="too long: at most 262144 characters"):
         compiler.compile_rules(tool).result(60)
+
+
+def test_a_schema_that_cannot_be_written_as_text_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(UserError, match="nested too deeply; use"):
+        compiler.json_schema(nested(2000))
 
 
 def test_masks_that_take_too_long_end_all_sequences_of_their_grammar(

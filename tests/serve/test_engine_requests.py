@@ -31,6 +31,7 @@ from tests.serve.engine_harness import (
     Tokens,
     complete,
     config,
+    kill,
     random_prompts,
     running,
     wait_until_idle,
@@ -207,10 +208,32 @@ def test_a_slow_grammar_delays_nobody_else(both: list[Engine], prompts: Prompts,
         free = Run(engine, prompts[:8], params).finish()
         assert [request.token_ids for request in free] == [tokens[:20] for tokens in reference[:8]]
         expected = [request.token_ids for request in quick.finish()]
-        assert engine.stats().num_running + engine.stats().num_waiting == 3, "the slow ones are still there"
+        held = [each for scheduler in engine.workforce.schedulers.values() for each in scheduler.requests.values()]
+        assert len(held) == 3, "the slow ones are still there"
+        assert not any(request.params.grammar for request in held), "a grammar's text travels to no worker"
         may_go.set()
         assert [request.token_ids for request in slow.finish()] == expected
         engine.make_matcher = None
+
+
+def test_masks_outlive_the_workers_and_crowding(tiny_model: TinyModel, prompts: Prompts) -> None:
+    """A worker is killed while some masks are there and others are still to come; blocks are too few for all."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, grammar="any")
+    settings = config(tiny_model, "2+1/m2", num_blocks=16)
+    with running(settings) as engine:
+        engine.make_matcher = lambda _: EvenTokens(99)
+        expected = [Run(engine, [prompt], params).finish()[0].token_ids for prompt in prompts[:6]]
+
+        def stumble(num_tokens: int) -> None:
+            if num_tokens == 60:
+                kill(engine, "attention", 0)
+            if num_tokens == 150:
+                kill(engine, "experts", 0)
+
+        run = Run(engine, prompts[:6], params)
+        assert [request.token_ids for request in run.finish(stumble)] == expected
+        assert engine.stats().num_worker_restarts == 2
+        assert engine.stats().num_preemptions > 0
 
 
 def test_a_request_that_waits_for_its_mask_can_be_ended(both: list[Engine], prompts: Prompts) -> None:

@@ -134,16 +134,13 @@ class GrammarTrials:
             return []
         if end.verdict is not None:
             return [(trial, end.verdict)]
+        if not end.signal:
+            return [(trial, QueueFull("the JSON schema cannot be tried out now: try again later", _RETRY_AFTER_S))]
         if end.signal == signal.SIGPROF and trial.lane + 1 < len(_CPU_LIMITS_S):
             trial.lane += 1
             self._lines[trial.lane].add(trial.client, trial)
             return []
-        if end.signal == signal.SIGPROF:
-            return [(trial, Verdict(reason=f"building it takes more than {_CPU_LIMITS_S[-1]:.0f} s"))]
-        if end.signal:
-            most = f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"
-            return [(trial, Verdict(reason=f"building it takes too much time or more than {most}"))]
-        return [(trial, QueueFull("the JSON schema cannot be tried out now: try again later", _RETRY_AFTER_S))]
+        return [(trial, Verdict(reason=_why_ended(end.signal)))]
 
     def _on_loss(self, *, was_of_use: bool) -> _Settled:
         """The process is gone. What it tried may be why, and is tried once more."""
@@ -210,6 +207,15 @@ class GrammarTrials:
                     self._process = None
                     _kill(process)
         return was_of_use
+
+
+def _why_ended(by_signal: int) -> str:
+    """In words, by which signal a trial was ended."""
+    if by_signal == signal.SIGPROF:
+        return f"building it takes more than {_CPU_LIMITS_S[-1]:.0f} s"
+    if by_signal == signal.SIGSEGV:
+        return "it nests too deeply; is there a long chain of $ref?"
+    return f"building it takes too much time or more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory"
 
 
 def _write(pipe: IO[bytes], value: object) -> None:

@@ -30,7 +30,10 @@ def limited_json(schema: dict[str, Any], more: dict[str, Any] | None = None) -> 
         else:
             num_characters += len(value) + 2 if isinstance(value, str) else 1
     if num_characters <= _MAX_SCHEMA_CHARACTERS:
-        text = json.dumps(schema | (more or {}), ensure_ascii=False)
+        try:
+            text = json.dumps(schema | (more or {}), ensure_ascii=False)
+        except RecursionError as error:
+            raise UserError("the JSON schema cannot be used: it is nested too deeply; use $defs and $ref") from error
         num_characters = len(text)
     if num_characters > _MAX_SCHEMA_CHARACTERS:
         raise UserError(f"the JSON schema is too long: at most {_MAX_SCHEMA_CHARACTERS} characters are allowed")

@@ -26,6 +26,7 @@ import psutil
 
 MEMORY_LIMIT_BYTES = 512 * 1024**2  # address space that a trial may take
 _KEPT_LIMIT_BYTES = 64 * 1024**2  # of that, what may be in use: the server is to take as much
+_THREAD_STACK_BYTES = 2 * 1024**2  # of a thread where the stack has no limit; else it has the limit
 _NUM_TOKENS = 16
 _MAX_REASON_CHARACTERS = 400
 _MASK_CREDIT_S = 0.5
@@ -189,6 +190,9 @@ class TrialProcess:
             os.nice(order.niceness)
             size = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            stack, most = resource.getrlimit(resource.RLIMIT_STACK)
+            stack = _THREAD_STACK_BYTES if stack == resource.RLIM_INFINITY else stack
+            resource.setrlimit(resource.RLIMIT_STACK, (stack // 2, most))  # what passes here fits a thread there
             signal.setitimer(signal.ITIMER_PROF, order.cpu_limit_s)  # SIGPROF ends it
             os.write(answer, json.dumps(asdict(try_grammar(self._tokenizer, order.grammar))).encode())
             code = 0
