@@ -23,6 +23,7 @@ from typing import IO, Any
 import llguidance
 
 from antiphon.base.errors import UserError
+from antiphon.base.programs import python_module
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 4 * 1024**3
@@ -80,7 +81,7 @@ class GrammarTrial:
             return self._process
         self.close()
         process = subprocess.Popen(
-            [sys.executable, "-m", "antiphon.serve.text.grammar_trial"],
+            python_module("antiphon.serve.text.grammar_trial"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a terminal's interrupt is for the server, whose end is the end of this process

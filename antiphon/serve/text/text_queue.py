@@ -11,13 +11,13 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.programs import python_module
 from antiphon.base.units import format_bytes
 from antiphon.serve import signals
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
@@ -174,7 +174,7 @@ class TextQueue:
         ours, theirs = socket.socketpair()
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}
         with theirs, signals.blocked():
-            command = [sys.executable, "-m", "antiphon.serve.text.text_process", "--fd", str(theirs.fileno())]
+            command = python_module("antiphon.serve.text.text_process", "--fd", str(theirs.fileno()))
             self._process = subprocess.Popen(
                 command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment
             )
