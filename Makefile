@@ -64,6 +64,7 @@ test-all: test  ## test, then the slow ones: sanitizers, fuzzing, long chaos, wh
 lint: setup  ## style, types, import order, file sizes
 	@echo "== style"
 	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/ruff check --preview --select PLW1514 $(filter-out tests,$(SOURCES))  # text files name their encoding
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	@echo "== types"
 	$(VENV)/bin/mypy --strict -p antiphon

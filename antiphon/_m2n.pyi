@@ -34,8 +34,8 @@ class Endpoint:
     """One process's (or thread's) end of any number of pairs. `transport`: loopback, shm, tcp or libfabric.
 
     `waiting`: auto, poll, spin or block; auto compares `local_processes` (all that wait on this machine, this one
-    included; 0: unknown) with the cores this process may use. `host` and `port`: where peers of other machines reach
-    us. Nothing listens beyond this machine's loopback unless `host` says so.
+    included; 0: unknown) with the cores this process may use (`antiphon.base.allowance`). `host` and `port`: where
+    peers of other machines reach us. Nothing listens beyond this machine's loopback unless `host` says so.
     """
 
     def __init__(

@@ -123,8 +123,8 @@ def resident_bytes(pid: int) -> int:
 def _is_well(url: str) -> bool:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        if httpx.get(f"{url}/health", timeout=_PATIENCE_S).status_code == 200:
-            answer = httpx.post(f"{url}/v1/completions", json=_PROBE, timeout=_PATIENCE_S)
+        if httpx.get(f"{url}/health", timeout=_PATIENCE_S, trust_env=False).status_code == 200:
+            answer = httpx.post(f"{url}/v1/completions", json=_PROBE, timeout=_PATIENCE_S, trust_env=False)
             return answer.status_code == 200
         time.sleep(0.2)  # nothing but asking tells that the server is well
     return False
@@ -136,7 +136,7 @@ _PROBE = {"prompt": "bada do", "max_tokens": 2, "temperature": 0}
 def _probe(url: str, stop: Any, results: Any) -> None:
     """Time a small request again and again; a full server (429) is asked again at once."""
     waits_s = []
-    with httpx.Client(timeout=_PATIENCE_S) as http:
+    with httpx.Client(timeout=_PATIENCE_S, trust_env=False) as http:
         while not stop.is_set():
             started_s = time.perf_counter()
             answer = http.post(f"{url}/v1/completions", json=_PROBE)
@@ -152,7 +152,7 @@ def _send(url: str, first: int, num_bodies: int, warm: Any, results: Any) -> Non
     os.nice(_SENDER_NICENESS)
     numbers = range(first, first + num_bodies, NUM_SENDERS)
     num_warm = min(_WARM_UP_BODIES, len(numbers) // 4)
-    with httpx.Client(timeout=_PATIENCE_S) as http:
+    with httpx.Client(timeout=_PATIENCE_S, trust_env=False) as http:
         for position, number in enumerate(numbers):
             if position == num_warm:
                 warm.wait(_PATIENCE_S * 4)
@@ -172,7 +172,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], ready: Path) -> Any:
         if server.poll() is not None or time.monotonic() > deadline:
             sys.exit(f"the server did not start within {_PATIENCE_S:.0f} s; what it wrote stands above")
         time.sleep(0.1)  # nothing but the file tells that the server is ready
-    return json.loads(ready.read_text())
+    return json.loads(ready.read_text(encoding="utf-8"))
 
 
 def _ask(http: httpx.Client, url: str, content: bytes) -> tuple[int, str]:

@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from antiphon import _native
+from antiphon.base.allowance import share_of_threads
 from antiphon.kernels.api import AttentionBatch, KVCacheSpec, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
 
@@ -191,7 +192,7 @@ def bench_attention(backend: CpuBackend, repeat: int, console: Console, *, prefi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=share_of_threads())
     parser.add_argument("--repeat", type=int, default=64)
     parser.add_argument("--only", default="experts,linear,decode,prefill")
     arguments = parser.parse_args()

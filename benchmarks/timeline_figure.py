@@ -28,7 +28,7 @@ class Band:
 
 def read_band(path: Path, window_us: float) -> Band:
     """The window starts at a layer's first attention span in the middle of the longest run of equal steps."""
-    events = json.loads(path.read_text())["traceEvents"]
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
     spans = [e for e in events if e["ph"] == "X" and e["name"] in DRAWN and "layer" in e["args"]]
     attention = [e for e in spans if e["name"] == "attention" and e["args"]["micro_batch"] == 0]

@@ -84,12 +84,12 @@ def wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log_path: Pa
         if time.monotonic() > deadline:
             raise DemoError(f"the server was not ready within {START_TIMEOUT_S:.0f} s: {last_line(log_path)}")
         time.sleep(0.05)
-    facts: dict[str, Any] = json.loads(ready.read_text())
+    facts: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
     return facts
 
 
 def last_line(log_path: Path) -> str:
-    lines = log_path.read_text(errors="replace").strip().splitlines()
+    lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"
 
 
@@ -103,7 +103,9 @@ def show_server(facts: dict[str, Any]) -> None:
 def stream_completion(url: str, prompt: str, seed: int, show: bool) -> int:
     """Ask for one completion and print it as it comes if `show`; returns the number of tokens."""
     body = {"prompt": prompt, "seed": seed, **SAMPLING, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S) as response:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S, trust_env=False
+    ) as response:
         if response.status_code != 200:
             raise DemoError(f"the server answered {response.status_code}: {response.read().decode(errors='replace')}")
         num_tokens = 0
@@ -144,7 +146,7 @@ def stop(process: subprocess.Popen[bytes], log_path: Path) -> None:
         raise DemoError(f"the server did not stop within {STOP_TIMEOUT_S:.0f} s") from None
     if code != 0:
         raise DemoError(f"the server ended with {code}: {last_line(log_path)}")
-    lines = log_path.read_text(errors="replace").splitlines()
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith("steps took")), len(lines))
     print("\nThe server has stopped. Its timeline:\n")
     print("\n".join(line.rstrip() for line in lines[first:] if not line.startswith("trace:")))

@@ -76,9 +76,9 @@ def strict(schema: Any, pod: dict[str, str]) -> Any:
 
 
 def main() -> None:
-    definitions = json.loads(Path(sys.argv[1]).read_text())
+    definitions = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     definitions = without_descriptions(definitions.get("$defs", definitions))
-    crd = yaml.safe_load(Path(sys.argv[2]).read_text())
+    crd = yaml.safe_load(Path(sys.argv[2]).read_text(encoding="utf-8"))
     found: dict[str, Any] = {}
     schemas = {kind: collected({"$ref": name}, definitions, found) for kind, name in ROOTS.items()}
     (version,) = [item for item in crd["spec"]["versions"] if item["name"] == "v1"]

@@ -1,27 +1,10 @@
-"""How much memory is to be had, and giving freed memory back to the system: at once, or after large requests."""
+"""Giving freed memory back to the system: at once, or after large requests."""
 
 import asyncio
 import ctypes
 from contextlib import suppress
-from pathlib import Path
-
-import psutil
 
 _PAUSE_S = 2.0
-
-
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-
-def available_bytes(control_group: Path = _CONTROL_GROUP) -> int:
-    """Main memory that can be taken without swapping: the machine's, or what is left of this container's limit."""
-    available = int(psutil.virtual_memory().available)
-    with suppress(OSError, ValueError):  # no limit is the word "max"
-        limit = int((control_group / "memory.max").read_text(encoding="ascii"))
-        used = int((control_group / "memory.current").read_text(encoding="ascii"))
-        cached = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(cached.get("inactive_file", 0)))
-    return max(0, available)
 
 
 def give_memory_back() -> None:

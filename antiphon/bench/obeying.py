@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Protocol
@@ -15,6 +14,7 @@ from typing import IO, Any, Protocol
 import msgspec
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.programs import python_module
 from antiphon.serve.worker.channel import Channel
 
 FOREVER_S = 365.0 * 86400
@@ -49,7 +49,7 @@ def start_obeying(
     ours, theirs = socket.socketpair()
     channel = Channel(ours, name, answers)
     try:
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        command = python_module(module, str(theirs.fileno()))
         return channel, start_logged(command, log, environment, [theirs.fileno()])
     finally:
         theirs.close()

@@ -87,7 +87,7 @@ class CpuWatch:
         """CPU time of others since creation, as a fraction (0 to 1) of what all CPUs could give."""
         busy_s, own_s, now_s = self._now()
         foreign_s = (busy_s - self._start_busy_s) - (own_s - self._start_own_s)
-        available_s = (now_s - self._start_s) * (os.cpu_count() or 1)
+        available_s = (now_s - self._start_s) * (os.cpu_count() or 1)  # of the machine, as `/proc/stat`
         return min(1.0, max(0.0, foreign_s / available_s)) if available_s > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float]:

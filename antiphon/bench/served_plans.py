@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from antiphon.base.errors import UserError
+from antiphon.base.programs import python_module
 from antiphon.bench.box import Box
 from antiphon.bench.peers.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
@@ -28,7 +29,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.served_plan import ServedPlan, obey
 from antiphon.specs.plan import read_plan
 
-ANTIPHON = (sys.executable, "-m", "antiphon.cli.main")
+ANTIPHON = python_module("antiphon.cli.main")
 _SECRET = "only for a benchmark, on a private network"
 _PORTS = 7700, 7800  # of a node: workers join, and HTTP
 _START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
@@ -186,7 +187,7 @@ def make_plan(
 
 def _run(*command: str) -> None:
     """`UserError` with its last line if it fails."""
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if found.returncode:
         raise UserError(f"{' '.join(command)}: {found.stderr.strip().splitlines()[-1]}")
 
@@ -212,9 +213,9 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
                 start(1 + index // machines.devices_per_node, worker, f"worker-{index}")
         server = start(0, serve, "server")
         _wait(lambda: ready.exists() and ready.stat().st_size > 0, server, folder / "server.log", _START_S)
-        facts: dict[str, Any] = json.loads(ready.read_text())
+        facts: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
         numbers = map(str, (size.concurrency, size.input_tokens, size.output_tokens))
-        load = start(0, [sys.executable, "-m", __spec__.name, facts["url"], str(model), *numbers], "load")
+        load = start(0, python_module(__spec__.name, facts["url"], str(model), *numbers), "load")
         _wait(lambda: load.poll() is not None, server, folder / "server.log", _LOAD_S)
         said = (folder / "load.log").read_text()
         if load.poll():
@@ -236,7 +237,7 @@ def _wait(done: Callable[[], bool], server: Process, log: Path, patience_s: floa
     while not done():
         if server.poll() is not None or time.monotonic() > deadline:
             what = "ended" if server.poll() is not None else f"was not done within {patience_s:.0f} s"
-            raise UserError(f"the server {what}: {log.read_text()[-1000:]}")
+            raise UserError(f"the server {what}: {log.read_text(encoding='utf-8')[-1000:]}")
         time.sleep(0.1)
 
 

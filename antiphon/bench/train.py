@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from antiphon.base.errors import ResourceError
+from antiphon.base.programs import python_module
 from antiphon.base.progress import Report, progress
 from antiphon.bench.limits import measure_gemm_flops_per_s
 from antiphon.bench.step_case import TEXT
@@ -56,7 +57,7 @@ def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list
 def run_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
     """The rows of a case on several ranks, which `torchrun` starts; they end together, whatever fails."""
     file, rows = case.write(workplace), workplace / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    command = python_module("torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}")
     environment = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
     ended = subprocess.run([*command, "-m", "antiphon.bench.train", str(file)], env=environment, check=False)
     if ended.returncode:

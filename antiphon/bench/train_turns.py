@@ -192,4 +192,4 @@ def write_text(file: Path, num_tokens: int) -> None:
     generator = random.Random(0)
     syllables = [first + second for first in "bdfgklmnprst" for second in "aeiou"]
     words = ("".join(generator.choices(syllables, k=generator.randint(1, 3))) for _ in range(num_tokens))
-    file.write_text(" ".join(words) + "\n")
+    file.write_text(" ".join(words) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ import importlib
 import inspect
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from typing import Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.cli.output import EXIT_INTERRUPTED
 
 FILE_METAVARS = ("FILE", "MODEL", "PLAN", "DIR")  # of parameters that are a path, or may be one
@@ -114,6 +116,7 @@ def lazy_group(places: Mapping[str, CommandPlace]) -> type[TyperGroup]:
                 return None
             with _ended_by_interrupt():
                 command = typer.main.get_command(places[cmd_name].load())
+            _share_quota()
             command.name = cmd_name
             _expand_home(command)
             return command
@@ -123,6 +126,13 @@ def lazy_group(places: Mapping[str, CommandPlace]) -> type[TyperGroup]:
                 formatter.write_dl([(name, place.summary) for name, place in places.items()])
 
     return LazyGroup
+
+
+def _share_quota() -> None:
+    """Let torch compute with as many threads as a quota of processor time has cores for; it counts the machine's."""
+    torch: Any = sys.modules.get("torch")  # for a command that uses it
+    if torch is not None and allowance().quota is not None and hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(min(torch.get_num_threads(), share_of_threads()))
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

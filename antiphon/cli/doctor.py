@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from packaging.requirements import Requirement
 from rich.text import Text
 
 from antiphon import __version__
+from antiphon.base.allowance import allowance
 from antiphon.base.processor import CPUINFO, cpu_fields
 from antiphon.base.units import format_bytes
 from antiphon.cli.doctor_transports import Finding, Status, probe_transports
@@ -156,11 +158,15 @@ def probe_native() -> list[Finding]:
 
 def probe_cpu() -> list[Finding]:
     model, flags = read_cpuinfo(CPUINFO)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or usable
+    allowed, physical = allowance(), None
+    with suppress(Exception):  # psutil raises what it likes where `/proc` is not whole
+        physical = psutil.cpu_count(logical=False)
+    usable = f"{allowed.num_cores} usable ({allowed.cores_from})"
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        usable += f", OMP_NUM_THREADS={threads} for each process"
     return [
         Finding(area="cpu", name="model", status="info", detail=f"{model or platform.machine()}"),
-        Finding(area="cpu", name="cores", status="info", detail=f"{usable} usable, {physical} physical"),
+        Finding(area="cpu", name="cores", status="info", detail=f"{usable}, {physical or 'unknown'} physical"),
         Finding(area="cpu", name="instructions", status="info", detail=" ".join(flags) or "none of those we use"),
     ]
 
@@ -187,11 +193,9 @@ def probe_devices() -> list[Finding]:
 
 
 def probe_memory() -> list[Finding]:
-    memory = psutil.virtual_memory()
-    detail = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
-        detail += f", this container may use {format_bytes(int(text))}"
+    memory = allowance().memory
+    detail = f"{format_bytes(memory.left_bytes)} available of {format_bytes(memory.most_bytes)}"
+    detail += f" ({memory.name})"
     return [Finding(area="memory", name="main memory", status="info", detail=detail)]
 
 

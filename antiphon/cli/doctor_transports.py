@@ -57,7 +57,7 @@ def probe_shared_memory() -> Finding:
 def probe_tcp() -> Finding:
     """What the kernel lets a process without privileges ask for."""
     limits = {path.name: int(path.read_text()) for path in BUFFER_LIMITS if path.exists()}
-    congestion = CONGESTION.read_text().strip() if CONGESTION.exists() else "unknown"
+    congestion = CONGESTION.read_text(encoding="utf-8").strip() if CONGESTION.exists() else "unknown"
     words = ", ".join(f"{name} {format_bytes(value)}" for name, value in limits.items())
     detail = f"{words}; congestion control {congestion}"
     if limits and min(limits.values()) < WANTED_BUFFER_BYTES:
@@ -88,9 +88,13 @@ def probe_libfabric() -> list[Finding]:
 
 def probe_idle_cores() -> list[Finding]:
     """Whether a virtual machine's idle cores look for work before they halt; nothing where another governor decides."""
-    if not HALT_POLL_NS.exists() or not IDLE_GOVERNOR.exists() or IDLE_GOVERNOR.read_text().strip() != "haltpoll":
+    if (
+        not HALT_POLL_NS.exists()
+        or not IDLE_GOVERNOR.exists()
+        or IDLE_GOVERNOR.read_text(encoding="utf-8").strip() != "haltpoll"
+    ):
         return []
-    polled_ns = int(HALT_POLL_NS.read_text())
+    polled_ns = int(HALT_POLL_NS.read_text(encoding="utf-8"))
     if polled_ns > 0:
         return [_finding("idle cores", "ok", f"look for work for up to {polled_ns / 1000:.0f} us before they halt")]
     detail = "this virtual machine's cores halt at once, and its host may keep one that has"

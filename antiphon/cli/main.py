@@ -6,11 +6,13 @@ One small file a command. `--debug` may stand anywhere; it is taken out before t
 import atexit
 import gc
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from antiphon import __version__
+from antiphon.base.errors import UserError
 from antiphon.cli.commands import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import DEBUG, run_command
 
@@ -69,9 +71,20 @@ def root(
 def main() -> None:
     """Run the command line and exit with its code."""
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
-    sys.exit(
-        run_command(lambda: app(arguments, prog_name="antiphon", standalone_mode=False), debug=DEBUG in sys.argv[1:])
-    )
+
+    def run() -> object:
+        _check_working_folder()
+        return app(arguments, prog_name="antiphon", standalone_mode=False)
+
+    sys.exit(run_command(run, debug=DEBUG in sys.argv[1:]))
+
+
+def _check_working_folder() -> None:
+    """Where there is none, torch ends the process, with words about one of its own files."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError(f"the working folder cannot be used ({error.strerror}): change to one that exists") from error
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.processor import cpu_name
@@ -164,10 +164,13 @@ def tell(renderable: RenderableType, *, json: str | None = None) -> None:
 
 def provenance(**machine: Any) -> dict[str, Any]:
     """Where figures come from: commit, command, machine. Nothing here depends on how fast the machine is."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    about = {"cpus": psutil.cpu_count(), "device": "cpu", "memory_bytes": psutil.virtual_memory().total}
+    commit = b""
+    with suppress(OSError):  # there is no git here
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=False).stdout.strip()
+    allowed = allowance()  # of a machine of 64 cores a container may have two
+    about = {"cpus": allowed.num_cores, "device": "cpu", "memory_bytes": allowed.memory.most_bytes}
     return {
-        "commit": commit or "unknown",
+        "commit": commit.decode(errors="replace") or "unknown",
         "command": " ".join(["antiphon", *sys.argv[1:]]),
         "machine": about | machine,
     }

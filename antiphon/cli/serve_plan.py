@@ -1,13 +1,13 @@
 """`serve --plan`: from a plan file and the other options to the configuration that obeys both, or the line that says
 why not."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import typer
 
+from antiphon.base.allowance import allowance
 from antiphon.base.units import format_seconds
 from antiphon.bench.profile.this_machine import THIS_CORE
 from antiphon.cli.commands import given_options
@@ -71,7 +71,7 @@ def _decided(planned: str, asked: str) -> str:
 
 def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
     """`UserError` if this machine cannot carry the plan's workers, those that join from other machines not counted."""
-    num_devices = len(os.sched_getaffinity(0)) if config.device == "cpu" else max(1, torch.cuda.device_count())
+    num_devices = allowance().num_cores if config.device == "cpu" else max(1, torch.cuda.device_count())
     check_workers_fit(config, num_devices, served.file)
 
 

@@ -1,8 +1,8 @@
 """Whether this machine has the devices that a plan is to be made for. Asks the system: planning needs no torch."""
 
-import os
 from pathlib import Path
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.specs.cluster import ClusterSpec
 
@@ -14,7 +14,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # one folder for each
 def check_is_here(cluster: ClusterSpec) -> None:
     """`UserError` unless this machine has the cluster's devices."""
     for group in cluster.groups:
-        here = len(os.sched_getaffinity(0)) if group.device.kind == "cpu" else len(list(_GPUS.glob("*")))
+        here = allowance().num_cores if group.device.kind == "cpu" else len(list(_GPUS.glob("*")))
         if group.num_devices > here:
             what = "core(s)" if group.device.kind == "cpu" else "GPU(s)"
             raise UserError(

@@ -36,7 +36,8 @@ def top(
     if not 0.1 <= interval <= _LONGEST_INTERVAL_S:
         raise UserError(f"--interval is {interval:g}: it must be 0.1 to {_LONGEST_INTERVAL_S:.0f} s")
     key = read_api_keys(api_key_file)[0] if api_key_file is not None else None
-    with httpx.Client(headers={"authorization": f"Bearer {key}"} if key else {}, timeout=_PATIENCE_S) as client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(headers=headers, timeout=_PATIENCE_S, trust_env=False) as client:  # no proxy knows our servers
         reading = read(client, url)
         if once or json is not None:
             show(frame(reading, ""), json=json)

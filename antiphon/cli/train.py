@@ -16,6 +16,7 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from antiphon.base.allowance import share_of_threads
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
@@ -29,7 +30,7 @@ from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.obey import obey
-from antiphon.train.ranks import leave, sizes_of, threads_of_rank
+from antiphon.train.ranks import leave, sizes_of
 from antiphon.train.setup import build_model, cache_of, plan_options, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
@@ -127,7 +128,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
     spec = load_model_spec(Path(config.model.path))
     plan_options(spec, config, sizes_of(config, spec, ranks))
     prepare_data(config, spec)
-    os.environ["OMP_NUM_THREADS"] = str(threads_of_rank(ranks))
+    os.environ["OMP_NUM_THREADS"] = str(share_of_threads(ranks))
     refused = multiprocessing.get_context("fork").Value("b", 0)
     how = LaunchConfig(
         min_nodes=1,

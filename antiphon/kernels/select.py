@@ -2,9 +2,9 @@
 
 import re
 
-import psutil
 import torch
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.kernels.api import KernelBackend
@@ -59,9 +59,9 @@ def resolve_device(name: str, index: int) -> torch.device:
 
 
 def free_memory_bytes(name: str) -> int:
-    """Memory free now on the device(s) called `name`: the machine's, or that of the fullest GPU."""
+    """Memory free now on the device(s) called `name`: what this process may take, or that of the fullest GPU."""
     if name == "cpu":
-        return psutil.virtual_memory().available
+        return allowance().memory.left_bytes
     resolve_device(name, 0)
     indices = [torch.device(name).index] if ":" in name else list(range(torch.cuda.device_count()))
     return min(int(torch.cuda.mem_get_info(index)[0]) for index in indices)

@@ -5,12 +5,12 @@ its own, otherwise the kernel schedules them. Waiting: a worker spins briefly be
 a core, because spinning with more processes than cores takes the core from the process it waits for.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.comm.two_level.topology import TwoLevel
@@ -49,7 +49,7 @@ class ServeConfig:
     replica may have `num_stages` stages of so many, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
-    `num_threads` None: the cores are shared.
+    `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
     exchanges in steps with and without rows of prompts. Of the attention workers (or replicas) and expert workers, the
@@ -290,7 +290,7 @@ class ServeConfig:
     def own(self, role: Role) -> OneRole:
         """Device, dtype and threads of the workers of a role; no field is empty but `dtype` where it is the model's."""
         given = self.of_experts if role == "experts" else self.of_attention
-        share = max(1, len(os.sched_getaffinity(0)) // max(1, self.num_workers))
+        share = share_of_threads(self.num_workers)
         return OneRole(
             device=given.device or self.device,
             dtype=given.dtype or self.dtype,
@@ -300,13 +300,13 @@ class ServeConfig:
     def cores_of(self, worker: int, roles: Sequence[Role]) -> list[int]:
         """The cores that process number `worker` of this machine is pinned to, given the roles of all; empty: not
         pinned. They are, if they share out all cores among them."""
-        cores = sorted(os.sched_getaffinity(0))
+        cores = allowance().cpus  # not a quota's part of them: others may have chosen the same ones
         threads = [self.own(role).num_threads or 1 for role in roles]
         on_cpu = all(self.own(role).device == "cpu" for role in roles)
         if not on_cpu or len(roles) == 1 or sum(threads) != len(cores):
             return []
         first = sum(threads[:worker])
-        return cores[first : first + threads[worker]]
+        return list(cores[first : first + threads[worker]])
 
     @property
     def transport(self) -> str:
@@ -328,7 +328,14 @@ class ServeConfig:
     @property
     def waiting(self) -> str:
         """Workers spin where each has a core. They never poll without end: an idle server would burn its cores."""
-        return "spin" if self.num_workers <= len(os.sched_getaffinity(0)) else "block"
+        return "spin" if self.spins and self.num_workers <= allowance().num_cores else "block"
+
+    @property
+    def spins(self) -> bool:
+        """Whether threads that wait may spin: not where a quota of processor time has less than a core for each thread
+        of the workers on this machine."""
+        most = max(self.own(role).num_threads or 1 for role in ("attention", "experts"))
+        return allowance().may_spin(self.num_workers * most)
 
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""

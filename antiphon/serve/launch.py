@@ -286,6 +286,7 @@ class Launcher:
             dtype=own.dtype,
             kernels=config.kernels,
             num_threads=own.num_threads or 1,
+            spins=config.spins,
             cores=self._cores(name),
             block_size=config.block_size,
             num_blocks=self.num_blocks,

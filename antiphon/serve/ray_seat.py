@@ -13,7 +13,9 @@ from collections import deque
 
 import msgspec
 
-COMMAND = (sys.executable, "-m", "antiphon.serve.worker.joined")
+from antiphon.base.programs import python_module
+
+COMMAND = python_module("antiphon.serve.worker.joined")
 _MAX_LAST_LINES = 5
 
 

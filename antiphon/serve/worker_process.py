@@ -7,13 +7,13 @@ import contextlib
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import psutil
 
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
+from antiphon.base.programs import python_module
 from antiphon.serve import signals
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import FromWorker, Role, Shutdown
@@ -70,7 +70,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Launch the process; it waits for `Configure`. `OSError` if the system has no room for another process."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "antiphon.serve.worker.process", "--fd", str(theirs.fileno())]
+        command = python_module("antiphon.serve.worker.process", "--fd", str(theirs.fileno()))
         try:
             with theirs, signals.blocked():
                 self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)

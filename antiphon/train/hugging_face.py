@@ -208,4 +208,4 @@ def _shards(sizes: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
 
 
 def _write_json(file: Path, value: object) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -12,9 +12,9 @@ Rejected: trying a step and looking. The kernel kills what asks for too much, wi
 
 from dataclasses import dataclass, fields, replace
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError
 from antiphon.base.logging import get_logger
-from antiphon.base.memory import available_bytes
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Sizes
 from antiphon.cost.training.layer_case import LayerSizes
@@ -122,8 +122,8 @@ def check_memory(
     spec: ModelSpec, config: TrainConfig, setup: TrainingSetup, *, ranks_here: int = 1, free_bytes: int | None = None
 ) -> MemoryNeed:
     """What a rank needs; `ResourceError` if `ranks_here` of them do not fit on this machine, a warning if they may
-    not. `free_bytes` None: what the machine has. To be called before the model is built."""
-    free = available_bytes() if free_bytes is None else free_bytes
+    not. `free_bytes` None: what this process may take. To be called before the model is built."""
+    free = allowance().memory.left_bytes if free_bytes is None else free_bytes
     need = memory_need(spec, config, setup)
     each = "" if ranks_here == 1 else f"{ranks_here} ranks of "
     if ranks_here * need.total > free:

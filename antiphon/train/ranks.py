@@ -30,12 +30,6 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def threads_of_rank(ranks: int) -> int:
-    """Threads of each of this many ranks on this machine: `OMP_NUM_THREADS`, or an even share of its cores. `torchrun`
-    by hand gives each one thread."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // ranks))
-
-
 def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
     """How `ranks` ranks share the work; `UserError` where that does not fit the model or the batch."""
     parallel = config.parallel

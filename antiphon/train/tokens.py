@@ -138,7 +138,7 @@ class _Reached:
     def read(file: Path, made_from: str) -> "_Reached":
         """What an earlier try left; the beginning if it left nothing, or was of something else."""
         try:
-            entries = json.loads(file.read_text())
+            entries = json.loads(file.read_text(encoding="utf-8"))
             train, held_out = (_Size(**entries.pop(split)) for split in SPLITS)
             reached = _Reached(**entries, train=train, held_out=held_out)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -22,6 +22,12 @@ void look_for_signals() {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
+// As the rest of the program counts them: control groups may allow less than the affinity.
+m2n::Cores allowed_cores() {
+    const nb::object allowed = nb::module_::import_("antiphon.base.allowance").attr("allowance")();
+    return {.count = nb::cast<uint32_t>(allowed.attr("num_cores")), .are_quota = !allowed.attr("quota").is_none()};
+}
+
 void construct(Endpoint* self, const std::string& name, const std::string& transport, const std::string& host,
                uint16_t port, nb::bytes secret, const std::string& waiting, uint32_t local_processes, double spin_s,
                double heartbeat_s, double dead_after_s, const std::optional<m2n::TransportOptions>& options) {
@@ -33,6 +39,7 @@ void construct(Endpoint* self, const std::string& name, const std::string& trans
     all.secret.assign(secret.c_str(), secret.size());
     all.waiting = waiting;
     all.local_processes = local_processes;
+    all.cores = allowed_cores();
     all.spin_ns = static_cast<int64_t>(spin_s * 1e9);
     all.between_sleeps = &look_for_signals;
     all.heartbeat_ns = static_cast<int64_t>(heartbeat_s * 1e9);

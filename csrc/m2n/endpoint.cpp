@@ -42,7 +42,8 @@ void check_range(const std::string& what, uint64_t value, uint64_t limit) {
 
 Endpoint::Endpoint(EndpointOptions options)
     : options_(std::move(options)),
-      policy_(choose_waiting(options_.waiting, options_.local_processes, usable_cores(), options_.spin_ns)),
+      policy_(choose_waiting(options_.waiting, options_.local_processes,
+                             options_.cores.count > 0 ? options_.cores : usable_cores(), options_.spin_ns)),
       interrupted_(std::make_shared<std::atomic<bool>>(false)) {
     policy_.between_sleeps = options_.between_sleeps;
     options_.transport_options.host = options_.host;

@@ -19,15 +19,16 @@ const char* name_of(Waiting waiting) {
 
 namespace {
 
-Waiting automatic(uint32_t local_processes, uint32_t cores) {
-    if (local_processes == 0) return cores >= 4 ? Waiting::spin : Waiting::block;
-    if (cores >= 2 * local_processes) return Waiting::poll;
-    return 2 * cores >= local_processes ? Waiting::spin : Waiting::block;
+Waiting automatic(uint32_t local_processes, Cores cores) {
+    if (local_processes == 0) return cores.count >= 4 ? Waiting::spin : Waiting::block;
+    if (cores.are_quota) return cores.count >= local_processes ? Waiting::spin : Waiting::block;
+    if (cores.count >= 2 * local_processes) return Waiting::poll;
+    return 2 * cores.count >= local_processes ? Waiting::spin : Waiting::block;
 }
 
 }  // namespace
 
-WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, uint32_t cores, int64_t spin_ns) {
+WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, Cores cores, int64_t spin_ns) {
     Waiting waiting{};
     if (wish == "auto") {
         waiting = automatic(local_processes, cores);
@@ -48,12 +49,12 @@ WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, uin
     return {};
 }
 
-uint32_t usable_cores() {
+Cores usable_cores() {
     cpu_set_t set;
     CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+    if (sched_getaffinity(0, sizeof(set), &set) != 0) return {};
     const int count = CPU_COUNT(&set);
-    return count > 0 ? static_cast<uint32_t>(count) : 1;
+    return {.count = count > 0 ? static_cast<uint32_t>(count) : 1};
 }
 
 }  // namespace antiphon::m2n

@@ -25,6 +25,11 @@ struct WaitPolicy {
     void (*between_sleeps)() = nullptr;  // called now and then during long waits; may throw (a signal arrived)
 };
 
+struct Cores {
+    uint32_t count = 1;
+    bool are_quota = false;  // of processor time, on more cores than these
+};
+
 // One wait in progress: cuts it into sleeps, so that a long one still hears of signals.
 class Patience {
   public:
@@ -59,10 +64,11 @@ class Patience {
 const char* name_of(Waiting waiting);
 
 // `wish`: auto, poll, spin or block. auto: poll with two cores or more for each of `local_processes`, spin with at
-// least half a one, else block; with an unknown number (0) of processes, spin from 4 cores on. Error(invalid) for other
-// words.
-WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, uint32_t cores, int64_t spin_ns);
+// least half a one, else block; with an unknown number (0) of processes, spin from 4 cores on. Where `cores` is a quota
+// of processor time, a spin is taken from those that compute: spin with a core for each, else block. Error(invalid) for
+// other words.
+WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, Cores cores, int64_t spin_ns);
 
-uint32_t usable_cores();  // of this process's affinity
+Cores usable_cores();  // of this process's affinity
 
 }  // namespace antiphon::m2n

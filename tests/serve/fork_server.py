@@ -114,6 +114,8 @@ class ForkServer:
         """Forks where it can, starts a program where it must. `node`: the pidfd of a process in a node of a box; what
         runs there must be forked."""
         command = list(command)
+        if command[1:2] == ["-P"]:
+            del command[1]  # a fork has loaded all it needs
         environment = os.environ if options.get("env") is None else options["env"]
         known = command[1:2] == ["-c"] or (command[1:2] == ["-m"] and command[2] in PROGRAMS_TO_FORK)
         if not known or command[0] != self._executable:

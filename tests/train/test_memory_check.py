@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from antiphon.base.errors import ResourceError
-from antiphon.base.memory import available_bytes
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig
@@ -94,13 +93,3 @@ def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
     trainer = Trainer(config_of(tmp_path, **huge))
     with pytest.raises(ResourceError, match=r"training needs .* TiB .*: take a smaller model, or divide it"):
         trainer.run()
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) > 0, "no limit"
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) > 1 << 20
-    (tmp_path / "memory.max").write_text("2000\n")
-    (tmp_path / "memory.current").write_text("1500\n")
-    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 300\n")
-    assert available_bytes(tmp_path) == 800

@@ -5,15 +5,15 @@ share. Everything ends with the box.
 """
 
 import json
-import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.programs import python_module
 from antiphon.base.progress import Report
 from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
@@ -58,9 +58,9 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
 
 
 def _run(box: Box, case: LadderCase, workplace: Path, timeout_s: float, report: Report) -> None:
-    command = [sys.executable, "-m", "antiphon.bench.ladder.rank", str(workplace)]
+    command = python_module("antiphon.bench.ladder.rank", str(workplace))
     plans = plan_ranks(num_nodes=case.nodes, num_local_ranks=case.ranks_per_node, command=command)
-    threads = str(max(1, (os.cpu_count() or 1) // case.ranks))
+    threads = str(max(1, allowance().num_cores // case.ranks))
     with (workplace / "errors.txt").open("wb") as errors:
         processes = [
             box.start(

@@ -58,7 +58,7 @@ def _contestant(case: LadderCase, variant: Variant, number: int, workplace: Path
 
 
 def _link_bytes() -> int:
-    return int(LINK.read_text()) if LINK.exists() else 0
+    return int(LINK.read_text(encoding="utf-8")) if LINK.exists() else 0
 
 
 def check_losses(variants: tuple[Variant, ...], records: list[Record]) -> None:

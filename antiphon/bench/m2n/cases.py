@@ -7,8 +7,7 @@ The figures are MegaScale-Infer's (arXiv 2504.02263): 5, one sender to 8, 16 and
 from collections.abc import Sequence
 from dataclasses import replace
 
-import psutil
-
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.bench.m2n.api import Traffic
@@ -83,7 +82,7 @@ def largest(cases: Sequence[Traffic]) -> Traffic:
 
 def check_memory(cases: Sequence[Traffic], num_contestants: int, free_bytes: int | None = None) -> None:
     """`ResourceError` if the contestants of a case, all of them there at once, would not fit into free memory."""
-    free_bytes = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    free_bytes = allowance().memory.left_bytes if free_bytes is None else free_bytes
     for group in by_processes(cases):
         case = largest(group)
         needed = num_contestants * (_COPIES_HELD * case.round_bytes + case.num_processes * _PROCESS_BYTES)

@@ -11,10 +11,10 @@
 """
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.bench.m2n.api import Role, Seat, Traffic
 from antiphon.bench.m2n.launch import find_mpiexec
@@ -38,7 +38,7 @@ class Contestant:
         """Its processes for rounds of `traffic`, by rank."""
         places: list[tuple[Role, int, bool]] = []
         if self.kind == "memcpy":
-            num_copiers = min(len(os.sched_getaffinity(0)), traffic.num_processes)
+            num_copiers = min(allowance().num_cores, traffic.num_processes)
             places += [("copier", index, True) for index in range(num_copiers)]
         else:
             places += [("sender", index, True) for index in range(traffic.num_senders)]

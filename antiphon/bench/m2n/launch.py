@@ -19,6 +19,7 @@ from typing import IO
 import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.programs import python_module
 from antiphon.bench.m2n.api import Seat
 from antiphon.bench.m2n.messages import FromMember
 from antiphon.bench.obeying import Handle, start_logged, start_obeying
@@ -124,7 +125,7 @@ def start_ranks(seats: Sequence[Seat], log: IO[bytes], timeout_s: float) -> list
             listener.bind(path)
             listener.listen(len(seats))
             command = [mpiexec, *_oversubscribing(mpiexec), "-n", str(len(seats))]
-            popen = start_logged([*command, sys.executable, "-m", _MODULE, "--mpi", path], log, _ONE_THREAD)
+            popen = start_logged([*command, *python_module(_MODULE, "--mpi", path)], log, _ONE_THREAD)
             try:
                 callers = _await_ranks(listener, popen, len(seats), timeout_s)
             except BaseException:
@@ -140,8 +141,8 @@ def start_ranks(seats: Sequence[Seat], log: IO[bytes], timeout_s: float) -> list
 
 def _oversubscribing(mpiexec: str) -> list[str]:
     """Open MPI refuses more ranks than cores, and root, without these options; others know no such options."""
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
-    return ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "prte" in version else []
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, check=False, timeout=30).stdout
+    return ["--oversubscribe", "--allow-run-as-root"] if b"Open MPI" in version or b"prte" in version else []
 
 
 def _await_ranks(

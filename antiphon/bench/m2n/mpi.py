@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerTimeout, UserError
 from antiphon.bench.m2n.api import Phase, Seat, Traffic, phases_of_pairs
 from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
@@ -37,7 +38,7 @@ class MpiMember(BufferedMember):
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
-        self._offers_core = seat.num_seats > len(os.sched_getaffinity(0))
+        self._offers_core = seat.num_seats > allowance().num_cores
         self._receives: list[MPI.Prequest] = []
         self._sends: list[MPI.Prequest] = []
         self._acks: list[MPI.Prequest] = []

@@ -76,7 +76,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 env=self._environment,
-                text=True,
+                encoding="utf-8",
                 start_new_session=True,
             )
         except OSError as error:

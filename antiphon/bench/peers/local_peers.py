@@ -8,10 +8,10 @@ OpenMP settings are made by hand, and every CPU computes. Left alone, vLLM keeps
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
+from antiphon.base.allowance import allowance
 from antiphon.bench.peers.engine_process import EngineProcess
 
 TRANSFORMERS_FILE = Path(__file__).with_name("transformers_engine.py")
@@ -23,7 +23,7 @@ PRELOADED_LIBRARIES = ("lib/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
 
 def transformers_peer(model: Path, *, device: str) -> EngineProcess:
     """transformers' batched `generate` in bf16 on all CPUs; prompts must be of equal length."""
-    num_threads = os.cpu_count() or 1
+    num_threads = allowance().num_cores
     return EngineProcess(
         "transformers",
         TRANSFORMERS_FILE,
@@ -36,7 +36,7 @@ def transformers_peer(model: Path, *, device: str) -> EngineProcess:
 def vllm_peer(model: Path, *, environment: Path = VLLM_ENVIRONMENT) -> EngineProcess:
     """vLLM's offline engine in bf16 on all CPUs. Where `environment` is not built, `start` says so."""
     libraries = [environment / name for name in PRELOADED_LIBRARIES]
-    cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
+    cpus = [str(cpu) for cpu in allowance().cores]
     return EngineProcess(
         "vllm",
         VLLM_FILE,

@@ -70,7 +70,7 @@ class OpenAIPeer:
     def start(self) -> Mapping[str, str]:
         """Ask the server for its models."""
         try:
-            response = httpx.get(f"{self._url}/v1/models", timeout=30)
+            response = httpx.get(f"{self._url}/v1/models", timeout=30, trust_env=False)
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, KeyError, TypeError, ValueError) as error:
@@ -115,7 +115,7 @@ class OpenAIPeer:
     async def _both_passes(self, workload: Workload) -> tuple[float, float, float, list[Stream]]:
         """Seconds of the one-token pass and of the whole one; when the latter began, and its streams."""
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
             start_s = time.perf_counter()
             streams = await self._all_streams(client, workload.prompts, 1)
             prefill_s = total_s = time.perf_counter() - start_s

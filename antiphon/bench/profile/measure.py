@@ -8,7 +8,6 @@
 Every figure is a median; `spread` says how far the middle half of its repetitions lie apart.
 """
 
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +15,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Literal
 
-import psutil
-
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.bench.limits import MachineLimits, measure_machine_limits
@@ -65,10 +63,10 @@ class Bench:
         self.kernels = kernels
         self.effort = effort
         self.advance = advance
-        self.cores = sorted(os.sched_getaffinity(0))
+        self.cores = allowance().cores
         self.spreads: list[float] = []
         itemsize = 4 if dtype == "float32" else 2
-        budget = min(_CACHE_MOST_BYTES, int(psutil.virtual_memory().available * _CACHE_SHARE))
+        budget = min(_CACHE_MOST_BYTES, int(allowance().memory.left_bytes * _CACHE_SHARE))
         self.max_tokens = budget // spec.kv_bytes_per_token(itemsize)
         short = effort.contexts[0]
         largest = max((rows for rows in effort.rows if rows * short <= self.max_tokens), default=0)
@@ -209,7 +207,7 @@ def limits_of(bench: Bench) -> MachineLimits | None:
 def open_rigs(bench: Bench, crew: Crew, weight_bytes: int) -> tuple[RigHandle, RigHandle | None, Opened]:
     """One process with the model, and a second one if memory and cores allow; both load at the same time."""
     needed = 1.2 * weight_bytes + _CACHE_MOST_BYTES
-    free = psutil.virtual_memory().available
+    free = allowance().memory.left_bytes
     if free < needed:
         raise ResourceError(
             f"{format_bytes(free)} of memory are free, measuring this model needs {format_bytes(needed)}: free some"

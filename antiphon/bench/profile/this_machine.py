@@ -5,14 +5,12 @@ and `antiphon serve --plan` can obey a plan made of such devices. Rejected: the 
 then not be split between attention and experts.
 """
 
-import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
-
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.base.processor import cpu_name
 from antiphon.cost.curves import Curve as Times
@@ -48,7 +46,7 @@ def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
         machine=MachineFacts(
             name=times.cpu,
             num_cores=times.num_cores,
-            memory_bytes=psutil.virtual_memory().total,
+            memory_bytes=allowance().memory.most_bytes,
             memory_bytes_per_s=max(times.read_bytes_per_s.values(), default=0.0),
             flops_per_s=max(times.gemm_flops_per_s.values(), default=0.0),
         ),
@@ -72,8 +70,8 @@ def training_profile(model: Path, name: str, command: str) -> Profile:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=MachineFacts(
             name=cpu_name(),
-            num_cores=len(os.sched_getaffinity(0)),
-            memory_bytes=psutil.virtual_memory().total,
+            num_cores=allowance().num_cores,
+            memory_bytes=allowance().memory.most_bytes,
         ),
         model=name,
         dtype="float32",
@@ -136,7 +134,7 @@ def this_cluster(times: LocalTimes, model: ModelSpec) -> ClusterSpec:
     device = DeviceSpec(
         name=THIS_CORE,
         kind="cpu",
-        memory_bytes=psutil.virtual_memory().total // cores,
+        memory_bytes=allowance().memory.most_bytes // cores,
         memory_bytes_per_s=max(times.read_bytes_per_s.values()) / cores,
         flops_per_s={dtype: max(times.gemm_flops_per_s.values()) / cores},
         scale_up_bytes_per_s=message_rate,
@@ -214,6 +212,6 @@ def _message_rate(times: LocalTimes) -> float:
 
 def _power_w(cores: int) -> tuple[float, str]:
     try:
-        return int(_POWER_LIMIT.read_text()) * 1e-6 / cores, f"{_POWER_LIMIT}, an even share"
+        return int(_POWER_LIMIT.read_text(encoding="utf-8")) * 1e-6 / cores, f"{_POWER_LIMIT}, an even share"
     except (OSError, ValueError):
         return ASSUMED_WATTS_PER_CORE, "assumed: this machine does not tell its power limit"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from antiphon.base.allowance import share_of_threads
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.limits import measure_gemm_flops_per_s
@@ -18,7 +19,6 @@ from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.training.tables import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
-from antiphon.train.ranks import threads_of_rank
 
 MOST_RANKS = 64
 ANSWER_TIMEOUT_S = 3600.0  # all ways to share a layer are one order
@@ -72,7 +72,7 @@ def _measure(wanted: WantedTraining, handles: Sequence[RigHandle], degrees: list
                 TimeTraining(
                     rank=rank,
                     world_size=len(handles),
-                    num_threads=threads_of_rank(len(handles)),
+                    num_threads=share_of_threads(len(handles)),
                     store=f"{folder}/store",
                     model=str(wanted.model),
                     dtype=wanted.dtype,

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Hashable
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from typing import IO
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.programs import python_module
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.policy.turns import TurnLine
 from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, Verdict
@@ -180,7 +180,7 @@ class GrammarTrials:
     def _run_process(self) -> bool:
         """From its start to its end. Whether it has answered anything."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "antiphon.serve.text.grammar_trial"],
+            python_module("antiphon.serve.text.grammar_trial"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

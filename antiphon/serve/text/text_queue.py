@@ -10,7 +10,6 @@ ends a process with the thread that started it, and loops end earlier.
 import concurrent.futures
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import Occasional, get_logger
+from antiphon.base.programs import python_module
 from antiphon.base.units import format_bytes
 from antiphon.serve import signals
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
@@ -234,7 +234,7 @@ class TextQueue:
         channel = Channel(ours, self._name, Ready)
         try:
             with theirs, signals.blocked():
-                command = [sys.executable, "-m", self._program, "--fd", str(theirs.fileno())]
+                command = python_module(self._program, "--fd", str(theirs.fileno()))
                 self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             channel.send(self._configure, _START_TIMEOUT_S)
             channel.receive(_START_TIMEOUT_S)

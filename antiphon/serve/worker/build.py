@@ -140,6 +140,8 @@ def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
             _log.warning("cannot stay on cores %s: %s", configure.cores, error)
     if backend.name == "cpu":
         _native.set_num_threads(configure.num_threads)
+        if not configure.spins:
+            _native.set_spin_ns(0)
         torch.set_num_threads(1)  # PyTorch's own pool would compete with the kernels' pool for the same cores
     elif backend.device.type == "cpu":
         torch.set_num_threads(configure.num_threads)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.descriptors import raise_limit
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
@@ -30,7 +31,7 @@ EXIT_ADRIFT = 3  # the process at the other end of standard input is gone
 
 class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Which engine to join, as what. Empty or 0: `host` as the engine sees it, `model` the engine's own path,
-    `num_threads` all cores this process may use."""
+    `num_threads` as `share_of_threads`, of this machine."""
 
     address: str
     role: JoinRole
@@ -63,13 +64,14 @@ def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], N
     on_joined()
 
     def adapt(configure: Configure) -> Configure:
-        exchange = configure.exchange
+        exchange, num_threads = configure.exchange, order.num_threads or share_of_threads()
         if exchange is not None:
             exchange = msgspec.structs.replace(exchange, secret=exchange_secret(secret))
         return msgspec.structs.replace(
             configure,
             model=order.model or configure.model,
-            num_threads=order.num_threads or len(os.sched_getaffinity(0)),
+            num_threads=num_threads,
+            spins=allowance().may_spin(num_threads),
             cores=[],
             exchange=exchange,
         )

@@ -58,6 +58,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     the other; this is number `rank`, and 0 leads: it gets the steps.
     `prefetch_rows`: attention workers ask for copies ahead of a layer, each of which costs as much as so many rows, and
     expert workers have room for one more expert for each attention worker; 0: they do not.
+    `spins`: threads of the kernels that wait may look again and again.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
@@ -71,6 +72,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dtype: str
     kernels: str
     num_threads: int
+    spins: bool = True
     cores: list[int]
     block_size: int
     num_blocks: int

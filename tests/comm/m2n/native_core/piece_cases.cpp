@@ -214,16 +214,23 @@ void spinning_is_learnt(const Backend&) {
 }
 
 void waiting_suits_the_machine(const Backend&) {
-    CHECK(choose_waiting("auto", 2, 4, 7).waiting == Waiting::poll);
-    CHECK(choose_waiting("auto", 3, 4, 7).waiting == Waiting::spin);
-    CHECK(choose_waiting("auto", 3, 4, 7).spin_ns == 7);
-    CHECK(choose_waiting("auto", 8, 4, 7).waiting == Waiting::spin);
-    CHECK(choose_waiting("auto", 9, 4, 7).waiting == Waiting::block);
-    CHECK(choose_waiting("auto", 0, 2, 7).waiting == Waiting::block);
-    CHECK(choose_waiting("auto", 0, 4, 7).waiting == Waiting::spin);
-    CHECK(choose_waiting("block", 1, 64, 7).spin_ns == 0);
-    CHECK_ERROR(Code::invalid, "must be auto, poll, spin or block", choose_waiting("", 1, 1, 0));
-    CHECK(usable_cores() >= 1);
+    CHECK(choose_waiting("auto", 2, Cores{4}, 7).waiting == Waiting::poll);
+    CHECK(choose_waiting("auto", 3, Cores{4}, 7).waiting == Waiting::spin);
+    CHECK(choose_waiting("auto", 3, Cores{4}, 7).spin_ns == 7);
+    CHECK(choose_waiting("auto", 8, Cores{4}, 7).waiting == Waiting::spin);
+    CHECK(choose_waiting("auto", 9, Cores{4}, 7).waiting == Waiting::block);
+    CHECK(choose_waiting("auto", 0, Cores{2}, 7).waiting == Waiting::block);
+    CHECK(choose_waiting("auto", 0, Cores{4}, 7).waiting == Waiting::spin);
+    CHECK(choose_waiting("block", 1, Cores{64}, 7).spin_ns == 0);
+    CHECK_ERROR(Code::invalid, "must be auto, poll, spin or block", choose_waiting("", 1, Cores{1}, 0));
+    constexpr bool quota = true;  // what spins eats the time of what computes
+    CHECK(choose_waiting("auto", 2, Cores{8, quota}, 7).waiting == Waiting::spin);
+    CHECK(choose_waiting("auto", 4, Cores{4, quota}, 7).waiting == Waiting::spin);
+    CHECK(choose_waiting("auto", 5, Cores{4, quota}, 7).waiting == Waiting::block);
+    CHECK(choose_waiting("auto", 0, Cores{3, quota}, 7).waiting == Waiting::block);
+    CHECK(choose_waiting("poll", 9, Cores{1, quota}, 7).waiting == Waiting::poll);  // asked for
+    CHECK(usable_cores().count >= 1);
+    CHECK(!usable_cores().are_quota);
 }
 
 }  // namespace
