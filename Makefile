@@ -5,6 +5,7 @@
 # TORCH_FLAGS  extra flags for pip when it installs torch. The default index serves a CUDA build of some gigabytes;
 #              for the small CPU build add the index that pytorch.org names for it: TORCH_FLAGS="--extra-index-url ADDRESS"
 # PYTEST_FLAGS extra flags for pytest, for example PYTEST_FLAGS="-x -k router"
+# OLDEST_TESTS what `make test-oldest` runs (default: every test but the slow ones)
 # TEST_PROCESSES  how many processes run tests side by side (default: 3; tests wait much, so two cores have room for them)
 
 PYTHON ?=
@@ -12,12 +13,14 @@ TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 PYTEST_FLAGS ?=
 TEST_PROCESSES ?= 3
+OLDEST_TESTS ?= tests
 
 ifneq ($(words $(TORCH)) $(words $(filter $(foreach v,2.11 2.12 2.13,torch==$v torch==$v.%),$(TORCH))),1 1)
 $(error TORCH is '$(TORCH)': write torch==VERSION with a version from 2.11 to 2.13, for example TORCH=torch==2.12.1)
 endif
 
 VENV := .venv
+OLDEST := .venv-oldest
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := antiphon tests benchmarks examples scripts
@@ -35,12 +38,13 @@ TORCH_STAMP := $(VENV)/.$(subst =,-,$(TORCH)).stamp
 PACKAGES_STAMP := $(VENV)/.packages.stamp
 LIBFABRIC_STAMP := $(VENV)/.libfabric.stamp
 NATIVE_STAMP := $(VENV)/.native.stamp
+OLDEST_STAMP := $(OLDEST)/.packages.stamp
 
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test test-all lint format bench gpu-check ray-check clients-check peers yardstick lock clean distclean
+.PHONY: help setup demo serve test test-all test-oldest lint format bench gpu-check ray-check clients-check peers yardstick lock clean distclean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -60,6 +64,10 @@ test: lint  ## lint, then every test but the slow ones
 test-all: test  ## test, then the slow ones: sanitizers, fuzzing, long chaos, whole matrices
 	@echo "== slow tests"
 	$(PYTEST) -m slow $(PYTEST_FLAGS) $(call AGAIN,-m slow $(PYTEST_FLAGS))
+
+test-oldest: setup $(OLDEST_STAMP)  ## the tests with the oldest packages that pyproject.toml allows (in .venv-oldest; torch is .venv's)
+	@echo "== tests with the oldest packages"
+	$(subst $(PY),$(OLDEST)/bin/python,$(PYTEST)) -m "not slow" $(PYTEST_FLAGS) $(OLDEST_TESTS)
 
 lint: setup  ## style, types, import order, file sizes
 	@echo "== style"
@@ -104,7 +112,7 @@ clean:  ## remove build output and caches, keep .venv
 	find antiphon tests benchmarks examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OLDEST)
 
 # --- what the commands above need ---
 
@@ -135,6 +143,12 @@ $(LIBFABRIC_STAMP): $(PYTHON_STAMP) scripts/fetch_libfabric.sh
 $(NATIVE_STAMP): $(PACKAGES_STAMP) $(LIBFABRIC_STAMP) CMakeLists.txt pyproject.toml $(NATIVE_SOURCES)
 	@echo "== native code"
 	@bash scripts/build_native.sh $(PY)
+	@touch $@
+
+$(OLDEST_STAMP): $(PACKAGES_STAMP) pyproject.toml scripts/oldest_packages.sh
+	@echo "== the oldest packages in $(OLDEST)"
+	$(PIP) install --quiet uv
+	@bash scripts/oldest_packages.sh $(PY) $(OLDEST)
 	@touch $@
 
 $(YARDSTICK)/config.json: benchmarks/make_model.py | $(NATIVE_STAMP)

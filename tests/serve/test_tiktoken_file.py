@@ -138,6 +138,32 @@ def test_a_tokenizer_json_is_preferred(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode("a<|im_end|>", add_special_tokens=False) == [RANKS[b"a"], len(RANKS) + 2]
 
 
+def write_tekken(folder: Path, **changes: Any) -> Path:
+    """As Mistral publishes it: special tokens first, more ranks than are used."""
+    vocab = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in RANKS.items()]
+    num_special = 20
+    config = {"pattern": KIMI_PATTERN, "default_num_special_tokens": num_special, "version": "v7"}
+    config["default_vocab_size"] = num_special + len(RANKS)
+    special = [{"rank": i, "token_str": text} for i, text in enumerate(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"])]
+    content = {"config": config, "vocab": [*vocab, {"rank": 9, "token_bytes": ""}], "special_tokens": special}
+    (folder / "tekken.json").write_text(json.dumps(content | changes))
+    return folder
+
+
+def test_tekken_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    tokenizer = load_tokenizer(write_tekken(tmp_path))
+    theirs = tiktoken.Encoding("tekken", pat_str=KIMI_PATTERN, mergeable_ranks=RANKS, special_tokens={})
+    assert tokenizer.vocab_size == 20 + len(RANKS)
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    for text in texts(300):
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert ids == [1, *(20 + token_id for token_id in theirs.encode(text, disallowed_special=()))], text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.encode("[INST]a</s>", add_special_tokens=False) == [3, 20 + RANKS[b"a"], 2]
+    assert tokenizer.token_string(7) == "<SPECIAL_7>"
+
+
 def without(token: bytes) -> dict[bytes, int]:
     kept = [other for other in RANKS if other != token]
     return {other: rank for rank, other in enumerate(kept)}
@@ -166,6 +192,15 @@ def without(token: bytes) -> dict[bytes, int]:
         (
             lambda folder: write(folder, without(b"\x07")),
             "tiktoken.model: has no token for the byte 7: download it again",
+        ),
+        (
+            lambda folder: write_tekken(folder, special_tokens=None),
+            "tekken.json: names no special tokens, as its first versions did: convert it, so that there is a "
+            "tokenizer.json",
+        ),
+        (
+            lambda folder: write_tekken(folder, vocab=[{"rank": 0}]),
+            "tekken.json: damaged (KeyError: 'token_bytes'): download it again",
         ),
         (
             lambda folder: write(folder, added_tokens_decoder={"5": {"content": "[BOS]"}}),
