@@ -22,7 +22,7 @@ from antiphon.serve.engine_api import EngineOutput, FinishReason
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.worker.messages import Sampled
-from antiphon.specs.sampling import TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs
 
 
 class Sink(Protocol):
@@ -139,7 +139,7 @@ class TrackedRequest:
     sink: Sink
     submitted: float = field(default_factory=time.monotonic)
     matcher: Matcher | None = None
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[PackedLogprobs] = field(default_factory=list)
     scheduled: bool = False
 
 
@@ -218,13 +218,13 @@ def _output(
     request = tracked.request
     if tracked.matcher is not None and token_id is not None:
         tracked.matcher.accept(token_id)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     if request.num_output <= 1 and request.params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *tracked.prompt_logprobs]
+        prompt_logprobs = PromptLogprobs(tracked.prompt_logprobs)
     return EngineOutput(
         request_id=request.request_id,
         token_ids=[] if token_id is None else [token_id],
-        logprobs=[entry.logprob] if entry is not None and entry.logprob is not None else None,
+        logprobs=entry.logprob if entry is not None else None,
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
         stop_token_id=token_id if reason == "stop" else None,

@@ -128,7 +128,6 @@ HARMLESS: dict[str, Harmless] = {
     "return_sampling_mask": Harmless((False,), _REPORT),
     "return_spec_tokens_details": Harmless((False,), _REPORT),
     "return_token_offsets": Harmless((False,), "logprobs of /v1/completions have offsets"),
-    "return_tokens_as_token_ids": Harmless((False,), "use return_token_ids"),
     "routed_experts_prompt_start": Harmless((0,), _REPORT),
     "routed_experts_start_len": Harmless((0,), _REPORT),
     # scheduling and caches

@@ -11,12 +11,12 @@ tokenizing only its end could split the first kept token differently.
 
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
+from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.input_limits import too_long
@@ -29,14 +29,6 @@ _SHORT_CHARACTERS = 2048  # of all texts of a request together
 _SHORT_TOKENS = 8192
 # Stands behind the last message while it is rendered, so that the text can be cut there.
 _CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
-
-
-@dataclass(frozen=True)
-class TokenizedPrompt:
-    """One prompt; `text` is what `echo` repeats."""
-
-    token_ids: list[int]
-    text: str
 
 
 async def encode_text(

@@ -13,7 +13,8 @@ class ServerSettings:
 
     `api_keys` empty: no key is asked for. `max_concurrent_streams` counts HTTP requests that generate, streaming or
     not. `max_prompt_tokens` None: only the model's context limits prompts. `max_body_bytes` None: what a request that
-    fits the context may need (`input_limits`). `predicted`: what the loaded plan promised, None without a plan.
+    fits the context may need (`input_limits`). `max_answer_bytes` of one answer, estimated before it is made
+    (`answer_limits`). `predicted`: what the loaded plan promised, None without a plan.
 
     Of a connection: `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head,
     `keep_alive_timeout_s` idle between requests, `send_timeout_s` in which a client must take some of what waits for
@@ -30,6 +31,7 @@ class ServerSettings:
     keep_alive_timeout_s: float = 75.0
     send_timeout_s: float = 60.0
     max_unread_bytes: int = 1024 * 1024
+    max_answer_bytes: int = 64 * 1024 * 1024
     max_connections: int = 2048
     max_prompt_tokens: int | None = None
     max_concurrent_streams: int = 1024
@@ -49,6 +51,7 @@ class ServerSettings:
             ("--max-streams", self.max_concurrent_streams),
             ("--max-connections", self.max_connections),
             ("max_unread_bytes", self.max_unread_bytes),
+            ("--max-answer-bytes", self.max_answer_bytes),
             ("--max-prompt-tokens", 1 if self.max_prompt_tokens is None else self.max_prompt_tokens),
             ("max_n", self.max_n),
             ("max_prompts_per_request", self.max_prompts_per_request),

@@ -26,7 +26,7 @@ When several match, the one that is complete first wins; of those complete at th
 import codecs
 import json
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import tokenizers
@@ -91,6 +91,12 @@ class TokenBytes:
         added = self._added.get(token_id)
         return b"" if added is not None and added[1] else self.of(token_id)
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens, which leave no trace in a text, by what they are called."""
+        specials = ((added.decode(), token_id) for token_id, (added, is_special) in self._added.items() if is_special)
+        return {text: token_id for text, token_id in specials if text}
+
     def added_id(self, text: str) -> int | None:
         """The id of the token that was added to the vocabulary as `text`, special or not; None when there is none."""
         wanted = text.encode()
@@ -136,6 +142,7 @@ class IncrementalDetokenizer:
         return self._utf8.decode(b"", final=True)
 
 
+@lru_cache(64)  # an answer of n has the stop strings of the others
 def _failure_function(pattern: str) -> list[int]:
     """`failure[i]`: length of the longest proper prefix of `pattern[:i + 1]` that is also its suffix."""
     failure = [0] * len(pattern)
@@ -246,6 +253,12 @@ class TextTokenizer:
         # A byte-level vocabulary spells one character a byte, so that it can only say too much.
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return longest if self.backend.normalizer is None else 4 * longest
+
+    @cached_property
+    def mean_token_characters(self) -> float:
+        """Average length of the vocabulary's tokens, as they are spelled there."""
+        lengths = list(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        return sum(lengths) / max(1, len(lengths))
 
     @property
     def has_chat_template(self) -> bool:
