@@ -9,6 +9,7 @@ Short texts are tokenized here, in a few milliseconds at most; long ones, and ev
 tokenizing only its end could split the first kept token differently.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -63,6 +64,7 @@ async def _encode_texts(
 async def decode_ids(context: ApiContext, token_ids: list[int], *, skip_special_tokens: bool) -> str:
     """Text of `token_ids`, which are in the vocabulary."""
     if len(token_ids) <= _SHORT_TOKENS:
+        await asyncio.sleep(0)  # there may be a hundred prompts
         return context.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return await context.texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
