@@ -120,6 +120,7 @@ class HttpOptions:
     max_body_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.", hidden=True)
     ] = None
+    max_answer_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Largest answer.", hidden=True)] = "64MiB"
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.", hidden=True)
     ] = None
@@ -139,6 +140,7 @@ class HttpOptions:
             max_body_bytes=None
             if self.max_body_bytes is None
             else options.parse_size("--max-body-bytes", self.max_body_bytes),
+            max_answer_bytes=options.parse_size("--max-answer-bytes", self.max_answer_bytes),
             max_prompt_tokens=self.max_prompt_tokens,
             max_concurrent_streams=self.max_streams,
             max_connections=self.max_connections,

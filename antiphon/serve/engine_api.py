@@ -13,7 +13,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.m2n.traffic import Traffic
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
-from antiphon.specs.sampling import SamplingParams, TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs, SamplingParams
 
 # "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
 FinishReason = Literal["stop", "length", "abort", "error", "grammar"]
@@ -46,13 +46,13 @@ class EngineOutput:
     """Progress of one request: the tokens since the last output. The last one has `finish_reason` set.
 
     `stop_token_id` is the end-of-sequence or stop token that ended it (it is the last of `token_ids`).
-    `prompt_logprobs` comes once, with the first output; its first entry is None (nothing precedes the first token).
+    `prompt_logprobs` comes once, with the first output.
     """
 
     request_id: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    logprobs: PackedLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0

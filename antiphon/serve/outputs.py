@@ -23,7 +23,7 @@ from antiphon.serve.mask_pool import MaskJob, MaskPool
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.worker.messages import Sampled
-from antiphon.specs.sampling import TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs
 
 _MASK_PATIENCE_S = 0.004  # a step waits so long for quick masks; one sequence a step is worse than a short delay
 
@@ -131,7 +131,7 @@ class TrackedRequest:
     sink: Sink
     submitted: float = field(default_factory=time.monotonic)
     mask: MaskJob | None = None
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[PackedLogprobs] = field(default_factory=list)
     scheduled: bool = False
 
 
@@ -252,13 +252,13 @@ def _output(
     tracked: TrackedRequest, token_id: int | None, reason: FinishReason | None, entry: Sampled | None
 ) -> EngineOutput:
     request = tracked.request
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     if request.num_output <= 1 and request.params.prompt_logprobs is not None:
-        prompt_logprobs = [None, *tracked.prompt_logprobs]
+        prompt_logprobs = PromptLogprobs(tracked.prompt_logprobs)
     return EngineOutput(
         request_id=request.request_id,
         token_ids=[] if token_id is None else [token_id],
-        logprobs=[entry.logprob] if entry is not None and entry.logprob is not None else None,
+        logprobs=entry.logprob if entry is not None else None,
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
         stop_token_id=token_id if reason == "stop" else None,

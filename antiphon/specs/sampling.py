@@ -1,5 +1,6 @@
 """How one request's tokens are chosen, as frozen data shared by API, policy and workers. No torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
@@ -76,3 +77,44 @@ class TokenLogprob:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLogprobs:
+    """`TokenLogprob`s of rows one after the other, as bytes that travel and wait without being looked at: one object
+    for a chunk of a prompt, not twenty for each of its tokens.
+
+    A row has its token and then its `num_top` alternatives, best first: `ids` int32 and `values` float32 of shape
+    [rows, 1 + num_top]; `ranks` int32 [rows]."""
+
+    num_top: int
+    ids: bytes
+    values: bytes
+    ranks: bytes
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        ids, values = memoryview(self.ids).cast("i"), memoryview(self.values).cast("f")
+        width = 1 + self.num_top
+        for row, rank in enumerate(memoryview(self.ranks).cast("i")):
+            begin, end = row * width, (row + 1) * width
+            top = tuple(zip(ids[begin + 1 : end], values[begin + 1 : end], strict=True))
+            yield TokenLogprob(ids[begin], values[begin], rank, top)
+
+
+class PromptLogprobs:
+    """Log-probabilities of all tokens of a prompt, in the pieces that were computed. The first token has None: nothing
+    precedes it."""
+
+    def __init__(self, pieces: list[PackedLogprobs]) -> None:
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return 1 + sum(map(len, self._pieces))
+
+    def __iter__(self) -> Iterator[TokenLogprob | None]:
+        yield None
+        for piece in self._pieces:
+            yield from piece

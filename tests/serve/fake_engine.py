@@ -9,13 +9,15 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, PrefetchCounts, ShuttingDown
 from antiphon.serve.statistics import EventLog
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
-from antiphon.specs.sampling import SamplingParams, TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs, SamplingParams
 
 Script = Callable[[list[int], SamplingParams], list[int]]
 
@@ -149,9 +151,7 @@ class FakeEngine:
             yield EngineOutput(
                 request_id=submission.request_id,
                 token_ids=part,
-                logprobs=None
-                if params.logprobs is None
-                else [self._logprob(token_id, params.logprobs) for token_id in part],
+                logprobs=None if params.logprobs is None else self._packed(part, params.logprobs),
                 prompt_logprobs=prompt_logprobs if begin == 0 else None,
                 finish_reason="stop" if stop_token is not None else "length" if is_last else None,
                 stop_token_id=stop_token,
@@ -180,13 +180,17 @@ class FakeEngine:
                 break
         return token_ids
 
-    def _logprob(self, token_id: int, num_top: int) -> TokenLogprob:
-        top = tuple(((token_id + rank) % self.info.vocab_size, -0.25 - rank) for rank in range(num_top))
-        return TokenLogprob(token_id=token_id, logprob=-0.25, rank=1, top=top)
+    def _packed(self, token_ids: list[int], num_top: int) -> PackedLogprobs:
+        """Each token -0.25, then those that follow it in the vocabulary, each one less likely by 1."""
+        own = np.array(token_ids, dtype=np.int32)[:, None]
+        ids = np.concatenate([own, (own + np.arange(num_top)) % self.info.vocab_size], axis=1).astype(np.int32)
+        row = np.array([-0.25, *(-0.25 - rank for rank in range(num_top))], dtype=np.float32)
+        values, ranks = np.tile(row, (len(ids), 1)), np.ones(len(ids), dtype=np.int32)
+        return PackedLogprobs(num_top=num_top, ids=ids.tobytes(), values=values.tobytes(), ranks=ranks.tobytes())
 
-    def _prompt_logprobs(self, submission: Submission) -> list[TokenLogprob | None]:
+    def _prompt_logprobs(self, submission: Submission) -> PromptLogprobs:
         num_top = submission.params.prompt_logprobs or 0
-        return [None, *(self._logprob(token_id, num_top) for token_id in submission.prompt_token_ids[1:])]
+        return PromptLogprobs([self._packed(submission.prompt_token_ids[1:], num_top)])
 
     def abort(self, request_id: str) -> None:
         for submission in self.submissions:

@@ -1,15 +1,17 @@
 """Completions and chat through the official OpenAI client, against the real server and a fake engine."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.specs.plan import Predicted
-from antiphon.specs.sampling import TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs
 from tests.serve.api_harness import END, Live, eos_id, fake_engine, ids, live, says, small_tokenizer
 from tests.serve.fake_engine import FakeEngine
 
@@ -245,7 +247,13 @@ def test_chat_logprobs(stream: bool) -> None:
 
 def test_impossible_tokens_have_a_finite_logprob() -> None:
     engine = says("a")
-    engine._logprob = lambda token_id, num_top: TokenLogprob(token_id, -math.inf, 9, ())  # type: ignore[method-assign]
+    packed = engine._packed
+
+    def impossible(token_ids: list[int], num_top: int) -> PackedLogprobs:
+        values = np.full((len(token_ids), 1 + num_top), -math.inf, dtype=np.float32)
+        return dataclasses.replace(packed(token_ids, num_top), values=values.tobytes())
+
+    engine._packed = impossible  # type: ignore[method-assign]
     with live(engine) as server:
         assert server.complete(logprobs=0).json()["choices"][0]["logprobs"]["token_logprobs"][0] == -9999.0
 

@@ -71,6 +71,8 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "truncate_prompt_tokens",
         "best_of",
         "prompt_cache_key",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
         "include_stop_str_in_output",
         "skip_special_tokens",
         "add_special_tokens",

@@ -101,8 +101,8 @@ def test_logprobs_of_prompt_and_output(
             with torch.inference_mode():
                 logits = tiny_model.model(torch.tensor([prompt + request.token_ids])).logits[0]
             expected = torch.log_softmax(logits.float(), dim=-1)
-            reports = request.outputs[0].prompt_logprobs
-            assert reports is not None
+            assert request.outputs[0].prompt_logprobs is not None
+            reports = list(request.outputs[0].prompt_logprobs)
             assert reports[0] is None
             assert [report.token_id for report in reports[1:] if report is not None] == prompt[1:]
             assert all(output.prompt_logprobs is None for output in request.outputs[1:])

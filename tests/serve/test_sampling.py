@@ -134,9 +134,10 @@ def test_a_batch_does_what_the_definition_says_row_by_row(rows: list[Any], seed:
             target = counter_uniform(states[row].seed, output_indices[row])
             assert sum(naive[:token]) - 1e-5 <= target <= sum(naive[: token + 1]) + 1e-5
             assert naive[token] > 0
-        report = sampled.logprobs[row] if sampled.logprobs else None
-        assert (report is None) == (params.logprobs is None)
-        if report is not None and params.logprobs is not None:
+        told = sampled.logprobs[row] if sampled.logprobs else None
+        assert (told is None) == (params.logprobs is None)
+        if told is not None and params.logprobs is not None:
+            (report,) = told
             raw = torch.log_softmax(logits[row].double(), 0)
             assert report.token_id == token
             assert report.logprob == pytest.approx(float(raw[token]), abs=1e-4)
@@ -327,6 +328,6 @@ def test_prompt_logprobs_are_those_of_the_known_next_tokens() -> None:
 
 def test_tied_alternatives_come_in_order_of_token_id_and_share_a_rank() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
-    (report,) = token_logprobs(logits, [2], [4])
+    ((report,),) = token_logprobs(logits, [2], [4])
     assert [token for token, _ in report.top] == [1, 2, 0, 3]
     assert report.rank == 1

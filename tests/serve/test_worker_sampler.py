@@ -8,7 +8,7 @@ from antiphon.kernels.reference.backend import ReferenceBackend
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.row_sampler import RowSampler, logit_rows, needs_logits, rows_with_logits
-from antiphon.specs.sampling import SamplingParams
+from antiphon.specs.sampling import SamplingParams, TokenLogprob
 
 VOCAB_SIZE = 33
 GREEDY = SamplingParams(temperature=0.0)
@@ -37,6 +37,10 @@ def logits_of(steps: list[SequenceStep]) -> Tensor:
     for index, row in enumerate(rows):
         logits[index, 2 * positions[row] % VOCAB_SIZE] = 5.0
     return logits
+
+
+def prompt_reports(result: Sampled) -> list[TokenLogprob]:
+    return [report for piece in result.prompt_logprobs or [] for report in piece]
 
 
 def by_id(results: list[Sampled]) -> dict[str, Sampled]:
@@ -72,13 +76,12 @@ def test_prompt_reports_name_the_token_that_follows_each_row() -> None:
     made = sampler(("p", 12, params), ("other", 30, GREEDY))
     steps = [step("other", 1, 29, samples=True), step("p", 12, samples=True, logprobs=(0, 11))]
     found = by_id(made.sample(logits_of(steps), steps, {}))
-    reports = found["p"].prompt_logprobs
-    assert reports is not None
+    reports = prompt_reports(found["p"])
     assert [report.token_id for report in reports] == list(range(1, 12))
     assert [report.top[0][0] for report in reports] == [2 * row for row in range(11)]
     assert found["p"].token_id == 22
     assert found["p"].logprob is not None
-    assert len(found["p"].logprob.top) == 2
+    assert [len(report.top) for report in found["p"].logprob] == [2]
 
 
 def test_chunks_and_pieces_report_every_row_once() -> None:
@@ -90,11 +93,11 @@ def test_chunks_and_pieces_report_every_row_once() -> None:
         step("p", 4, 6, logprobs=(0, 4)),
     ]
     found = by_id(made.sample(logits_of(first), [s for s in first if needs_logits(s)], {}))
-    assert [report.token_id for report in found["p"].prompt_logprobs or []] == list(range(1, 11))
+    assert [report.token_id for report in prompt_reports(found["p"])] == list(range(1, 11))
     assert found["p"].token_id is None
     second = [step("p", 5, 10, logprobs=(0, 5)), step("p", 6, 15, samples=True, logprobs=(0, 5))]
     found = by_id(made.sample(logits_of(second), second, {}))
-    assert [report.token_id for report in found["p"].prompt_logprobs or []] == list(range(11, 21))
+    assert [report.token_id for report in prompt_reports(found["p"])] == list(range(11, 21))
     assert found["p"].token_id == 40 % VOCAB_SIZE
 
 

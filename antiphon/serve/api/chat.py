@@ -4,16 +4,25 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from antiphon.serve.api.answer_json import (
+    AnswerInTheMaking,
+    ChatLogprobsJson,
+    Encoded,
+    GrowingText,
+    TokenJson,
+    encoded_list,
+    encoded_object,
+)
+from antiphon.serve.api.answer_limits import check_answer_size
 from antiphon.serve.api.body import read_request
-from antiphon.serve.api.choice import ChoiceDelta, TokenEntry, finite
+from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
-from antiphon.serve.api.respond import respond
+from antiphon.serve.api.respond import respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
-from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tool_calls import CallPiece
 
 router = APIRouter(tags=["generation"])
@@ -25,9 +34,14 @@ class ChatShape:
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: TextTokenizer, *, with_logprobs: bool) -> None:
-        self._tokenizer = tokenizer
+    prompt_ids_beside_choices = True
+
+    def __init__(self, tokens: TokenJson, *, with_logprobs: bool) -> None:
+        self._tokens = tokens
         self._with_logprobs = with_logprobs
+
+    def logprobs(self) -> ChatLogprobsJson | None:
+        return ChatLogprobsJson(self._tokens) if self._with_logprobs else None
 
     def opening(self, index: int) -> dict[str, Any]:
         return {
@@ -42,41 +56,29 @@ class ChatShape:
         news: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.calls:
             news["tool_calls"] = [_streamed_call(piece) for piece in delta.calls]
-        return self._choice(delta, "delta", news)
+        return _choice(delta, "delta", news)
 
-    def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
-        if delta.calls:
-            message |= {"content": delta.text or None, "tool_calls": _whole_calls(delta.calls)}
-        return self._choice(delta, "message", message)
-
-    def _choice(self, delta: ChoiceDelta, key: str, content: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "index": delta.index,
-            key: content,
-            "logprobs": _logprobs(delta.entries, self._tokenizer) if self._with_logprobs else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
+    def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
+        text = None if answer.calls and answer.text.is_empty else answer.text.encoded()
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if answer.calls:
+            message["tool_calls"] = encoded_list(_whole_call(*call) for call in answer.calls)
+        return _choice(answer, "message", encoded_object(message))
 
 
-def _logprobs(entries: list[TokenEntry], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Token logprobs: each token with its bytes and its alternatives, best first."""
-    content = []
-    for entry in entries:
-        assert entry.logprob is not None, "chat has no echo"
-        described = _chat_token(entry.token_id, entry.logprob.logprob, tokenizer)
-        described["top_logprobs"] = [_chat_token(*alternative, tokenizer) for alternative in entry.logprob.top]
-        content.append(described)
-    return {"content": content, "refusal": None}
-
-
-def _chat_token(token_id: int, logprob: float, tokenizer: TextTokenizer) -> dict[str, Any]:
+def _choice(answer: ChoiceDelta | AnswerInTheMaking, key: str, content: dict[str, Any] | Encoded) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_string(token_id),
-        "logprob": finite(logprob),
-        "bytes": list(tokenizer.token_bytes.of(token_id)),
+        "index": answer.index,
+        key: content,
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
     }
+
+
+def _whole_call(begin: CallPiece, arguments: GrowingText) -> Encoded:
+    function = encoded_object({"name": begin.name, "arguments": arguments.encoded()})
+    return encoded_object({"id": begin.id, "type": "function", "function": function})
 
 
 def _streamed_call(piece: CallPiece) -> dict[str, Any]:
@@ -84,17 +86,6 @@ def _streamed_call(piece: CallPiece) -> dict[str, Any]:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
-
-
-def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
-    arguments: dict[int, list[str]] = {}
-    for piece in pieces:
-        arguments.setdefault(piece.index, []).append(piece.arguments)
-    return [
-        {"id": p.id, "type": "function", "function": {"name": p.name, "arguments": "".join(arguments[p.index])}}
-        for p in pieces
-        if p.id is not None
-    ]
 
 
 @router.post(
@@ -111,6 +102,7 @@ async def create_chat_completion(request: Request) -> Response:
         prompt = await chat_prompt(context, client_of(request), body, offers_tools=tools is not None)
         grammar = await compile_grammar(context, body, client_of(request), tools)
         params = chat_sampling(context, body, len(prompt.token_ids), grammar)
-        generation.submit([prompt], [params], body, tools=tools)
-        shape = ChatShape(context.tokenizer, with_logprobs=bool(body.logprobs))
+        check_answer_size(context, body, [prompt], [params])
+        await generation.submit([prompt], [params], body, tools=tools)
+        shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs))
         return await respond(context, request, generation, shape, body)

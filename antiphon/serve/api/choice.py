@@ -5,21 +5,26 @@ with it. Logprobs cover every generated token, the ending one included (tools th
 holds the stop string, the stop token and special tokens only when the request asks for them.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 
-from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.text.tokenizer import StopStringMatcher, TextTokenizer
+from antiphon.serve.text.stop_strings import StopStrings
+from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tool_calls import CallPiece, ToolCallReader
-from antiphon.specs.sampling import SamplingParams, TokenLogprob
+from antiphon.specs.sampling import PromptLogprobs, SamplingParams, TokenLogprob
 
-_IMPOSSIBLE = -9999.0  # JSON has no infinity; OpenAI writes this for tokens that cannot come
+_ENTRIES_A_SLICE = 32  # of a prompt: half a millisecond to encode with twenty alternatives each
 
 
-def finite(logprob: float) -> float:
-    """A log-probability as it is sent."""
-    return logprob if math.isfinite(logprob) else _IMPOSSIBLE
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """One prompt; `text` is what `echo` repeats, with the texts of special tokens or without."""
+
+    token_ids: list[int]
+    text: str
+    shows_special_tokens: bool = False
 
 
 @dataclass(slots=True)
@@ -34,7 +39,10 @@ class TokenEntry:
 @dataclass(slots=True)
 class ChoiceDelta:
     """What is new about one answer. The last one has `finish_reason`: "stop", "length", "tool_calls", or why the engine
-    gave up."""
+    gave up.
+
+    `echoed`: entries of the prompt's tokens, which come before `entries` and are made while they are read. `token_ids`
+    and, in the first one, `prompt_token_ids`: if they are reported."""
 
     index: int
     text: str = ""
@@ -43,6 +51,20 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    echoed: Iterator[TokenEntry] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+
+    def slices(self) -> Iterator["ChoiceDelta"]:
+        """The same in parts of a bounded length, without `echoed`, each made when it is asked for."""
+        if self.echoed is not None:
+            part = ChoiceDelta(self.index, text=self.text, prompt_token_ids=self.prompt_token_ids)
+            echoed, self.echoed, self.text, self.prompt_token_ids = self.echoed, None, "", None
+            while entries := list(islice(echoed, _ENTRIES_A_SLICE)):
+                part.entries = entries
+                yield part
+                part = ChoiceDelta(self.index)
+        yield self
 
 
 class Choice:
@@ -54,15 +76,16 @@ class Choice:
         index: int,
         prompt: TokenizedPrompt,
         params: SamplingParams,
-        stop_strings: tuple[str, ...],
+        stops: StopStrings,
         echo: bool,
         tokenizer: TextTokenizer,
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
         reader: ToolCallReader | None = None,
+        reports_ids: bool = False,
     ) -> None:
         """`keep_stop`: the text ends with the stop string or stop token that ended it. `reader`: finds calls of tools,
-        which are then no part of the text."""
+        which are then no part of the text. `reports_ids`: deltas have the ids of their tokens."""
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -77,9 +100,12 @@ class Choice:
         self._prompt_end = self._detokenizer.follow(prompt.token_ids, echoed=echo)
         self._keep_stop = keep_stop
         self._reader = reader
-        self._stops = StopStringMatcher(stop_strings)
+        self._stops = stops.search()
         self._num_echoed = 0
+        self._reports_ids = reports_ids
         self._pending_entries: list[TokenEntry] = []
+        self._pending_ids: list[int] = []
+        self._pending_prompt_ids = prompt.token_ids if reports_ids else None
 
     def consume(self, output: EngineOutput) -> ChoiceDelta | None:
         """Take one engine output; None when nothing can be said yet. After a stop string `finished` is set although
@@ -89,9 +115,9 @@ class Choice:
         if self._echo_pending:
             self._echo_pending = False
             self._echo(output, delta)
-        for position, token_id in enumerate(output.token_ids):
+        logprobs = output.logprobs if output.logprobs is not None else repeat(None)
+        for position, (token_id, logprob) in enumerate(zip(output.token_ids, logprobs, strict=False)):
             is_stop_token = token_id == output.stop_token_id and position == len(output.token_ids) - 1
-            logprob = output.logprobs[position] if output.logprobs is not None else None
             delta.text += self._take_token(token_id, logprob, is_stop_token)
             if self._stops.matched is not None:
                 return self._finish_by_stop_string(delta, self._stops.matched)
@@ -100,7 +126,7 @@ class Choice:
         self._read_calls(delta)
         if self._reader is not None and self._reader.satisfied:
             return self._end(delta, "stop", None)
-        if not delta.text and not delta.calls:
+        if not delta.text and not delta.calls and delta.echoed is None:
             return None
         self._move_entries(delta)
         return delta
@@ -108,30 +134,38 @@ class Choice:
     def _echo(self, output: EngineOutput, delta: ChoiceDelta) -> None:
         delta.text = self._prompt.text.removesuffix(self._prompt_end)
         if output.prompt_logprobs is not None:
-            skip_special_tokens = self._skip_special_tokens and not self._prompt.shows_special_tokens
-            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
-            for token_id, logprob in zip(self._prompt.token_ids, output.prompt_logprobs, strict=True):
-                self._pending_entries.append(TokenEntry(token_id, logprob, detokenizer.num_characters))
-                detokenizer.feed(token_id)
+            delta.echoed = self._echoed(output.prompt_logprobs)
         self._num_echoed = len(delta.text)
+
+    def _echoed(self, logprobs: PromptLogprobs) -> Iterator[TokenEntry]:
+        skip_special_tokens = self._skip_special_tokens and not self._prompt.shows_special_tokens
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        for token_id, logprob in zip(self._prompt.token_ids, logprobs, strict=True):
+            yield TokenEntry(token_id, logprob, detokenizer.num_characters)
+            detokenizer.feed(token_id)
 
     def _take_token(self, token_id: int, logprob: TokenLogprob | None, is_stop_token: bool) -> str:
         self.num_tokens += 1
+        if self._reports_ids:
+            self._pending_ids.append(token_id)
         if logprob is not None:
             offset = self._num_echoed + self._detokenizer.num_characters
             self._pending_entries.append(TokenEntry(token_id, logprob, offset))
-        if is_stop_token and not self._keep_stop:
-            return ""
-        piece = self._detokenizer.feed(token_id)
-        # Stop strings count only after min_tokens, as stop tokens do.
-        return self._stops.feed(piece) if self.num_tokens > self._params.min_tokens else piece
+        piece = "" if is_stop_token and not self._keep_stop else self._detokenizer.feed(token_id)
+        if self.num_tokens <= self._params.min_tokens:
+            return piece  # stop strings count only after min_tokens, as stop tokens do
+        text = self._stops.feed(piece, token_id)
+        if self._stops.matched is not None and self._stops.is_special(token_id):
+            text += self._detokenizer.flush()  # bytes before the special token that waited for more
+        return text
 
     def _finish_by_engine(self, output: EngineOutput, delta: ChoiceDelta) -> ChoiceDelta:
         assert output.finish_reason is not None
         delta.text += self._stops.feed(self._detokenizer.flush())
+        if self._stops.matched is None:
+            delta.text += self._stops.flush()
         if self._stops.matched is not None:
             return self._finish_by_stop_string(delta, self._stops.matched)
-        delta.text += self._stops.flush()
         delta.error = output.error
         asked_for = output.stop_token_id in self._params.stop_token_ids
         return self._finish(delta, output.finish_reason, output.stop_token_id if asked_for else None)
@@ -163,3 +197,5 @@ class Choice:
 
     def _move_entries(self, delta: ChoiceDelta) -> None:
         delta.entries, self._pending_entries = self._pending_entries, []
+        delta.token_ids, self._pending_ids = self._pending_ids, []
+        delta.prompt_token_ids, self._pending_prompt_ids = self._pending_prompt_ids, None

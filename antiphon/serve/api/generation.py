@@ -1,7 +1,8 @@
 """All engine requests behind one HTTP request: submitted together, read together, ended together.
 
 Several answers (n, or several prompts) arrive interleaved. One answer is read straight from the engine's iterator;
-several are read by one task each, that put their pieces into one queue. No task is made per token.
+several are read by one task each, that put the engine's outputs into one queue. One task turns them into text, in turns
+with other HTTP requests (`Pace`). No task is made per token.
 
 However the request ends (done, stop string, client gone, failure), `close` ends every engine request that still
 runs, so that its KV blocks are free at the next step.
@@ -15,16 +16,17 @@ from contextlib import aclosing, asynccontextmanager
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.choice import Choice, ChoiceDelta
-from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.choice import Choice, ChoiceDelta, TokenizedPrompt
+from antiphon.serve.api.context import ApiContext, Pace
 from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.parameters import ToolUse, with_seed
-from antiphon.serve.api.prompts import TokenizedPrompt
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.engine_api import AsyncEngine, EngineOutput
+from antiphon.serve.text.stop_strings import StopStrings
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("serve.api")
+_MAX_WAITING = 64  # outputs of all answers; more wait where the engine puts them
 
 
 class _EngineRequest:
@@ -37,49 +39,58 @@ class _EngineRequest:
         choice: Choice,
         outputs: AsyncIterator[EngineOutput],
         clock: RequestClock,
+        pace: Pace,
     ) -> None:
         self.request_id = request_id
         self.choice = choice
         self.clock = clock
         self._engine = engine
         self._outputs = outputs
-        self._ended_by_engine = False
+        self._pace = pace
+        self.ended_by_engine = False
 
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """Pieces of this answer, the last with a finish reason, whatever the engine does."""
+    async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
+        """The engine's outputs, the last with a finish reason, whatever the engine does."""
         try:
             async for output in self._outputs:
-                self._ended_by_engine = output.finish_reason is not None
+                self.ended_by_engine = output.finish_reason is not None
                 self.clock.tokens_arrived(len(output.token_ids))
-                delta = self.choice.consume(output)
-                if delta is not None:
-                    if delta.finish_reason is not None:
-                        self.clock.finished(delta.finish_reason)
-                    yield delta
-                if self.choice.finished:
-                    return
+                yield output
+            if self.ended_by_engine:
+                return
             problem = "the engine ended the request without a reason"
         except UserError as error:
             problem = str(error)
         except Exception as error:  # a failing engine must not take the other requests of the server with it
             _log.exception("request %s: the engine failed", self.request_id)
             problem = f"the engine failed: {error}"
-        self.choice.finished = True
-        self.clock.finished("error")
-        yield ChoiceDelta(self.choice.index, finish_reason="error", error=problem)
+        yield EngineOutput(request_id=self.request_id, token_ids=[], finish_reason="error", error=problem)
 
-    async def close(self) -> None:
+    async def consume(self, output: EngineOutput) -> ChoiceDelta | None:
+        """What an output adds to the answer, worked out when it is this HTTP request's turn; None for nothing yet."""
+        await self._pace.wait()
+        began_s = time.thread_time()
+        delta = self.choice.consume(output)
+        self._pace.spend(began_s)
+        if delta is not None and delta.finish_reason is not None:
+            self.clock.finished(delta.finish_reason)
+        return delta
+
+    async def end(self) -> None:
         """Make the engine forget the request unless it ended it itself. A generator that was never started runs none
         of its clean-up when closed, so the engine is also told by name."""
-        if not self._ended_by_engine:
+        if not self.ended_by_engine:
             self._engine.abort(self.request_id)
-            self._ended_by_engine = True
-        if not self.choice.finished:
-            self.choice.finished = True
-            self.clock.finished("abort")
+            self.ended_by_engine = True
         aclose = getattr(self._outputs, "aclose", None)
         if aclose is not None:
             await aclose()
+
+    def give_up(self) -> None:
+        """Nobody reads the rest of the answer."""
+        if not self.choice.finished:
+            self.choice.finished = True
+            self.clock.finished("abort")
 
 
 class Generation:
@@ -90,6 +101,7 @@ class Generation:
         self.created_s = int(time.time())
         self.prompts: list[TokenizedPrompt] = []
         self.num_answers = 1
+        self.pace = context.pace()
         self._context = context
         self._requests: list[_EngineRequest] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -103,7 +115,7 @@ class Generation:
             _log.info("request %s is from user %r", self.request_id, user)
         self._entered = True
 
-    def submit(
+    async def submit(
         self,
         prompts: list[TokenizedPrompt],
         params: list[SamplingParams],
@@ -116,48 +128,72 @@ class Generation:
         engine = self._context.engine
         self.prompts = prompts
         self.num_answers = request.n or 1
+        stops = StopStrings(self._context.tokenizer, tuple(request.stop or ()))
         for prompt, prompt_params in zip(prompts, params, strict=True):
             for answer in range(self.num_answers):
+                await self.pace.wait()
+                began_s = time.thread_time()
                 index = len(self._requests)
                 choice = Choice(
                     index=index,
                     prompt=prompt,
                     params=prompt_params,
-                    stop_strings=tuple(request.stop or ()),
+                    stops=stops,
                     echo=echo,
                     tokenizer=self._context.tokenizer,
                     skip_special_tokens=request.skip_special_tokens is not False,
                     keep_stop=bool(request.include_stop_str_in_output),
                     reader=tools.reader() if tools is not None else None,
+                    reports_ids=bool(request.return_token_ids),
                 )
                 engine_id = f"{self.request_id}-{index}"
                 outputs = engine.submit(engine_id, prompt.token_ids, with_seed(prompt_params, request.seed, answer))
                 clock = RequestClock(self._context.metrics, self._arrived_s)
-                self._requests.append(_EngineRequest(engine, engine_id, choice, outputs, clock))
+                self._requests.append(_EngineRequest(engine, engine_id, choice, outputs, clock, self.pace))
+                self.pace.spend(began_s)
 
     @property
     def num_choices(self) -> int:
         return len(self._requests)
 
-    def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Pieces of all answers as they come. Ends after every answer has sent its finish reason."""
-        return self._requests[0].deltas() if len(self._requests) == 1 else self._deltas_of_several()
-
-    async def _deltas_of_several(self) -> AsyncGenerator[ChoiceDelta, None]:
-        queue: asyncio.Queue[ChoiceDelta] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._pump(request, queue)) for request in self._requests]
         num_running = len(self._requests)
-        while num_running:
-            delta = await queue.get()
-            if delta.finish_reason is not None:
-                num_running -= 1
-            yield delta
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                request = self._requests[index]
+                if request.choice.finished:
+                    continue  # it came behind a stop string
+                delta = await request.consume(output)
+                if request.choice.finished:
+                    num_running -= 1
+                    if self._tasks and not request.ended_by_engine:
+                        self._tasks[index].cancel()  # a stop string ends one answer while others go on
+                if delta is not None:
+                    yield delta
+                if not num_running:
+                    return
 
-    async def _pump(self, request: _EngineRequest, queue: asyncio.Queue[ChoiceDelta]) -> None:
-        async with aclosing(request.deltas()) as deltas:
-            async for delta in deltas:
-                queue.put_nowait(delta)
-        await request.close()  # a stop string ends one answer while others go on
+    async def _outputs(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+        """What the engine says of each answer."""
+        if len(self._requests) == 1:
+            async with aclosing(self._requests[0].outputs()) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        queue: asyncio.Queue[tuple[int, EngineOutput]] = asyncio.Queue(_MAX_WAITING)
+        self._tasks = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._requests))]
+        while True:
+            yield await queue.get()
+
+    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, EngineOutput]]) -> None:
+        request = self._requests[index]
+        try:
+            async with aclosing(request.outputs()) as outputs:
+                async for output in outputs:
+                    await queue.put((index, output))
+        finally:
+            await request.end()
 
     async def close(self) -> None:
         """End whatever the engine still computes for this, and give back the place among the running requests. Safe to
@@ -167,7 +203,8 @@ class Generation:
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         for request in self._requests:
-            await request.close()
+            await request.end()
+            request.give_up()
         self._requests, self._tasks = [], []
         if self._entered:
             self._entered = False
@@ -180,10 +217,14 @@ class Generation:
         first_answers = self._requests[:: self.num_answers]
         return _usage(num_prompt, num_completion, sum(request.choice.num_cached_tokens for request in first_answers))
 
+    def prompt_ids_of(self, index: int) -> list[int]:
+        """The prompt of one answer."""
+        return self.prompts[index // self.num_answers].token_ids
+
     def usage_of(self, index: int) -> dict[str, object]:
         """Token counts so far of one answer, for streams."""
         choice = self._requests[index].choice
-        num_prompt = len(self.prompts[index // self.num_answers].token_ids)
+        num_prompt = len(self.prompt_ids_of(index))
         return _usage(num_prompt, choice.num_tokens, choice.num_cached_tokens)
 
 

@@ -48,8 +48,8 @@ HARMLESS: dict[str, Harmless] = {
     # OpenAI
     "audio": Harmless((), _ONLY_TEXT),
     "echo": Harmless((False,), "only /v1/completions repeats the prompt"),
-    "function_call": Harmless(("none", "auto"), "use tool_choice"),
-    "functions": Harmless(([],), "use tools"),
+    "function_call": Harmless(("none", "auto"), "on /v1/chat/completions it is called tool_choice"),
+    "functions": Harmless(([],), "on /v1/chat/completions they are called tools"),
     "max_completion_tokens": Harmless((), "on /v1/completions it is called max_tokens"),
     "metadata": Harmless(({},), "requests are not stored"),
     "modalities": Harmless((["text"],), _ONLY_TEXT),
@@ -128,7 +128,6 @@ HARMLESS: dict[str, Harmless] = {
     "return_sampling_mask": Harmless((False,), _REPORT),
     "return_spec_tokens_details": Harmless((False,), _REPORT),
     "return_token_offsets": Harmless((False,), "logprobs of /v1/completions have offsets"),
-    "return_tokens_as_token_ids": Harmless((False,), "use return_token_ids"),
     "routed_experts_prompt_start": Harmless((0,), _REPORT),
     "routed_experts_start_len": Harmless((0,), _REPORT),
     # scheduling and caches

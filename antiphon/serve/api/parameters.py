@@ -1,6 +1,7 @@
 """What a request's parameters mean: `SamplingParams`, grammar, tools; defaults, limits of model and operator.
 
-Defaults are OpenAI's; a chat answer without a limit may fill the rest of the context. n answers with a seed use
+Defaults are OpenAI's; a chat answer without a limit may fill the rest of the context, as far as an answer may be so
+large. n answers with a seed use
 seed, seed + 1, ...: each is reproducible alone.
 """
 
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
+from antiphon.serve.api.answer_limits import num_affordable_tokens
 from antiphon.serve.api.chat_messages import FunctionDefinition, NamedToolChoice
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request, from_user_error, too_busy
@@ -201,15 +203,16 @@ def chat_sampling(
         raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
     if request.max_tokens == 0:
         raise bad_request("max_tokens is 0: a chat answer has at least 1 token", param="max_tokens")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens or request.max_tokens
     if max_tokens is None:
-        max_tokens = _room(context, num_prompt_tokens)
+        max_tokens = min(_room(context, num_prompt_tokens), num_affordable_tokens(context, request, logprobs))
     return _sampling(
         context,
         request,
         num_prompt_tokens,
         max_tokens=max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=logprobs,
         prompt_logprobs=None,
         grammar=grammar,
     )

@@ -9,12 +9,12 @@ cut: tokenizing only its end could split the first kept token differently.
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.chat_messages import Message, TemplateOptions, Tool
+from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.input_limits import too_long
@@ -25,15 +25,6 @@ from antiphon.serve.text.chat_rendering import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage
 
 _MAX_NAMES_SHOWN = 32
-
-
-@dataclass(frozen=True)
-class TokenizedPrompt:
-    """One prompt; `text` is what `echo` repeats, with the texts of special tokens or without."""
-
-    token_ids: list[int]
-    text: str
-    shows_special_tokens: bool = False
 
 
 async def encode_texts(

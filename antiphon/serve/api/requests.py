@@ -182,6 +182,12 @@ class GenerationRequest(RequestModel):
         None, description="JSON, or JSON that follows a schema, is enforced."
     )
     truncate_prompt_tokens: PositiveCount | None = Field(None, description="Keep only this many of the last tokens.")
+    return_token_ids: bool | None = Field(
+        None, description="Report the ids of prompt and answer: prompt_token_ids and token_ids. Default false."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write each token of logprobs as token_id:N. Default false."
+    )
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
         None, description="Changes nothing: prompts that begin alike share a cache, whatever their keys."

@@ -2,135 +2,41 @@
 
 Completions and chat completions differ only in how an answer is spelled; `AnswerShape` is that difference. Every
 event is one dictionary encoded by msgspec: no models, no task per event, a few microseconds a token. A stream's events
-wait for the client in an `Outbox`, within a limit.
+wait for the client in an `Outbox`, within a limit. A whole answer grows as JSON (`answer_json`), because its status is
+known only at its end, and is sent in pieces. Its size is limited: estimated before (`answer_limits`), counted while it
+grows. Whatever takes long takes turns with other requests (`Pace`).
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Coroutine
+import time
+from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from antiphon.base.logging import get_logger
+from antiphon.serve.api.answer_json import (
+    AnswerInTheMaking,
+    Encoded,
+    LogprobsJson,
+    TokenJson,
+    encode_json,
+    encoded_list,
+    encoded_object,
+)
+from antiphon.serve.api.answer_limits import answer_too_large
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.api.requests import GenerationRequest, StreamOptions
+from antiphon.serve.api.outbox import BATCH_BYTES, ClientGone, Outbox, SlowReader, WholeAnswer, until_disconnect
+from antiphon.serve.api.requests import GenerationRequest
 
 _log = get_logger("serve.api")
-_encode = msgspec.json.Encoder().encode
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_BATCH_BYTES = 64 * 1024
-_Result = TypeVar("_Result")
-
-
-class ClientGone(ApiError):
-    """The client closed the connection; nobody will read this."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client closed the connection")
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before.
-
-    The web server reports a closed connection only to somebody who listens, and sending to one fails in silence. So one
-    task works and one listens, for the whole request; whichever is first ends the other."""
-    working = asyncio.ensure_future(work)
-    listening = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        working.cancel()
-        listening.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class SlowReader(ApiError):
-    """More waits for the client than the server keeps for one."""
-
-    def __init__(self, num_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            408,
-            f"the answer is read too slowly: {num_bytes} bytes wait to be sent and the limit is {limit_bytes}; read"
-            " faster, or ask for fewer answers or logprobs",
-            code="slow_reader",
-        )
-
-
-class Outbox:
-    """One stream's encoded events, between the generation, which never waits, and the connection, which may.
-
-    A client that reads more slowly than the engine writes must not hold up the engine, and must not fill the server's
-    memory either. So events wait here as the bytes that will be sent, and their number has a limit; past it the answer
-    is given up. Rejected: letting the generation wait for its client, because its KV blocks would be taken for as long;
-    a limit on the number of events, because one event with logprobs is as large as a hundred without. `put` them,
-    `finish`, and let `deliver` run beside it."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._events: deque[bytes] = deque()
-        self._num_bytes = 0
-        self._finished = False
-        self._sending = False
-        self._news = asyncio.Event()
-
-    async def put(self, event: bytes) -> None:
-        """Add an event; `SlowReader` when it does not fit. A single event fits whatever its size. Does not wait for
-        the client, but lets `deliver` run when much has come at once and nothing holds it up."""
-        if self._num_bytes > _BATCH_BYTES and not self._sending:
-            await asyncio.sleep(0)
-        num_bytes = self._num_bytes + len(event)
-        if self._events and num_bytes > self._limit_bytes:
-            raise SlowReader(num_bytes, self._limit_bytes)
-        self._append(event)
-
-    def finish(self, last: bytes) -> None:
-        """The last event, which always fits."""
-        self._finished = True
-        self._append(last)
-
-    def _append(self, event: bytes) -> None:
-        self._events.append(event)
-        self._num_bytes += len(event)
-        self._news.set()
-
-    async def deliver(self, send: Send) -> None:
-        """Send everything up to the last event, as many at once as have come. Waits for the client; the connection's
-        send timeout ends that (`connections`)."""
-        more = True
-        while more:
-            await self._news.wait()
-            body = self._take()
-            more = bool(self._events) or not self._finished
-            self._sending = True
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-            self._sending = False
-
-    def _take(self) -> bytes:
-        """The next events together, to about one batch: what is sent lies in the connection's buffer as well."""
-        batch: list[bytes] = []
-        num_taken = 0
-        while self._events and num_taken < _BATCH_BYTES:
-            batch.append(self._events.popleft())
-            num_taken += len(batch[-1])
-        self._num_bytes -= num_taken
-        if not self._events:
-            self._news.clear()
-        return b"".join(batch)
 
 
 class AnswerShape(Protocol):
@@ -138,15 +44,24 @@ class AnswerShape(Protocol):
 
     object_name: str
     chunk_object_name: str
+    prompt_ids_beside_choices: bool  # where the answer has `prompt_token_ids`
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice object of an event before any text, or None."""
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """The choice object of one streamed piece."""
+        """The choice object of one streamed piece, but for its log-probabilities."""
 
-    def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """The choice object of a finished answer; `delta` holds all of it."""
+    def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
+        """The choice object of a finished answer, but for its log-probabilities; values may be `Encoded`."""
+
+    def logprobs(self) -> LogprobsJson | None:
+        """For one answer; None when they were not asked for."""
+
+
+def token_json(context: ApiContext, body: GenerationRequest) -> TokenJson:
+    """How this answer writes tokens."""
+    return TokenJson(context.tokenizer, as_ids=True) if body.return_tokens_as_token_ids else context.token_json
 
 
 async def respond(
@@ -159,33 +74,62 @@ async def respond(
     """The response for a submitted generation, which is closed when the response is out or the client gone."""
     header = {"id": generation.request_id, "created": generation.created_s, "model": context.model_name}
     if body.stream:
-        return EventStream(context, generation, shape, header, body.stream_options)
-    answers = await until_disconnect(request.receive, _collect(generation))
-    whole = header | {
-        "object": shape.object_name,
-        "choices": [shape.whole(answer) for answer in answers],
-        "usage": generation.usage(),
-    }
+        return EventStream(context, generation, shape, header, body)
+    whole = await until_disconnect(request.receive, _whole(context, generation, shape, header, body))
     await generation.close()
-    return Response(_encode(whole), media_type="application/json")
+    if len(whole) < BATCH_BYTES:
+        return Response(whole.joined(), media_type="application/json")
+    return WholeAnswer(whole, context.trimmer.note_large_input)
 
 
-async def _collect(generation: Generation) -> list[ChoiceDelta]:
-    """Every answer as one delta, in order; `ApiError` as soon as one fails."""
-    answers = [ChoiceDelta(index) for index in range(generation.num_choices)]
-    texts: list[list[str]] = [[] for _ in answers]
+async def _whole(
+    context: ApiContext, generation: Generation, shape: AnswerShape, header: dict[str, Any], body: GenerationRequest
+) -> Encoded:
+    """The answer, made in turns with other requests; `ApiError` as soon as one of its choices fails."""
+    answers = [AnswerInTheMaking(index, shape.logprobs()) for index in range(generation.num_choices)]
+    num_bytes = 0
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             _raise_failure(delta)
             answer = answers[delta.index]
-            texts[delta.index].append(delta.text)
-            answer.calls += delta.calls
-            answer.entries += delta.entries
-            answer.finish_reason = delta.finish_reason
-            answer.stop_reason = delta.stop_reason
-    for answer, text in zip(answers, texts, strict=True):
-        answer.text = "".join(text)
-    return answers
+            num_bytes -= answer.num_bytes
+            parts = delta.slices()
+            while (part := await _next(parts, generation)) is not None:
+                began_s = time.thread_time()
+                answer.add(part)
+                generation.pace.spend(began_s)
+            num_bytes += answer.num_bytes
+            if num_bytes > 2 * context.settings.max_answer_bytes:
+                raise answer_too_large(context, f"has {num_bytes} bytes already")
+    choices = []
+    for answer in answers:
+        await generation.pace.wait()
+        began_s = time.thread_time()
+        choices.append(_whole_choice(shape, answer, body))
+        generation.pace.spend(began_s)
+    fields = header | {"object": shape.object_name, "choices": encoded_list(choices), "usage": generation.usage()}
+    if body.return_token_ids and shape.prompt_ids_beside_choices:
+        fields["prompt_token_ids"] = answers[0].prompt_token_ids
+    return encoded_object(fields)
+
+
+async def _next(parts: Iterator[ChoiceDelta], generation: Generation) -> ChoiceDelta | None:
+    """The next part of a delta, when it is this request's turn."""
+    await generation.pace.wait()
+    began_s = time.thread_time()
+    part = next(parts, None)
+    generation.pace.spend(began_s)
+    return part
+
+
+def _whole_choice(shape: AnswerShape, answer: AnswerInTheMaking, body: GenerationRequest) -> Encoded:
+    choice = shape.whole(answer)
+    choice["logprobs"] = None if answer.logprobs is None else answer.logprobs.take()
+    if body.return_token_ids:
+        choice["token_ids"] = answer.token_ids
+        if not shape.prompt_ids_beside_choices:
+            choice["prompt_token_ids"] = answer.prompt_token_ids
+    return encoded_object(choice)
 
 
 def _raise_failure(delta: ChoiceDelta) -> None:
@@ -208,16 +152,20 @@ class EventStream(Response):
         generation: Generation,
         shape: AnswerShape,
         header: dict[str, Any],
-        options: StreamOptions | None,
+        body: GenerationRequest,
     ) -> None:
         super().__init__(None, headers=_EVENT_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._context = context
         self._generation = generation
         self._shape = shape
+        self._logprobs = shape.logprobs()
         self._header = header | {"object": shape.chunk_object_name}
+        options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._reports_ids = bool(body.return_token_ids)
+        self._was_large = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -226,6 +174,8 @@ class EventStream(Response):
             pass
         finally:
             await self._generation.close()
+            if self._was_large:
+                self._context.trimmer.note_large_input()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -252,22 +202,50 @@ class EventStream(Response):
         for index in range(self._generation.num_choices):
             opening = self._shape.opening(index)
             if opening is not None:
-                await outbox.put(self._piece(opening))
+                await outbox.put(self._opening(index, opening))
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 _raise_failure(delta)
-                await outbox.put(self._piece(self._shape.piece(delta)))
+                is_large = delta.echoed is not None or delta.prompt_token_ids is not None
+                self._was_large |= is_large
+                parts = delta.slices()
+                while (part := await _next(parts, self._generation)) is not None:
+                    if is_large:
+                        await outbox.room()
+                    began_s = time.thread_time()
+                    event = self._piece(part)
+                    self._generation.pace.spend(began_s)
+                    await outbox.put(event)
         if self._include_usage:
             await outbox.put(_event(self._header | {"choices": [], "usage": self._generation.usage()}))
 
-    def _piece(self, choice: dict[str, Any]) -> bytes:
+    def _opening(self, index: int, choice: dict[str, Any]) -> bytes:
         event = self._header | {"choices": [choice]}
+        if self._reports_ids:
+            choice["token_ids"] = []
+            if self._shape.prompt_ids_beside_choices:
+                event["prompt_token_ids"] = self._generation.prompt_ids_of(index) if index == 0 else None
+        return self._with_usage(event, index)
+
+    def _piece(self, delta: ChoiceDelta) -> bytes:
+        choice = self._shape.piece(delta)
+        if self._logprobs is not None:
+            for entry in delta.entries:
+                self._logprobs.add(entry)
+            choice["logprobs"] = msgspec.Raw(self._logprobs.take().joined())
+        if self._reports_ids:
+            choice["token_ids"] = delta.token_ids
+            if not self._shape.prompt_ids_beside_choices:
+                choice["prompt_token_ids"] = delta.prompt_token_ids
+        return self._with_usage(self._header | {"choices": [choice]}, delta.index)
+
+    def _with_usage(self, event: dict[str, Any], index: int) -> bytes:
         if self._continuous_usage:
-            event["usage"] = self._generation.usage_of(choice["index"])
+            event["usage"] = self._generation.usage_of(index)
         elif self._include_usage:
             event["usage"] = None
         return _event(event)
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+    return b"data: " + encode_json(content) + b"\n\n"

@@ -13,8 +13,9 @@ class ServerSettings:
 
     `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `max_concurrent_streams`
     counts HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits
-    prompts. `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `predicted`: what
-    the loaded plan promised, None without a plan.
+    prompts. `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes`
+    of one answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
+    without a plan.
 
     Of a connection: `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head,
     `keep_alive_timeout_s` idle between requests, `send_timeout_s` in which a client must take some of what waits for
@@ -33,6 +34,7 @@ class ServerSettings:
     keep_alive_timeout_s: float = 75.0
     send_timeout_s: float = 60.0
     max_unread_bytes: int = 1024 * 1024
+    max_answer_bytes: int = 64 * 1024 * 1024
     max_connections: int = 2048
     max_slow_bodies: int = 128
     max_prompt_tokens: int | None = None
@@ -54,6 +56,7 @@ class ServerSettings:
             ("--max-connections", self.max_connections),
             ("--max-slow-bodies", self.max_slow_bodies),
             ("max_unread_bytes", self.max_unread_bytes),
+            ("--max-answer-bytes", self.max_answer_bytes),
             ("--max-prompt-tokens", 1 if self.max_prompt_tokens is None else self.max_prompt_tokens),
             ("max_n", self.max_n),
             ("max_prompts_per_request", self.max_prompts_per_request),

@@ -12,7 +12,7 @@ When several match, the one that is complete first wins; of those complete at th
 """
 
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import tokenizers
@@ -23,6 +23,7 @@ from antiphon.serve.text.detokenizer import IncrementalDetokenizer, TokenBytes
 ChatMessage = dict[str, Any]
 
 
+@lru_cache(64)  # an answer of n has the stop strings of the others
 def _failure_function(pattern: str) -> list[int]:
     """`failure[i]`: length of the longest proper prefix of `pattern[:i + 1]` that is also its suffix."""
     failure = [0] * len(pattern)
@@ -133,6 +134,12 @@ class TextTokenizer:
         # A byte-level vocabulary spells one character a byte, so that it can only say too much.
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         return longest if self.backend.normalizer is None else 4 * longest
+
+    @cached_property
+    def mean_token_characters(self) -> float:
+        """Average length of the vocabulary's tokens, as they are spelled there."""
+        lengths = list(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        return sum(lengths) / max(1, len(lengths))
 
     @property
     def has_chat_template(self) -> bool:

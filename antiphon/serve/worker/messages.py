@@ -15,7 +15,7 @@ from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import Collectives
-from antiphon.specs.sampling import TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]
 
@@ -135,12 +135,13 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """What the worker says of one request: its next token, if the step sampled one, and log-probabilities asked for."""
+    """What the worker says of one request: its next token, if the step sampled one, and log-probabilities asked for
+    (a prompt's rows may come in several pieces)."""
 
     request_id: str
     token_id: int | None
-    logprob: TokenLogprob | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+    logprob: PackedLogprobs | None = None
+    prompt_logprobs: list[PackedLogprobs] | None = None
 
 
 class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@
 
 All steps work on each row by itself, so the token does not depend on the batch. Ties in an argmax go to the lowest id.
 
-R rows with logits, V vocabulary, N rows that are drawn. Rows of a sequence come in order: those that report prompt
-log-probabilities, then the last row if it samples (one row may do both).
+R rows with logits, V vocabulary, N rows that are drawn, A alternatives. Rows of a sequence come in order: those that
+report prompt log-probabilities, then the last row if it samples (one row may do both).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.kernels.api import KernelBackend
@@ -30,9 +31,12 @@ from antiphon.serve.worker.sampling import (
     edit_logits,
     filtered_probabilities,
 )
-from antiphon.specs.sampling import TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs
 
 ArgmaxRows = Callable[[Tensor], Tensor]
+Int32s = NDArray[np.int32]
+Floats = NDArray[np.float32]
+_ROWS_AT_ONCE = 256  # whose log-probabilities are reported
 MAX_ALTERNATIVES = 20  # the API's limit; always searched, so that ties do not depend on what batch mates asked for
 
 
@@ -41,7 +45,7 @@ class SampledTokens:
     """`token_ids[i]` for row i; `logprobs[i]` where its request asked for it, `logprobs` None if nobody did."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprob | None] | None
+    logprobs: list[PackedLogprobs | None] | None
 
 
 def needs_logits(step: SequenceStep) -> bool:
@@ -102,7 +106,7 @@ class RowSampler:
 
     def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
-        prompt_reports: dict[str, list[TokenLogprob]] = {}
+        prompt_reports: dict[str, list[PackedLogprobs]] = {}
         sampling: list[SequenceStep] = []
         rows: list[int] = []
         row = 0
@@ -111,7 +115,7 @@ class RowSampler:
             num_reported = step.logprob_end - step.logprob_begin
             if num_reported > 0:
                 report = self._report_prompt(logits_RV[row : row + num_reported], step)
-                prompt_reports.setdefault(step.request_id, []).extend(report)  # a chunk may come in several pieces
+                prompt_reports.setdefault(step.request_id, []).append(report)  # a chunk may come in several pieces
             row += count
             if step.samples:
                 sampling.append(step)
@@ -128,7 +132,7 @@ class RowSampler:
 
     def _choose(
         self, logits_RV: Tensor, sampling: list[SequenceStep], rows: list[int], bitmasks: dict[str, bytes]
-    ) -> dict[str, tuple[int, TokenLogprob | None]]:
+    ) -> dict[str, tuple[int, PackedLogprobs | None]]:
         states = [self._states[step.request_id] for step in sampling]
         indices = []
         for step, state in zip(sampling, states, strict=True):
@@ -151,7 +155,7 @@ class RowSampler:
         words = np.stack([np.frombuffer(bitmasks[sampling[row].request_id], dtype=np.int32) for row in rows])
         return GrammarMask(rows, torch.from_numpy(words))
 
-    def _report_prompt(self, logits_RV: Tensor, step: SequenceStep) -> list[TokenLogprob]:
+    def _report_prompt(self, logits_RV: Tensor, step: SequenceStep) -> PackedLogprobs:
         first = step.start + step.logprob_begin + 1
         targets = self._prompts[step.request_id][first : first + logits_RV.shape[0]]
         count = self._states[step.request_id].params.prompt_logprobs
@@ -221,20 +225,22 @@ def _choose(
 
 def _report(
     logits_RV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
-) -> list[TokenLogprob | None] | None:
+) -> list[PackedLogprobs | None] | None:
     """Step 4."""
     wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
     if not wanted:
         return None
     rows = [row for row, _ in wanted]
     reports = token_logprobs(logits_RV[rows], [token_ids[row] for row in rows], [count for _, count in wanted])
-    result: list[TokenLogprob | None] = [None] * len(states)
+    result: list[PackedLogprobs | None] = [None] * len(states)
     for row, report in zip(rows, reports, strict=True):
         result[row] = report
     return result
 
 
-def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(
+    logits_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]
+) -> list[PackedLogprobs]:
     """For each row of raw logits: the log-probability and rank of its token, and the row's best alternatives.
 
     Log-softmax of the *raw* logits, before bias, penalties, grammar and temperature. This is vLLM's default, and
@@ -244,19 +250,43 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_alternatives
 
     A token's rank is 1 plus the number of strictly more likely tokens. Alternatives are ordered by probability, then
     id."""
-    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-    chosen_R = logprobs_RV.gather(1, torch.tensor(token_ids, device=logits_RV.device).unsqueeze(1))
-    ranks = ((logprobs_RV > chosen_R).sum(1) + 1).tolist()
-    best = logprobs_RV.topk(min(MAX_ALTERNATIVES, logits_RV.shape[1]), dim=-1)
-    rows = zip(token_ids, chosen_R.squeeze(1).tolist(), ranks, num_alternatives, strict=True)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    result = []
-    for (token_id, logprob, rank, count), (ids, values) in zip(rows, tops, strict=True):
-        ordered = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        result.append(TokenLogprob(token_id, logprob, rank, tuple(ordered[:count])))
-    return result
+    ids_RA, values_RA, ranks_R = _ranked(logits_RV, token_ids)
+    return [
+        _packed(ids_RA[row : row + 1], values_RA[row : row + 1], ranks_R[row : row + 1], count)
+        for row, count in enumerate(num_alternatives)
+    ]
 
 
-def prompt_logprobs(logits_RV: Tensor, next_token_ids: Sequence[int], num_alternatives: int) -> list[TokenLogprob]:
-    """The same for rows of a prompt, whose next tokens are known. Takes R x V floats: the caller bounds R."""
-    return token_logprobs(logits_RV, next_token_ids, [num_alternatives] * len(next_token_ids))
+def prompt_logprobs(logits_RV: Tensor, next_token_ids: Sequence[int], num_alternatives: int) -> PackedLogprobs:
+    """The same for rows of a prompt, whose next tokens are known, together."""
+    return _packed(*_ranked(logits_RV, next_token_ids), num_alternatives)
+
+
+def _packed(ids_RA: Int32s, values_RA: Floats, ranks_R: Int32s, num_alternatives: int) -> PackedLogprobs:
+    num_top = min(num_alternatives, ids_RA.shape[1] - 1)
+    return PackedLogprobs(
+        num_top=num_top,
+        ids=ids_RA[:, : 1 + num_top].tobytes(),
+        values=values_RA[:, : 1 + num_top].tobytes(),
+        ranks=ranks_R.tobytes(),
+    )
+
+
+def _ranked(logits_RV: Tensor, token_ids: Sequence[int]) -> tuple[Int32s, Floats, Int32s]:
+    """Ids and log-probabilities of each row's token and then of its alternatives in their order; the token's rank.
+
+    Some rows at a time: a log-softmax of a whole prompt would be as large as its logits once more."""
+    parts = []
+    for begin in range(0, len(token_ids), _ROWS_AT_ONCE):
+        logprobs_RV = torch.log_softmax(logits_RV[begin : begin + _ROWS_AT_ONCE].float(), dim=-1)
+        tokens_R = np.array(token_ids[begin : begin + _ROWS_AT_ONCE])
+        chosen_R = logprobs_RV.gather(1, torch.from_numpy(tokens_R).to(logits_RV.device).unsqueeze(1))
+        ranks_R = (logprobs_RV > chosen_R).sum(1) + 1
+        best = logprobs_RV.topk(min(MAX_ALTERNATIVES, logits_RV.shape[1]), dim=-1)
+        ids_RA, values_RA = best.indices.cpu().numpy(), best.values.cpu().numpy()
+        order = np.lexsort((ids_RA, -values_RA))
+        ids_RA = np.column_stack([tokens_R, np.take_along_axis(ids_RA, order, axis=1)])
+        values_RA = np.column_stack([chosen_R.cpu().numpy(), np.take_along_axis(values_RA, order, axis=1)])
+        parts.append((ids_RA.astype(np.int32), values_RA, ranks_R.cpu().numpy().astype(np.int32)))
+    ids, values, ranks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return ids, values, ranks

@@ -1,0 +1,91 @@
+"""A request's stop strings, among them texts of special tokens such as ``<|im_end|>``.
+
+Special tokens usually leave no trace in the text, so that a search in the text would never find one. A stop string that
+names special tokens is searched for in a second text, where each of them stands as one character that no text has (a
+lone surrogate). What that search lets through goes on to the search in the text that the client sees, with those
+characters replaced by what the client sees of them. So a stop string is found wherever a reader of either text would
+find it, and the text before it is the same as without.
+
+Rejected: making such a stop string a stop token. It would not find a special token within a longer string, and
+`min_tokens` would forbid the token where it only has to pass over it.
+"""
+
+from antiphon.base.errors import UserError
+from antiphon.serve.text.tokenizer import StopStringMatcher, TextTokenizer
+
+_FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
+
+
+class StopStrings:
+    """What the answers of one request are searched for.
+
+    `marks`: the character that stands for a special token, by id. `marked`: the stop strings that name some, by the
+    same string with their characters."""
+
+    def __init__(self, tokenizer: TextTokenizer, texts: tuple[str, ...]) -> None:
+        self.texts = texts
+        self.marks: dict[int, str] = {}
+        self.marked: dict[str, str] = {}
+        specials = tokenizer.token_bytes.special_ids if texts else {}
+        for text in texts:
+            named = [special for special in specials if special in text]
+            marked = text
+            for special in sorted(named, key=len, reverse=True):
+                marked = marked.replace(special, self._mark(specials[special]))
+            if named:
+                self.marked[marked] = text
+
+    def _mark(self, token_id: int) -> str:
+        if len(self.marks) == _NUM_SURROGATES and token_id not in self.marks:
+            raise UserError(f"stop names more than {_NUM_SURROGATES} special tokens: send fewer")
+        return self.marks.setdefault(token_id, chr(_FIRST_SURROGATE + len(self.marks)))
+
+    def search(self) -> "StopSearch":
+        """For one answer."""
+        return StopSearch(self)
+
+
+class StopSearch:
+    """The search in one answer. `matched` is the stop string that was found; then the search is over."""
+
+    def __init__(self, stops: StopStrings) -> None:
+        self.matched: str | None = None
+        self._stops = stops
+        self._in_text = StopStringMatcher(stops.texts)
+        self._in_marked = StopStringMatcher(tuple(stops.marked)) if stops.marked else None
+        self._seen: dict[str, str] = {}  # what the text has of a token, by its mark
+
+    def feed(self, piece: str, token_id: int | None = None) -> str:
+        """Take what token `token_id` adds to the text, return what is certain not to belong to a stop string (all of it
+        before a match)."""
+        if self._in_marked is None:
+            return self._pass_on(piece)
+        if token_id is not None and (mark := self._stops.marks.get(token_id)) is not None:
+            self._seen[mark] = piece
+            piece = mark
+        text = self._pass_on(self._unmarked(self._in_marked.feed(piece)))
+        if self.matched is None and self._in_marked.matched is not None:
+            text += self._in_text.flush()
+            self.matched = self._stops.marked[self._in_marked.matched]
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a stop string names this special token."""
+        return token_id in self._stops.marks
+
+    def flush(self) -> str:
+        """The text that was held back for a match that did not come, up to one that comes now. Call it once."""
+        text = ""
+        if self._in_marked is not None:
+            text = self._pass_on(self._unmarked(self._in_marked.flush()))
+        return text if self.matched is not None else text + self._in_text.flush()
+
+    def _pass_on(self, piece: str) -> str:
+        text = self._in_text.feed(piece)
+        self.matched = self._in_text.matched
+        return text
+
+    def _unmarked(self, text: str) -> str:
+        for mark, seen in self._seen.items():
+            text = text.replace(mark, seen)
+        return text
