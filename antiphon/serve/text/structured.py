@@ -153,6 +153,8 @@ class GrammarCompiler:
             compiling.verdict = self._trials.submit(client, grammar)
         except UserError as error:
             self._finish(grammar, error)
+        except RuntimeError:  # no thread can be started
+            self._finish(grammar, QueueFull("the JSON schema cannot be tried out now: try again later", 5.0))
         else:
             compiling.verdict.add_done_callback(partial(self._on_trial, grammar))
 
