@@ -9,7 +9,6 @@ lock. Rejected: one lane (three slow grammars hold three threads); a process (te
 of every grammar, and memory that two processes must bound).
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -79,9 +78,11 @@ class MaskJob:
 
 
 class _Lane:
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int) -> None:
         self.line: TurnLine[MaskJob] = TurnLine()
         self.num_busy = 0
+        self.num_missing = num_threads
+        self.num_threads = 0
         self.work = threading.Condition()
 
 
@@ -91,24 +92,35 @@ class MaskPool:
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._on_done = on_done
-        self._quick, self._slow = _Lane(), _Lane()
-        self._threads: list[threading.Thread] = []
+        self._quick, self._slow = _Lane(_NUM_QUICK_THREADS), _Lane(1)
         self._closing = False
 
     def ask(self, jobs: list[MaskJob]) -> None:
         """Have these masks computed. Called by one thread. Takes microseconds, but for the first job ever."""
-        if not self._threads and jobs and not self._closing:
-            lanes = [self._slow, *itertools.repeat(self._quick, _NUM_QUICK_THREADS)]
-            self._threads = [threading.Thread(target=self._work, args=(lane,), name="masks") for lane in lanes]
-            for thread in self._threads:
-                thread.daemon = True  # one mask is no reason to delay the end of the program
-                thread.start()
         for lane, is_slow in ((self._quick, False), (self._slow, True)):
-            if mine := [job for job in jobs if job.is_slow is is_slow]:
+            mine = [job for job in jobs if job.is_slow is is_slow]
+            if mine and not self._start(lane):
+                for job in mine:
+                    job.error, job.done = "the server cannot start a thread for it now: try again later", True
+                self._on_done()
+            elif mine:
                 with lane.work:
                     for job in mine:
                         lane.line.add(job.matcher.grammar_id, job)
                     lane.work.notify(len(mine))
+
+    def _start(self, lane: _Lane) -> bool:
+        """The lane's threads, unless they run. Whether at least one does: the system may refuse to start another."""
+        while lane.num_missing and not self._closing:
+            # A daemon: one mask is no reason to delay the end of the program.
+            thread = threading.Thread(target=self._work, args=(lane,), name="masks", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            lane.num_missing -= 1
+            lane.num_threads += 1
+        return lane.num_threads > 0 or self._closing
 
     def close(self) -> None:
         """End the threads, each after the mask it computes now. What was asked for is not computed any more."""

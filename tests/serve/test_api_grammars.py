@@ -16,6 +16,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text import grammar_lanes, grammar_trial, structured
+from antiphon.serve.text.grammar_matcher import GrammarMatcher
 from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tool_calls import HERMES
@@ -246,6 +247,23 @@ def test_kept_grammars_are_bounded_in_bytes_and_come_back(
     assert not again.is_slow
     assert compiler.json_schema({"enum": [f"1 {index}" for index in range(4000)]}) == grammars[1]
     assert compiler._trials._num_orders == num_trials, "what was tried is not tried again"
+
+
+def test_grammars_in_use_are_bounded_in_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_KEPT_BYTES", 1024 * 1024)
+    monkeypatch.setattr(structured, "_USED_BYTES", 20 * 1024 * 1024)
+    matchers: list[GrammarMatcher] = []
+
+    def follow_ever_more() -> None:
+        for number in range(20):
+            matchers.append(compiler.matcher(compiler.json_schema({"enum": [f"{number} {i}" for i in range(4000)]})))
+
+    with pytest.raises(QueueFull, match="in use would take more than 20 MiB"):
+        follow_ever_more()
+    assert matchers, "the first one fits"
+    assert matchers[0].fill_bitmask().any(), "who is there goes on"
+    matchers.clear()
+    assert compiler.json_schema({"enum": [f"again {index}" for index in range(4000)]})
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(compiler: GrammarCompiler) -> None:

@@ -104,3 +104,18 @@ def test_what_is_given_up_is_not_computed(pool: MaskPool) -> None:
     pool.ask([job := MaskJob(last)])
     wait_until(lambda: job.done, "the last mask")
     assert not second.began.is_set()
+
+
+def test_no_thread_to_be_had_is_an_error_of_these_requests(pool: MaskPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    matcher = HeldMatcher("a", [])
+    matcher.may_go.set()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.ask([job := MaskJob(matcher)])
+    assert (job.done, job.error) == (True, "the server cannot start a thread for it now: try again later")
+    monkeypatch.undo()
+    pool.ask([job := MaskJob(matcher)])
+    wait_until(lambda: job.done, "the mask")
+    assert job.error is None

@@ -65,7 +65,8 @@ class GrammarTrials:
 
     def submit(self, client: Hashable, grammar: str) -> "Future[Verdict]":
         """Try a grammar for `client`; cancel what nobody waits for. The future's error is a `UserError` when it cannot
-        be tried at all. `QueueFull` when too many wait. Blocks while the process reads, which takes it milliseconds."""
+        be tried at all. `QueueFull` when too many wait, `RuntimeError` when no thread can be started. Blocks while the
+        process reads, which takes it milliseconds."""
         trial = _Trial(client, grammar)
         with self._lock:
             if self._closing:
@@ -77,10 +78,11 @@ class GrammarTrials:
                     f" limits are {_MAX_WAITING_OF_CLIENT} and {_MAX_WAITING}; try again later",
                     _RETRY_AFTER_S,
                 )
-            self._lines[0].add(client, trial)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="grammar trials", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="grammar trials", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._lines[0].add(client, trial)
             self._has_work.notify()
             self._begin_trials()
         return trial.verdict

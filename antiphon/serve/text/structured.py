@@ -18,6 +18,7 @@ for the largest schema.
 
 import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
@@ -36,6 +37,7 @@ from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
 from antiphon.serve.text.grammar_trial import Verdict, load_tokenizer
 
 _KEPT_BYTES = 64 * 1024 * 1024
+_USED_BYTES = 256 * 1024 * 1024  # with those that are not kept any more, but still followed
 _MAX_KEPT_VERDICTS = 1024  # some hundred bytes each
 _SLOW_BUILD_S = 0.05
 _TRIMMED_BYTES = 8 * 1024 * 1024
@@ -62,6 +64,7 @@ class GrammarCompiler:
         self._object = BuiltGrammar(json_grammar({"type": "object"}), self._tokenizer)
         self._object.start()
         self._kept: OrderedDict[str, BuiltGrammar] = OrderedDict()
+        self._alive: weakref.WeakSet[BuiltGrammar] = weakref.WeakSet()
         self._untrimmed_bytes = 0
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._compiling: dict[str, _Compiling] = {}
@@ -93,7 +96,8 @@ class GrammarCompiler:
         return self.compile_rules(lambda: rules).result()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """A matcher at the start of `grammar`, in microseconds; `UserError` when the grammar has taken too much time.
+        """A matcher at the start of `grammar`, in microseconds; `UserError` when the grammar has taken too much time,
+        `QueueFull` when it has to be kept again and those in use take too much memory.
         If it is long ago that the grammar was compiled, the first mask builds it again."""
         with self._lock:
             kept = self._object if grammar == self._object.text else self._kept.get(grammar)
@@ -149,6 +153,8 @@ class GrammarCompiler:
             compiling.verdict = self._trials.submit(client, grammar)
         except UserError as error:
             self._finish(grammar, error)
+        except RuntimeError:  # no thread can be started
+            self._finish(grammar, QueueFull("the JSON schema cannot be tried out now: try again later", 5.0))
         else:
             compiling.verdict.add_done_callback(partial(self._on_trial, grammar))
 
@@ -175,26 +181,34 @@ class GrammarCompiler:
 
     def _build(self, grammar: str) -> None:
         """In a thread of the builders."""
+        try:
+            with self._lock:
+                kept = self._keep(grammar)
+            kept.start()
+        except QueueFull as error:
+            self._finish(grammar, error)
+        else:
+            self._finish(grammar, None)
         with self._lock:
-            kept = self._keep(grammar)
             is_trim_due = self._untrimmed_bytes > _TRIMMED_BYTES
             if is_trim_due:
                 self._untrimmed_bytes = 0
-        kept.start()
-        self._finish(grammar, None)
         if is_trim_due:
             give_memory_back()
 
     def _keep(self, grammar: str) -> BuiltGrammar:
         """With the lock. Whatever is older and does not fit beside it is dropped."""
-        verdict = self._verdicts.get(_digest(grammar))
-        kept = BuiltGrammar(grammar, self._tokenizer, verdict)
+        kept = BuiltGrammar(grammar, self._tokenizer, self._verdicts.get(_digest(grammar)))
+        kept_bytes = kept.kept_bytes + sum(each.kept_bytes for each in self._kept.values())
+        while kept_bytes > _KEPT_BYTES and self._kept:
+            kept_bytes -= self._kept.popitem(last=False)[1].kept_bytes
+        used_bytes = kept.kept_bytes + sum(each.kept_bytes for each in self._alive)
+        if used_bytes > _USED_BYTES:
+            most = f"{_USED_BYTES >> 20} MiB"
+            raise QueueFull(f"the JSON schemas in use would take more than {most} of memory: try again later", 5.0)
         self._kept[grammar] = kept
+        self._alive.add(kept)
         self._untrimmed_bytes += kept.kept_bytes
-        kept_bytes = sum(each.kept_bytes for each in self._kept.values())
-        while kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-            _, dropped = self._kept.popitem(last=False)
-            kept_bytes -= dropped.kept_bytes
         return kept
 
     def _finish(self, grammar: str, error: Exception | None) -> None:
