@@ -86,8 +86,8 @@ there counts:
 4. a variant (`model.fp16.safetensors`)
 5. a lone file of another name
 
-Adapters, `consolidated.safetensors` and pickles beside them are not used, and the log names them. Alone they are refused
-with what to do. So are pointers of Git LFS and downloads that did not end.
+Adapters, `consolidated.safetensors` and pickles beside them are not used, and the log names them. Alone they are
+refused with what to do. So are pointers of Git LFS and downloads that did not end.
 
 | where files differ or are silent | what counts |
 | --- | --- |
