@@ -74,6 +74,45 @@ PUBLISHED_IN = {
     "compressed-tensors, blocks of 128 x 128": "llm-compressor `-FP8-block`",
 }
 
+FILES_OF_A_CHECKPOINT = """\
+## Files of a checkpoint
+
+MODEL is a checkpoint folder, or a model's folder in the hub's cache (`models--org--name`). Of weights the first that is
+there counts:
+
+1. the shards of `model.safetensors.index.json`
+2. `model.safetensors`
+3. all numbered shards, without an index
+4. a variant (`model.fp16.safetensors`)
+5. a lone file of another name
+
+Adapters, `consolidated.safetensors` and pickles beside them are not used, and the log names them. Alone they are
+refused with what to do. So are pointers of Git LFS and downloads that did not end.
+
+| where files differ or are silent | what counts |
+| --- | --- |
+| a key of `config.json` is missing | the default of the family's class in transformers; the log names sizes |
+| neither `dtype` nor `torch_dtype` | the dtype of most bytes of the weights |
+| tokens that end a text | those of `config.json`, `generation_config.json`, and the tokenizer's `eos_token` |
+| `rope_scaling` beside `rope_parameters` | `rope_scaling`; the base stays where it has none |
+| two spellings of a key with two values | refused |
+
+## Longer contexts
+
+YaRN that was added to `config.json` by hand stretches the context to `factor` times `original_max_position_embeddings`,
+also where `max_position_embeddings` was left as it is. `--max-model-len` may be above the context: the log warns, since
+no model was trained for those positions. `--rope-scaling` (serve, generate) takes the place of the file's own scaling:
+
+```
+antiphon serve MODEL --rope-scaling \\
+  '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+```
+
+It takes what `rope_scaling` or `rope_parameters` may hold: yarn, linear, dynamic, llama3, longrope, default. A key that
+the scaling does not use is refused. `antiphon plan` takes `--model-set rope_scaling=JSON`. Dynamic scaling follows the
+longest sequence that is served, since one table serves all requests.
+"""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -149,6 +188,8 @@ def page(families: dict[str, Comparison], formats: dict[str, Comparison], made_w
             "gpt-oss's experts in MXFP4 are multiplied out too, which `tests/models/test_gpt_oss.py` compares.",
             "",
             "AWQ, GPTQ, bitsandbytes, NVFP4, int8, int4 and GGUF are refused by name.",
+            "",
+            *FILES_OF_A_CHECKPOINT.splitlines(),
             "",
             "## Models that do not run",
             "",

@@ -32,6 +32,7 @@ from antiphon.bench.limits import (
 from antiphon.bench.peers.api import Peer, PeerError, RunResult, Workload
 from antiphon.bench.quiet import Repetitions, repeat_until_quiet
 from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.families.defaults import completed
 from antiphon.models.load import open_checkpoint
 
 Say = Callable[[str], None]
@@ -69,7 +70,7 @@ def bench_serve(
 
     No rows if no engine could be started. What Antiphon itself refuses (`UserError`) ends the benchmark."""
     open_checkpoint(model, load_model_spec(model))  # what is wrong with it is said before anybody starts
-    config = read_config(model)
+    config = completed(read_config(model))
     decoder = DecoderSizes.from_config(config)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:

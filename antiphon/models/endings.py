@@ -7,6 +7,7 @@ Rejected: `generation_config.json` alone, as transformers does. Many folders hav
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from antiphon.models.files import brief, read_json
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("models")
+_NUMBER = re.compile("[0-9]{1,9}")
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -58,7 +60,7 @@ def _id_of(folder: Path, text: str) -> int | None:
     """The token's number: in the file that names it, or in the tokenizer's own."""
     added = _json_of(folder / _NAMING[0]).get("added_tokens_decoder")
     for number, token in added.items() if isinstance(added, Mapping) else ():
-        if isinstance(token, Mapping) and token.get("content") == text and number.isdecimal():
+        if isinstance(token, Mapping) and token.get("content") == text and _NUMBER.fullmatch(number):
             return int(number)
     tokenizer = _json_of(folder / "tokenizer.json")
     listed = tokenizer.get("added_tokens")

@@ -14,6 +14,7 @@ from typing import Any
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.models.config import FAMILIES, load_model_spec, model_spec, read_config
 from antiphon.models.counted.model import counted_model
+from antiphon.models.families.defaults import assumed
 from antiphon.models.families.refused import TEXT_KEYS
 from antiphon.models.files import brief
 from antiphon.models.spec_checks import check_spec
@@ -36,7 +37,7 @@ def load_planned_model(path: str | Path, changes: Sequence[str] = ()) -> Planned
     """From a checkpoint folder or its `config.json`; `changes` are texts of the form ``key=value``."""
     config = read_config(path)
     if not changes and _family(config) in FAMILIES and not any(config.get(key) for key in QUANTIZED):
-        return PlannedModel(spec=load_model_spec(path), config=config)
+        return PlannedModel(spec=load_model_spec(path), config=config, notes=_assumed(config))
     return planned_model(changed(config, changes))
 
 
@@ -46,7 +47,7 @@ def planned_model(config: Mapping[str, Any]) -> PlannedModel:
     notes += _stored(config)
     plain = {key: value for key, value in config.items() if key not in QUANTIZED}
     if _family(config) in FAMILIES:
-        return PlannedModel(spec=model_spec(plain), config=dict(config), notes=notes)
+        return PlannedModel(spec=model_spec(plain), config=dict(config), notes=notes + _assumed(config))
     spec, unread = counted_model(plain)
     check_spec(spec)
     name = brief(config.get("model_type"))
@@ -111,6 +112,13 @@ def _family(config: Mapping[str, Any]) -> str:
     """The `model_type`; empty where there is none, or it is no text."""
     name = config.get("model_type")
     return name if isinstance(name, str) else ""
+
+
+def _assumed(config: Mapping[str, Any]) -> tuple[str, ...]:
+    keys = assumed(config)
+    return (
+        (f"config.json does not say {', '.join(keys)}: taken from the defaults of {_family(config)}",) if keys else ()
+    )
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:

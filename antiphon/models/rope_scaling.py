@@ -41,10 +41,9 @@ def with_rope_scaling(config: Mapping[str, Any], text: str) -> dict[str, Any]:
     if not text:
         return result
     scaling = _parse(text)
-    for section in ("rope_parameters", "rope_scaling"):
-        if isinstance(result.get(section), Mapping):
-            result[section] = {key: value for key, value in result[section].items() if key in _OWN}
-    kept = {**(result.get("rope_parameters") or {}), **(result.get("rope_scaling") or {})}
+    kept: dict[str, Any] = {}
+    for section in (result.get("rope_parameters"), result.get("rope_scaling")):
+        kept |= {key: section[key] for key in _OWN if key in section} if isinstance(section, Mapping) else {}
     if _TRAINED in scaling:
         result.pop(_TRAINED, None)
     return result | {"rope_parameters": kept | scaling, "rope_scaling": None}

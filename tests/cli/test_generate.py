@@ -106,3 +106,21 @@ def test_a_model_of_the_hubs_cache_beyond_its_context(checkpoint: Path, result: 
     assert "--max-model-len 9000 is beyond the 8192 positions" in ended.stderr
     assert "config.json does not say decoder_sparse_step: taken from the defaults of qwen3_moe" in ended.stderr
     assert f"not used, beside the weights in {snapshot}: adapter_model.safetensors" in ended.stderr
+
+
+def test_a_text_ends_at_the_tokenizers_own_token(checkpoint: Path, result: dict[str, Any], tmp_path: Path) -> None:
+    """`config.json` names another, and there is no `generation_config.json`."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    ending = result["token_ids"][5]
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    texts = {number: text for text, number in vocabulary.items()}
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": texts[ending]}))
+    command = [sys.executable, "-m", "antiphon.cli.main", "generate", str(folder), "--prompt", "bada do", "--json", "-"]
+    ended = PROGRAMS.run([*command, "--max-tokens", "12", "--dtype", "float32"], cwd=ROOT, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["finish_reason"], found["token_ids"]) == ("stop", result["token_ids"][:6])
+    assert f"a text ends at token {ending} (" in ended.stderr

@@ -11,15 +11,22 @@ from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
+from packaging.version import Version
+from transformers import CONFIG_MAPPING, __version__
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.config import FAMILIES, model_spec
+from antiphon.models.counted.model import QUIRKS, Quirk
 from antiphon.models.families.config_values import RULES
 from antiphon.models.families.defaults import DEFAULTS, assumed
+from antiphon.models.families.refused import LACKING
 from antiphon.models.planned import planned_model
 from antiphon.specs.model import ModelSpec
 from tests.models.conftest import FAMILIES as COMPARED
 
+pytestmark = pytest.mark.skipif(
+    Version(__version__) < Version("5.23"), reason="classes of older versions have other defaults"
+)
 READ = {*RULES, "hidden_act", "topk_method", "rope_parameters", "rope_scaling", "mlp_bias", "dtype", "torch_dtype"}
 SECTIONS = ("rope_parameters", "rope_scaling", "attn_config", "ffn_config")
 # DBRX's own code rotates by attn_config.rope_theta; transformers 5 takes it from rope_parameters only
@@ -107,6 +114,14 @@ def test_a_file_that_states_nothing_else(family: str, tools: Any) -> None:
 
 def test_every_family_has_defaults() -> None:
     assert DEFAULTS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", sorted({*LACKING, *QUIRKS}))
+def test_models_that_are_only_counted(name: str) -> None:
+    if name not in CONFIG_MAPPING:
+        assert name in ("hunyuan",), "transformers has it no more"
+        return
+    assert QUIRKS.get(name, Quirk()).tied == CONFIG_MAPPING[name]().tie_word_embeddings
 
 
 CASES = [

@@ -404,6 +404,7 @@ UNIGRAM = {"model": {"vocab": [["a", 0], ["b", 0]]}}
         (2, None, {CONFIG: {"eos_token": "nowhere"}, OWN: TOKENIZER}, (2,)),
         (2, None, {CONFIG: {"eos_token": "x", "added_tokens_decoder": {"97": {"content": "x"}}}}, (2,)),
         (2, None, {CONFIG: {"eos_token": "x", "added_tokens_decoder": [1]}, OWN: {"model": 1}}, (2,)),
+        (2, None, {CONFIG: {"eos_token": "x", "added_tokens_decoder": {"9" * 5000: {"content": "x"}}}}, (2,)),
         (2, None, {CONFIG: "damaged"}, (2,)),
     ],
 )

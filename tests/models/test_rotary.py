@@ -219,6 +219,8 @@ def test_an_option_replaces_the_scaling_of_the_file(tmp_path: Any) -> None:
         dim=12, theta=7e4, scaling="yarn", parameters={"factor": 4.0}, max_position=128, original_max_position=32
     )
     assert load_model_spec(tmp_path, '{"rope_type": "default"}').attention.rope.scaling == "none"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"rope_scaling": [1]}))
+    assert load_model_spec(tmp_path, json.dumps(RECIPE)).attention.rope.scaling == "yarn"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Quirk:
 QUIRKS = {
     "llama4_text": Quirk(shared_experts=1),
     "hunyuan": Quirk(shared_experts=1, tied=True),
-    "hunyuan_v1_moe": Quirk(shared_experts=1, tied=True),
+    "hunyuan_v1_moe": Quirk(shared_experts=1),
     "lfm2_moe": Quirk(tied=True),
     "qwen3_next": Quirk(output_gate=True, shared_gate=True),
     "qwen3_5_moe_text": Quirk(output_gate=True, shared_gate=True),

@@ -127,6 +127,7 @@ SPELLINGS = (
     ("n_layers", "num_hidden_layers"),
     ("max_seq_len", "max_position_embeddings"),
 )
+_NO_SIZES = ("sliding_window", "max_window_layers")  # published files leave them out where nothing is windowed
 _NULL_COUNTS = ("norm_topk_prob", "rope_interleave", "moe_normalize_expert_weights")
 
 
@@ -145,12 +146,14 @@ def completed(config: Config) -> dict[str, Any]:
 
 
 def assumed(config: Config) -> tuple[str, ...]:
-    """The numbers that `config` does not state and its family has a default for, by their keys."""
+    """The sizes that `config` does not state and its family has a default for, by their keys."""
     stated = _as_whole(config, RULES)
     return tuple(
         key
         for key in DEFAULTS.get(str(config.get("model_type")), {})
-        if isinstance(RULES.get(key), Whole) and not any(name in stated for name in _spellings(key))
+        if isinstance(RULES.get(key), Whole)
+        and key not in _NO_SIZES
+        and not any(name in stated for name in _spellings(key))
     )
 
 
