@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -195,21 +194,26 @@ def test_a_system_that_accepts_nothing_closes_the_door_for_a_moment(
     guests.listener.close()
 
 
-def test_a_worker_that_is_turned_out_unheard_comes_again() -> None:
-    """The first three times the engine hangs up, as one does that makes room."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+def test_a_worker_that_is_turned_out_unheard_comes_again(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    challenge, turned_out = guests.listener._challenge, []
 
-        def hang_up() -> None:
-            for _ in range(3):
-                server.accept()[0].close()
-            server.close()
+    def turn_out_three(stream: socket.socket, host: str, now_s: float) -> None:
+        if len(turned_out) < 3:
+            turned_out.append(host)
+            stream.close()
+        else:
+            challenge(stream, host, now_s)
 
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        with pytest.raises(PeerTimeout, match="nothing from the engine"):
-            join_engine(address, SECRET, role="experts", name="e", host="", pid=1, patience_s=3.0)
-        thread.join()
+    monkeypatch.setattr(guests.listener, "_challenge", turn_out_three)
+    guests.join()
+    assert guests.came.get(timeout=10.0).role == "experts"
+    assert len(turned_out) == 3
+
+
+def test_a_worker_whose_engine_hangs_up_on_it_again_and_again_says_so(guests: Guests) -> None:
+    guests.listener._challenge = lambda stream, host, now_s: stream.close()  # type: ignore[method-assign]
+    with pytest.raises(PeerTimeout, match=r"nothing from the engine \(lost engine: connection closed"):
+        join_engine(guests.address, SECRET, role="experts", name="e", host="", pid=1, patience_s=0.3)
 
 
 def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None:

@@ -76,8 +76,8 @@ class Orders:
                         self.on_abort(message.epoch)
                 else:
                     self._queue.put(message)
-        except PeerLost as error:
-            self._lost = error
+        except (PeerLost, OSError, MemoryError) as error:  # whatever it is, orders would be missed from here on
+            self._lost = error if isinstance(error, PeerLost) else PeerLost("engine", f"cannot be heard ({error!r})")
             self._queue.put(None)
             time.sleep(_LAST_WORDS_S)  # a deadline, not a look: this thread ends with the process if that ends in order
             os._exit(0)
