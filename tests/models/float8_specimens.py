@@ -92,7 +92,8 @@ def quantize_checkpoint(folder: Path, form: Float8Format) -> Path:
     wide_folder = folder.with_name(folder.name + "-wide")
     shutil.copytree(folder, wide_folder)
     file, config_file = folder / "model.safetensors", folder / "config.json"
-    original = load_file(file)
+    # Copies: versions of the library before 0.8 map the file into memory, and this one is written anew below.
+    original = {name: tensor.clone() for name, tensor in load_file(file).items()}
     narrow, wide = dict(original), dict(original)
     for name in [name for name in original if name.endswith(PROJECTIONS)]:
         narrow[name], narrow[name + form.suffix], wide[name] = form.quantize(original[name])
