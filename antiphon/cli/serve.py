@@ -224,7 +224,7 @@ def run(
 
     `StartFailed` if the engine gave up meanwhile."""
     spec = load_model_spec(asked.model, asked.rope_scaling)
-    tokenizer = read_tokenizer(asked.model)
+    tokenizer = read_tokenizer(asked.model, spec.vocab_size)
     address = reserve(settings.host, settings.port)
     with closing(address), ray.placed(asked) as placed:
         config = placed.config

@@ -51,7 +51,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library's own type is Exception
+    except BaseException as error:  # the library's own types are Exception and a panic, which is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"{file}: no tokenizer can be read ({error}): set data.tokenizer") from error
 
 

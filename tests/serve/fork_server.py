@@ -49,7 +49,7 @@ from antiphon.bench.box import namespaces
 COMMAND = "antiphon.cli.main"
 BOX_ENGINE = "tests.serve.box_engine"
 WORKER = "antiphon.serve.worker.process"
-TEXTS, READER = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_files"
+TEXTS, READER = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_reading"
 # What can be forked, and what each will import later.
 PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
     COMMAND: (READER,),  # and the module of the command

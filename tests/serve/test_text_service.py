@@ -2,18 +2,21 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, ShuttingDown
+from antiphon.serve.text import text_queue
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from tests.serve.api_harness import fake_engine, live, small_tokenizer
@@ -111,6 +114,52 @@ def test_more_than_may_wait_are_refused_and_nobody_waits_for_ever() -> None:
         assert any("s for the tokenizer, the limit is 0.5 s" in str(error) for error in full)
         assert sum("took longer than 1 s" in str(error) for error in errors) == 1
         wait_until(lambda: is_ready(service), "the process is replaced")
+
+
+def test_one_client_with_thirty_texts_delays_another_by_one_of_them() -> None:
+    """In each process: texts of 3,000 characters, of 20,000, of 40,000; and requests of several, which give way between
+    two of them."""
+
+    async def beside(service: TextService, size: int, num_texts: int) -> int:
+        done: list[str] = []
+
+        async def run(client: str, texts: list[str]) -> None:
+            await service.encode(texts, add_special_tokens=False, max_tokens=None, client=client)
+            done.append(client)
+
+        many = [asyncio.create_task(run("a", ["ab " * (size // 3)] * num_texts)) for _ in range(30)]
+        await asyncio.sleep(0)
+        await run("b", ["cd " * (size // 3)])
+        before = done.index("b")
+        for task in many:
+            task.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+        return before
+
+    with Running(small_tokenizer()) as service:
+        wait_until(lambda: is_ready(service), "the processes have started")
+        for size, num_texts in ((3000, 1), (20_000, 1), (40_000, 1), (40_000, 3)):
+            before = asyncio.run(beside(service, size, num_texts))
+            assert before <= 5, f"{before} of 30 requests of {num_texts} texts of {size} characters were done before"
+
+
+def test_an_operating_system_that_refuses_a_process_costs_requests_and_not_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Running(small_tokenizer()) as service:
+        assert encode(service, "x")
+        pid = service.pids[0]
+        with monkeypatch.context() as patch:
+            for refusal in (errno.EMFILE, errno.ENOMEM, errno.EAGAIN):
+                refusing = Mock(wraps=subprocess, TimeoutExpired=subprocess.TimeoutExpired)
+                refusing.Popen.side_effect = OSError(refusal, os.strerror(refusal))
+                patch.setattr(text_queue, "subprocess", refusing)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: not psutil.pid_exists(pid), "it has ended")
+                with pytest.raises(QueueFull, match=r"the process for short texts does not start .*: try again later"):
+                    encode(service, "x")
+        assert encode(service, "x")
 
 
 def is_ready(service: TextService) -> bool:

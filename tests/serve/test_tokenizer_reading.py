@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer is read in a limited process: whatever it holds costs one line of error at most."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ import psutil
 import pytest
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.serve.api import app
 from antiphon.serve.text import tokenizer_reading
 from antiphon.serve.text.tokenizer_reading import TokenizerReader, read_tokenizer
-from tests.serve.api_harness import small_tokenizer, write_tokenizer
+from tests.serve.api_harness import fake_engine, small_tokenizer, write_tokenizer
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
+DEMO = Path(__file__).parents[2] / "examples" / "demo-moe"
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -49,6 +52,15 @@ def write(folder: Path, parts: dict[str, Any]) -> None:
     write_tokenizer(folder)
     file = folder / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+
+
+def demo(folder: Path, parts: dict[str, Any]) -> None:
+    """The demo checkpoint with these parts of its tokenizer.json."""
+    for file in DEMO.iterdir():
+        if file.is_file() and file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    whole = json.loads((DEMO / "tokenizer.json").read_text()) | parts
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
 
 
 @pytest.fixture
@@ -103,7 +115,41 @@ def test_the_limits_of_reading_name_themselves(
     write(tmp_path, {"added_tokens": added(40_000)})
     monkeypatch.setattr(tokenizer_reading, limit, value)
     with pytest.raises(CheckpointError, match=reason):
-        read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path, 512)
+
+
+def test_a_tokenizer_that_grammars_take_too_long_with_serves_without_them(
+    reader: TokenizerReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library takes time with the square of the added tokens: 17 s for 40,000."""
+    tokenizer = reader.read()
+    assert reader.grammar_problem(512) is None
+    write(tmp_path, {"added_tokens": added(10_000)})
+    monkeypatch.setattr(tokenizer_reading, "_GRAMMARS_TIMEOUT_S", 0.05)
+    tokenizer = read_tokenizer(tmp_path, 512)
+    assert tokenizer.grammar_problem is not None
+    assert tokenizer.grammar_problem.startswith("making grammars took longer than 0.05 s")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "GrammarCompiler", None)
+        assert app._build_grammars(fake_engine(), tokenizer) is None
+
+
+def test_an_interrupt_while_a_tokenizer_is_read_ends_the_command(tmp_path: Path) -> None:
+    demo(tmp_path, {"added_tokens": added(40_000)})
+    with PROGRAMS.Popen(
+        [sys.executable, "-m", "antiphon.cli.main", "serve", str(tmp_path)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        reading = psutil.Process(process.pid)
+        wait_until(
+            lambda: (
+                any("tokenizer_reading" in " ".join(child.cmdline()) for child in reading.children())
+                or len(reading.children()) > 1
+            ),
+            "it reads",
+        )
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT), error
 
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:
@@ -118,13 +164,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]])
 def test_a_command_says_in_one_line_what_is_wrong_with_the_tokenizer(command: list[str], tmp_path: Path) -> None:
-    demo = ROOT / "examples" / "demo-moe"
-    for file in demo.iterdir():
-        if file.is_file() and file.name != "tokenizer.json":
-            (tmp_path / file.name).symlink_to(file)
-    broken = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
-    whole = json.loads((demo / "tokenizer.json").read_text()) | broken
-    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    demo(tmp_path, {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}})
     ended = PROGRAMS.run(
         [sys.executable, "-m", "antiphon.cli.main", command[0], str(tmp_path), *command[1:]], timeout=120, text=True
     )

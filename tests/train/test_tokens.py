@@ -214,3 +214,11 @@ def test_pieces_change_tokens_and_not_the_text(tmp_path: Path, prepared: tuple[D
     assert texts[0] == texts[1]
     assert len(ids[1]) > len(ids[0])
     assert bytes_of(tmp_path / "pieces")["held_out.bin"] == bytes_of(tmp_path / "whole")["held_out.bin"]
+
+
+def test_a_tokenizer_that_the_library_panics_at_is_a_line_of_error(tmp_path: Path) -> None:
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    demo = json.loads((Path(__file__).parents[2] / "examples/demo-moe/tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(demo | {"normalizer": broken}))
+    with pytest.raises(UserError, match=r"no tokenizer can be read .Precompiled"):
+        tokens.load_tokenizer(tmp_path)

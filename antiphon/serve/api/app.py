@@ -101,6 +101,9 @@ def create_app(
 def _build_grammars(engine: AsyncEngine, tokenizer: TextTokenizer) -> GrammarCompiler | None:
     """None when this model cannot follow grammars; requests for structured output are then refused."""
     info = engine.info
+    if tokenizer.grammar_problem is not None:
+        _log.warning("no structured output: %s", tokenizer.grammar_problem)
+        return None
     try:
         return GrammarCompiler(tokenizer.backend, info.vocab_size, info.eos_token_ids)
     except UserError as error:

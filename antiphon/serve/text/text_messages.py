@@ -47,6 +47,12 @@ class ReadTokenizer(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
+class TryGrammars(msgspec.Struct, frozen=True, tag=True):
+    """Make of the tokenizer what grammars of a model of so many ids need. Answered by an empty `Text`, or `Refused`."""
+
+    vocab_size: int
+
+
 class CompileTemplate(msgspec.Struct, frozen=True, tag=True):
     """Answered by `TemplateNames`, or `Refused` with what is wrong with the template."""
 
@@ -103,5 +109,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     too_long: bool = False
 
 
-Job = ReadTokenizer | CompileTemplate | RenderChat | Encode | Decode
+Job = ReadTokenizer | TryGrammars | CompileTemplate | RenderChat | Encode | Decode
 Answer = TokenizerSource | TemplateNames | Text | TokenIds | Refused

@@ -1,8 +1,8 @@
 """A process that evaluates what comes from a checkpoint or a client, one job at a time: a tokenizer's patterns, a chat
 template, the texts they work on.
 
-    python -m antiphon.serve.text.text_process --fd N      # works on a tokenizer that the server hands over
-    python -m antiphon.serve.text.tokenizer_files --fd N   # reads it from a checkpoint first
+    python -m antiphon.serve.text.text_process --fd N        # works on a tokenizer that the server hands over
+    python -m antiphon.serve.text.tokenizer_reading --fd N   # reads it from a checkpoint first
 
 The server talks to it over the inherited socket N and ends it with SIGKILL when a job takes too long. Memory is limited
 by the kernel, relative to what the process has once it is ready: a job that wants more fails in here. When the server
@@ -18,9 +18,8 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 
@@ -35,7 +34,6 @@ from antiphon.serve.text.text_messages import (
     Decode,
     Encode,
     Job,
-    ReadTokenizer,
     Ready,
     Refused,
     RenderChat,
@@ -56,21 +54,17 @@ _MAX_REASON_CHARACTERS = 200
 _LONG_JOB_S = 0.05  # it may have needed memory that later ones do not
 
 
-LoadTokenizer = Callable[[Path], TextTokenizer]
-
-
 class TextWork:
-    """The jobs, on one tokenizer and one chat template. `load_tokenizer` is for `ReadTokenizer`."""
+    """The jobs, on one tokenizer and one chat template."""
 
-    def __init__(self, source: TokenizerSource | None, load_tokenizer: LoadTokenizer | None = None) -> None:
+    def __init__(self, source: TokenizerSource | None) -> None:
         self._loaded = None if source is None else source.tokenizer()
-        self._load_tokenizer = load_tokenizer
         self._template: ChatTemplate | None = None
 
     def do(self, job: Job) -> Answer:
         """The answer to one job; mistakes of the client and of the checkpoint are `Refused`."""
         try:
-            return self._do(job)
+            return self.answer(job)
         except UserError as error:
             return Refused(str(error), too_long=isinstance(error, TooMuchText))
         except MemoryError:
@@ -80,9 +74,8 @@ class TextWork:
                 raise  # the tokenizer's library raises nothing but these two, and exports neither
             return Refused(f"the tokenizer cannot do this: {' '.join(str(error).split())[:_MAX_REASON_CHARACTERS]}")
 
-    def _do(self, job: Job) -> Answer:
-        if isinstance(job, ReadTokenizer):
-            return self._read(job)
+    def answer(self, job: Job) -> Answer:
+        """As `do`, but raises what was wrong."""
         if isinstance(job, Encode):
             return TokenIds([self._encode(job, text) for text in job.texts])
         if isinstance(job, Decode):
@@ -90,17 +83,13 @@ class TextWork:
             return Text(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
         if isinstance(job, CompileTemplate):
             return TemplateNames(sorted(self._compiled().variables))
+        assert isinstance(job, RenderChat), f"this process takes no {type(job).__name__}"
         return Text(self._render(job))
 
     @property
     def _tokenizer(self) -> TextTokenizer:
         assert self._loaded is not None, "a tokenizer is read before it is used"
         return self._loaded
-
-    def _read(self, job: ReadTokenizer) -> TokenizerSource:
-        assert self._load_tokenizer is not None, "this process does not read checkpoints"
-        self._loaded = self._load_tokenizer(Path(job.folder))
-        return TokenizerSource.of(self._loaded)
 
     def _render(self, job: RenderChat) -> str:
         return self._compiled().render(
@@ -167,11 +156,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve_jobs(channel: Channel, load_tokenizer: LoadTokenizer | None = None) -> None:
+def serve_jobs(channel: Channel, make_work: type[TextWork]) -> None:
     """Until the server hangs up."""
     channel.speak("the server", Configure)
     configure = channel.receive(_CONFIGURE_TIMEOUT_S)
-    work = TextWork(configure.source, load_tokenizer)
+    work = make_work(configure.source)
     os.nice(configure.niceness)
     limit_memory(configure.memory_bytes)
     channel.speak("the server", Job)
@@ -189,8 +178,8 @@ def serve_jobs(channel: Channel, load_tokenizer: LoadTokenizer | None = None) ->
                 give_memory_back()
 
 
-def main(load_tokenizer: LoadTokenizer | None = None) -> None:
-    """The program. `load_tokenizer` lets it read checkpoints."""
+def main(make_work: type[TextWork] = TextWork) -> None:
+    """The program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the server")
     arguments = parser.parse_args()
@@ -198,7 +187,7 @@ def main(load_tokenizer: LoadTokenizer | None = None) -> None:
     signals.ignore()
     die_with_parent()
     with contextlib.suppress(PeerLost):  # the server has ended, or ends us
-        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", Configure), load_tokenizer)
+        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", Configure), make_work)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ _EXIT_TIMEOUT_S = 10.0
 _SAY_S = 5.0  # between two lines on a process that does not start
 _LOOK_S = 1.0  # between two looks, while nobody asks, whether the process is still there
 _WALL_FACTOR = 5  # a job may take so many times its processor time, because others use the cores, too
-WORK_PROGRAM, READ_PROGRAM = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_files"
+WORK_PROGRAM, READ_PROGRAM = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_reading"
 
 
 @dataclass(frozen=True, kw_only=True)

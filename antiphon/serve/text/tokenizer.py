@@ -82,7 +82,7 @@ class TextTokenizer:
     """Text to ids and back for one model. Safe to call from several threads.
 
     `template_sources`: the chat template, several by name, or None. `special_tokens`: the names templates know them
-    by (``bos_token``) and their texts."""
+    by (``bos_token``) and their texts. `grammar_problem`: why answers cannot follow grammars, if that was found out."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class TextTokenizer:
         self.special_tokens = special_tokens or {}
         self.token_bytes = TokenBytes(self.backend)
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        self.grammar_problem: str | None = None
         self._keys_read: dict[str, bool] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -13,9 +13,6 @@ Without a `tokenizer.json`: `tiktoken.model` and `tekken.json` are read by `tikt
 
 Rejected: transformers for all. Its classes build a tokenizer anew from a vocabulary: several versions of it lose spaces
 and accents of a byte-level file that names the class Llama, in silence. Its import takes seconds and 200 MB, too.
-
-Patterns and vocabularies are programs: commands have them read in a limited process (`tokenizer_reading`), whose
-program this module is.
 """
 
 import os
@@ -28,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.models.files import brief, check_regular, read_json
-from antiphon.serve.text import text_process, tiktoken_file
+from antiphon.serve.text import tiktoken_file
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.text")
@@ -257,12 +254,3 @@ def _convert(main: Path) -> Tokenizer:
                 f"version of transformers that wrote it, so that there is a {_JSON}"
             )
     return backend
-
-
-def main() -> None:
-    """The program of a process that reads checkpoints."""
-    text_process.main(load_tokenizer)
-
-
-if __name__ == "__main__":
-    main()
