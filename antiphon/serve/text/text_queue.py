@@ -8,6 +8,7 @@ ends a process with the thread that started it, and loops end earlier.
 """
 
 import concurrent.futures
+import signal
 import socket
 import subprocess
 import threading
@@ -34,6 +35,7 @@ _MEMORY_BYTES = 512 * 1024 * 1024
 _MEMORY_BYTES_PER_TOKEN = 2048  # the tokenizer takes some 400 while it works; more than what fits is tried
 _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
+_KILLED = f"was ended by {signals.name_of(signal.SIGKILL)}"
 _SAY_S = 5.0  # between two lines on a process that does not start
 _LOOK_S = 1.0  # between two looks, while nobody asks, whether the process is still there
 _WALL_FACTOR = 5  # a job may take so many times its processor time, because others use the cores, too
@@ -76,6 +78,7 @@ class TextRequest:
     answer: "concurrent.futures.Future[list[Answer]]" = field(default_factory=concurrent.futures.Future)
     came_s: float = field(default_factory=time.monotonic)
     used_s: float = 0.0
+    was_tried_again: bool = False
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -190,6 +193,10 @@ class TextQueue:
             how = self._kill()
             if self._closing:
                 raise _shutting_down() from None
+            if how == _KILLED and not asked.was_tried_again:  # by somebody else: a job's own end looks otherwise
+                asked.was_tried_again = True
+                _log.warning("the process for %s was killed: its job is tried once more", self._name)
+                return self._answer(asked)
             _log.warning("%s: its process %s (%s)", asked.what, how, error.reason)
             raise UserError(
                 f"{asked.what} cannot do this: its process {how}, most likely at the limit of"
