@@ -1,17 +1,20 @@
-"""Send hostile request bodies to a server and watch what they do to others.
+"""Send hostile request bodies, then mixes of much work, to a server and watch what they do to others.
 
-    python benchmarks/fuzz_bodies.py MODEL [--bodies 10000] [--seed 0]
+    python benchmarks/fuzz_bodies.py MODEL [--bodies 10000] [--seed 0] [--only bodies|mixes]
 
 Method
 1. `antiphon serve MODEL` runs in a process of its own, attention and experts apart.
 2. Bodies come from `hostile_bodies`; the same seed gives the same ones.
 3. Four senders share them, each in a process of its own. They are niced, as an attacker has another machine.
 4. All the while one more process asks for two tokens, again and again, and times each answer.
-5. Memory is that of the server's process and of its children, after the first bodies and at the end. The KV cache is
+5. Then come the mixes of `hostile_bodies`, one after the other: legal requests, all of a mix at once from one niced
+   process, beside the same probe. Each is a row of a table.
+6. Memory is that of the server's process and of its children, after the first bodies and at the end. The KV cache is
    small enough for the first bodies to fill it: a larger one is reserved at the start and becomes resident later.
 
 It fails (exit 1) at an answer of 5xx, also within a stream, at no answer, at a server that is not well afterwards, at a
-parallel request that took more than 250 ms, and at memory that grew by more than 64 MiB.
+parallel request that took more than 250 ms (beside a mix also: more than 100 ms at p99), and at memory that grew by
+more than 64 MiB (100 MiB over all mixes).
 
 Rejected: generating from the OpenAPI description (a test does that, but it knows no sizes); a coverage-guided fuzzer,
 which would find paths, and what is looked for here is time and memory.
@@ -27,17 +30,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from hostile_bodies import random_body
+from hostile_bodies import MIXES, Request, random_body
 
 NUM_SENDERS = 4
 MAX_STALL_S = 0.25
 MAX_GROWTH_BYTES = 64 * 2**20
+MAX_P99_S = 0.1
+MAX_MIXES_GROWTH_BYTES = 100 * 2**20
 _WARM_UP_BODIES = 200  # per sender, before memory is read for the first time
 _PATIENCE_S = 120.0
 _SENDER_NICENESS = 10
@@ -64,15 +70,26 @@ class Findings:
             found.append(f"memory grew by {self.growth_bytes / 2**20:.0f} MiB: at most {max_growth_bytes / 2**20:.0f}")
         return found
 
+    @property
+    def answers(self) -> str:
+        return ", ".join(f"{status}: {count}" for status, count in sorted(self.statuses.items()))
+
+    def quantile_ms(self, share: float) -> float:
+        """Of the parallel request's times."""
+        return sorted(self.waits_s)[int(share * (len(self.waits_s) - 1))] * 1e3
+
     def summary(self) -> str:
-        waits = sorted(self.waits_s)
         shares = (("median", 0.5), ("p99", 0.99), ("longest", 1.0))
-        quantiles = ", ".join(f"{name} {waits[int(share * (len(waits) - 1))] * 1e3:.1f} ms" for name, share in shares)
-        answers = ", ".join(f"{status}: {count}" for status, count in sorted(self.statuses.items()))
+        quantiles = ", ".join(f"{name} {self.quantile_ms(share):.1f} ms" for name, share in shares)
         return (
-            f"answers {answers}\nparallel request ({len(waits)} times): {quantiles}\n"
+            f"answers {self.answers}\nparallel request ({len(self.waits_s)} times): {quantiles}\n"
             f"memory {self.growth_bytes / 2**20:+.0f} MiB"
         )
+
+    def row(self, name: str) -> str:
+        """As a row of the table of mixes."""
+        times = " | ".join(f"{self.quantile_ms(share):.0f} ms" for share in (0.5, 0.99, 1.0))
+        return f"| {name} | {self.answers} | {times} | {self.growth_bytes / 2**20:+.0f} MiB |"
 
 
 def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
@@ -104,6 +121,61 @@ def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
     findings.well = _is_well(url)
     findings.growth_bytes = resident_bytes(pid) - before
     return findings
+
+
+def run_mix(url: str, pid: int, requests: list[Request]) -> Findings:
+    """Send `requests` at once. Blocks until all are answered."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    answers: Any = context.Queue()
+    stop = context.Event()
+    before = resident_bytes(pid)
+    probe = context.Process(target=_probe, args=(url, stop, results), daemon=True)
+    sender = context.Process(target=_send_at_once, args=(url, requests, answers), daemon=True)
+    probe.start()
+    sender.start()
+    findings = Findings()
+    for status, text in answers.get(timeout=3600):
+        findings.statuses[status] += 1
+        if status == 0 or status >= 500:
+            findings.failures.append(f"{status} {text}")
+    stop.set()
+    findings.waits_s = results.get(timeout=_PATIENCE_S)
+    for process in (probe, sender):
+        process.join(_PATIENCE_S)
+    findings.well = _is_well(url)
+    findings.growth_bytes = resident_bytes(pid) - before
+    return findings
+
+
+def run_mixes(url: str, pid: int, seed: int) -> list[str]:
+    """Print the table of all mixes; every promise that was broken, one line each."""
+    problems: list[str] = []
+    growth_bytes = 0
+    print("| mix | answers | median | p99 | longest | memory |\n|---|---|---|---|---|---|")
+    for name, make in MIXES.items():
+        findings = run_mix(url, pid, make(random.Random(f"{seed} {name}")))
+        print(findings.row(name), flush=True)
+        growth_bytes += findings.growth_bytes
+        problems += [f"{name}: {problem}" for problem in findings.problems(max_growth_bytes=MAX_MIXES_GROWTH_BYTES)]
+        if findings.quantile_ms(0.99) > MAX_P99_S * 1e3:
+            problems.append(f"{name}: p99 is {findings.quantile_ms(0.99):.0f} ms: at most {MAX_P99_S * 1e3:.0f}")
+    if growth_bytes > MAX_MIXES_GROWTH_BYTES:
+        problems.append(f"memory grew by {growth_bytes / 2**20:.0f} MiB over all mixes")
+    return problems
+
+
+def _send_at_once(url: str, requests: list[Request], answers: Any) -> None:
+    os.nice(_SENDER_NICENESS)
+
+    def send(request: Request) -> tuple[int, str]:
+        path, body = request
+        with httpx.Client(timeout=_PATIENCE_S * 5) as http:
+            status, text = _ask(http, url + path, json.dumps(body).encode())
+            return status, text[:200]
+
+    with ThreadPoolExecutor(len(requests)) as threads:
+        answers.put(list(threads.map(send, requests)))
 
 
 def resident_bytes(pid: int) -> int:
@@ -193,6 +265,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--bodies", type=int, default=10_000, help="how many; the first seed's number counts up")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("bodies", "mixes"), help="default: both")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
@@ -201,11 +274,15 @@ def main() -> int:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 facts = _wait_until_ready(server, ready)
-                findings = fuzz(facts["url"], server.pid, arguments.bodies, arguments.seed)
+                problems: list[str] = []
+                if arguments.only != "mixes":
+                    findings = fuzz(facts["url"], server.pid, arguments.bodies, arguments.seed)
+                    print(findings.summary())
+                    problems += findings.problems()
+                if arguments.only != "bodies":
+                    problems += run_mixes(facts["url"], server.pid, arguments.seed)
             finally:
                 server.terminate()
-    print(findings.summary())
-    problems = findings.problems()
     for problem in problems:
         print(f"FAILED: {problem}")
     return 1 if problems else 0

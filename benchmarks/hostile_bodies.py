@@ -210,3 +210,66 @@ _DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 
 def _damaged(content: bytes, generator: random.Random) -> bytes:
     return generator.choice(_DAMAGES)(content, generator)
+
+
+# ---- mixes: legal requests, sent at once, each of which is much work ------------------------------------------------
+
+Request = tuple[str, Body]  # path and body
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def _with_schema(schema: Any, max_tokens: int = 4) -> Request:
+    wanted = {"type": "json_schema", "json_schema": {"name": "mix", "schema": schema}}
+    return _COMPLETIONS, {"prompt": "bada", "max_tokens": max_tokens, "response_format": wanted}
+
+
+def _bad_schema(number: int, generator: random.Random) -> Any:
+    """One that takes long to compile, or cannot be."""
+    words = [_text(generator, 12) for _ in range(2000)]
+    kinds: tuple[Any, ...] = (
+        {"type": "string", "pattern": "(" + "|".join(words) + "){1,200}"},
+        {"enum": words},
+        {"type": "string", "pattern": f"(a?){{{400 + number}}}a{{{400 + number}}}"},
+        {"type": "object", "properties": {word: {"enum": words[:20]} for word in words[:500]}},
+    )
+    return kinds[number % len(kinds)]
+
+
+def _many(generator: random.Random, **body: Any) -> Request:
+    """256 answers."""
+    prompts = [[generator.randrange(5, 300)] * 4 for _ in range(16)]
+    return _COMPLETIONS, {"prompt": prompts, "n": 16, "max_tokens": 64, "ignore_eos": True, **body}
+
+
+def _echo(generator: random.Random, **body: Any) -> Request:
+    prompts = [[generator.randrange(5, 300) for _ in range(1000)] for _ in range(64)]
+    return _COMPLETIONS, {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 1, **body}
+
+
+def _chat(generator: random.Random, num_messages: int, **body: Any) -> Request:
+    messages = [{"role": "user", "content": _text(generator, 8)} for _ in range(num_messages)]
+    return _CHAT, {"messages": messages, "max_tokens": 64, "ignore_eos": True, **body}
+
+
+_CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+MIXES: dict[str, Callable[[random.Random], list[Request]]] = {
+    "8 new grammars of 80 kB": lambda g: [_with_schema({"const": _text(g, 80_000)}) for _ in range(8)],
+    "16 bad schemas and a good one": lambda g: [
+        *(_with_schema(_bad_schema(number, g)) for number in range(16)),
+        _with_schema({"enum": [_text(g, 8)]}),
+    ],
+    "echo, 20 logprobs, 64 x 1,000 ids": lambda g: [_echo(g)],
+    "the same as a stream": lambda g: [_echo(g, stream=True)],
+    "4 x tokenize and detokenize": lambda g: [
+        *(("/tokenize", {"prompt": _text(g, 900), "return_token_strs": True}) for _ in range(4)),
+        *(("/detokenize", {"tokens": [g.randrange(300) for _ in range(1000)]}) for _ in range(4)),
+    ],
+    "4 x tokenize too much": lambda g: [("/tokenize", {"prompt": _text(g, 900_000)}) for _ in range(4)],
+    "8 chats of 60 turns": lambda g: [_chat(g, 60, max_tokens=1) for _ in range(8)],
+    "256 answers, 20 logprobs": lambda g: [_many(g, logprobs=20)],
+    "256 streams, 20 logprobs": lambda g: [_many(g, logprobs=20, stream=True)],
+    "4 chats of 16 answers, 20 logprobs": lambda g: [_chat(g, 1, n=16, **_CHAT_LOGPROBS) for _ in range(4)],
+    "the same as streams": lambda g: [_chat(g, 1, n=16, stream=True, **_CHAT_LOGPROBS) for _ in range(4)],
+    "256 answers, 300 biases": lambda g: [_many(g, logit_bias={str(number): 1 for number in range(300)})],
+    "256 answers, 16 long stop texts": lambda g: [_many(g, stop=[" " * 1000 + _text(g, 20) for _ in range(16)])],
+}

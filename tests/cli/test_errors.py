@@ -135,6 +135,7 @@ WRONG_SERVER_OPTIONS: list[tuple[str, str]] = [
     ("--host 192.0.2.1", "--host 192.0.2.1 is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for all of .*"),
     ("--api-key-file none", "the API key file none cannot be read \\(No such file or directory\\): write one key a .*"),
     ("--max-body-bytes 0", "--max-body-bytes is 0: it must be at least 1"),
+    ("--max-answer-bytes 0", "--max-answer-bytes is 0: it must be at least 1"),
     ("--max-body-bytes big", "--max-body-bytes 'big' is not a size in bytes: .*"),
     ("--max-streams 0", "--max-streams is 0: it must be at least 1"),
     ("--max-waiting 0", "--max-waiting is 0: it must be at least 1"),

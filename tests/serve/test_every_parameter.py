@@ -1,4 +1,4 @@
-"""Every parameter of every endpoint has its effect or is refused; whatever the messages of errors advise exists.
+"""Every parameter has its effect or is refused; what errors advise exists; long because each has a row.
 
 A field without a row here fails the test. A row: what is sent without the parameter, the parameter's value, and what is
 then true of what the server and its engine did, and not true without it.
