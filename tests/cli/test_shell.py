@@ -133,6 +133,26 @@ def test_a_closed_output_is_no_error() -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "<&- 2>&-"])
+def test_a_standard_error_that_takes_nothing_changes_nothing(streams: str) -> None:
+    for arguments, code in (("plan --list", 0), ("plan no-such-model", 2)):
+        command = f"{' '.join(COMMAND)} {arguments} {streams}"
+        ended = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=60)
+        assert (ended.returncode, bool(ended.stdout)) == (code, code == 0)
+
+
+def test_a_full_standard_output_is_said_once_by_a_command_that_goes_on() -> None:
+    program = (
+        "from antiphon.cli.output import run_command, tell\n"
+        "raise SystemExit(run_command(lambda: [tell('ready'), tell('still here')] and 7))"
+    )
+    command = [sys.executable, "-c", program]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert ended.returncode == 7
+    assert ended.stderr.count(b"standard output cannot be written (No space left on device)") == 1
+
+
 def test_letters_that_the_terminal_does_not_have() -> None:
     """The sign for "times" in a plan, and ASCII."""
     ascii_only = {"PYTHONIOENCODING": "ascii", "ANTIPHON_LOG": "error"}

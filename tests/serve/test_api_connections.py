@@ -1,14 +1,19 @@
 """Connections that wait, come in crowds or speak no HTTP: deadlines, the cap, and refusals in OpenAI's shape."""
 
+import contextlib
+import errno
 import json
 import resource
+import socket
 import sys
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.serve.api_harness import fake_engine, is_closed, live, post, read_all, read_answer
+from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer
 from tests.serve.fork_server import PROGRAMS
+from tests.waiting import wait_until
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -194,6 +199,91 @@ def test_a_slash_too_many_is_404_and_names_the_path() -> None:
         message = response.json()["error"]["message"]
         assert message == "POST /v1/completions/: not found; leave the slash at the end out: /v1/completions"
         assert "/openapi.json" in server.http.get("/nothing/").json()["error"]["message"]
+
+
+def open_half_bodies(server: Live, stack: contextlib.ExitStack, num: int) -> list[socket.socket]:
+    """Requests with a body of which one byte comes."""
+    opened = [stack.enter_context(server.connect()) for _ in range(num)]
+    for connection in opened:
+        connection.sendall(post("/tokenize", {"prompt": "x" * 100})[:-100])
+    return opened
+
+
+def test_an_address_may_have_a_few_late_bodies() -> None:
+    with live(fake_engine(), max_slow_bodies=2) as server, contextlib.ExitStack() as stack:
+        opened = open_half_bodies(server, stack, 5)
+        for connection in opened[2:]:
+            answer = read_answer(connection)
+            assert "2 requests of this address" in error_of(answer, 429)["message"]
+            assert answer[1]["retry-after"] == "1"
+        for connection in opened[:2]:
+            connection.sendall(b" " * 98 + b"}}")
+            assert read_answer(connection)[0] == 400, "it was not ended: its body is not JSON"
+        assert server.metric('connections_ended_total{reason="slow body"}') == 3
+
+
+def test_late_bodies_make_room_and_sockets_stay_within_the_cap() -> None:
+    with live(fake_engine(), max_connections=8) as server, contextlib.ExitStack() as stack:
+        connections = server.server._connections
+        open_half_bodies(server, stack, 60)
+        wait_until(lambda: connections.num_open >= 8, "the connections are accepted")
+        for _ in range(3):
+            with httpx.Client(base_url=server.url) as client:
+                wait_until(
+                    lambda client=client: client.post("/tokenize", json={"prompt": "x"}).status_code == 200,
+                    "a client that sends its body is served",
+                )
+            assert connections.num_open <= connections.limit + connections.max_lingering
+    assert connections.num_open == 0
+
+
+def test_a_process_without_descriptors_serves_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Idle connections make room, although the cap is not reached."""
+    with live(fake_engine()) as server, contextlib.ExitStack() as stack:
+        listener = server.server._acceptors[0]._listener
+        idle = [stack.enter_context(server.connect()) for _ in range(5)]
+        wait_until(lambda: server.server._connections.num_open >= 5, "they are accepted")
+        num_refused = 0
+
+        class Full:
+            """The listening socket of a process that has no descriptor left, three times."""
+
+            fileno = staticmethod(listener.fileno)
+
+            @staticmethod
+            def accept() -> tuple[socket.socket, Any]:
+                nonlocal num_refused
+                num_refused += 1
+                if num_refused <= 3:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return listener.accept()
+
+        server.server._acceptors[0]._listener = Full()  # type: ignore[assignment]
+        with server.connect() as connection:
+            connection.sendall(GET)
+            assert read_answer(connection)[0] == 200
+        assert num_refused < 20, "it does not spin"
+        assert is_closed(idle[0])
+        server.server._acceptors[0]._listener = listener
+    assert caplog.text.count("cannot accept a connection: Too many open files") == 1
+
+
+def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.serve.api.input_limits._MIN_BODY_MEMORY_BYTES", 2**20)
+    monkeypatch.setattr("antiphon.serve.api.input_limits._NUM_LARGEST_BODIES", 1)
+    with live(fake_engine()) as server, server.connect() as connection:
+        content = json.dumps({"prompt": "x" * 2**20}).encode()
+        connection.sendall(post("/v1/completions", {"prompt": "x" * 2**20})[:-100])
+        headers = {"content-type": "application/json"}
+
+        def status() -> int:
+            return server.http.post("/v1/completions", content=content, headers=headers).status_code
+
+        wait_until(lambda: status() == 429, "the other body takes all memory")
+        assert server.complete(max_tokens=1).status_code == 200
+        connection.sendall(b" " * 100)
+        assert read_answer(connection)[0] == 400
+        wait_until(lambda: status() == 400, "the memory is free again, and the prompt is too long")
 
 
 LIMITS_PROGRAM = """

@@ -13,7 +13,7 @@ from antiphon.serve.api.harmless import HARMLESS
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
 
-_app = create_app(fake_engine(), small_tokenizer(), ServerSettings(), small_grammars())
+_app = create_app(fake_engine(), small_tokenizer(), ServerSettings(allowed_hosts=("*",)), small_grammars())
 schema = schemathesis.openapi.from_asgi("/openapi.json", _app)
 
 

@@ -158,6 +158,7 @@ class StructureCount:
     num_separators: int = 0
     num_names: int = 0
     num_long_numbers: int = 0
+    tail: bytes = b""  # of the piece before: a number may be cut
 
     def add(self, chunk: bytes) -> None:
         """Take note of the next bytes. `ApiError` 413 or 400 once there is too much of something."""
@@ -167,7 +168,9 @@ class StructureCount:
             raise body_too_large(limits.max_body_bytes)
         self.num_separators += chunk.count(b",") + chunk.count(b"[") + chunk.count(b"{")
         self.num_names += chunk.count(b":")
-        self.num_long_numbers += chunk.translate(_DIGITS_AS_ZEROS).count(_LONG_NUMBER)
+        zeros = self.tail + chunk.translate(_DIGITS_AS_ZEROS)
+        self.num_long_numbers += zeros.count(_LONG_NUMBER)
+        self.tail = zeros[1 - len(_LONG_NUMBER) :]
         if self.num_separators > limits.max_separators:
             raise _too_much_structure("commas and opening brackets", limits.max_separators)
         if self.num_names > limits.max_names:

@@ -50,9 +50,12 @@ class LingeringTransport(asyncio.Transport):
         self.is_lingering = True
         self._began_s = time.monotonic()
         self._deadline_s = self._began_s + _SILENCE_S
-        self._inner.write_eof()
-        self._inner.resume_reading()
         self._on_linger()
+        try:
+            self._inner.write_eof()
+        except OSError:  # the client is gone already
+            self._inner.abort()
+        self._inner.resume_reading()
 
     def drop(self, num_bytes: int) -> None:
         """The client has sent this much that is not wanted any more."""

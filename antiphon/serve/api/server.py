@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -61,6 +62,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_note_exception)
         self._context.texts.start()
         # What the start left behind stays. A large request would else make the collector walk through all of it, which
         # takes tenths of a second with a model's libraries loaded.
@@ -132,6 +134,14 @@ class DrainingServer(uvicorn.Server):
                 _log.warning("%d requests did not end and are cut off", self._context.num_active)
         finally:
             self.should_exit = True
+
+
+def _note_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio's own, but for clients that are gone while something is done to their sockets."""
+    if isinstance(context.get("exception"), OSError) and "handle" in context:
+        _log.debug("a connection was lost: %r", context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
