@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from antiphon import _native
@@ -134,7 +133,10 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
 
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
     if configure.cores:
-        psutil.Process(os.getpid()).cpu_affinity(configure.cores)
+        try:
+            os.sched_setaffinity(os.getpid(), configure.cores)
+        except OSError as error:  # a container may refuse it, or have lost a core since; the kernel schedules then
+            _log.warning("%s[%d] is not pinned to its cores: %s", configure.role, configure.index, error.strerror)
     if backend.name == "cpu":
         _native.set_num_threads(configure.num_threads)
         if not configure.spins:
