@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from mmap import mmap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -129,7 +130,8 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
     plan_options(spec, config, sizes_of(config, spec, ranks))
     prepare_data(config, spec)
     os.environ["OMP_NUM_THREADS"] = str(share_of_threads(ranks))
-    refused = multiprocessing.get_context("fork").Value("b", 0)
+    _check_semaphores(ranks)
+    refused = mmap(-1, 1)  # of all ranks
     how = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -149,18 +151,29 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
             f"rank {rank} of {ranks} ended {how_it_ended} after {RESTARTS} restarts: see what it said above; the same "
             "command goes on from the newest checkpoint"
         ) from error
-    if refused.value:  # said by the rank itself
+    if refused[0]:  # said by the rank itself
         raise typer.Exit(UserError.exit_code)
 
 
-def _rank(run: Callable[[], None], refused: Any) -> None:
+def _check_semaphores(ranks: int) -> None:
+    """torch's launcher talks with its ranks through queues, whose locks are files of `/dev/shm`."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        raise ResourceError(
+            f"--nproc {ranks} needs semaphores, and /dev/shm cannot hold them ({error.strerror}): mount a tmpfs there "
+            f"(docker run --shm-size=64m), or start torchrun --nproc-per-node {ranks} -m antiphon.cli.main train"
+        ) from error
+
+
+def _rank(run: Callable[[], None], refused: mmap) -> None:
     """A rank that ends with an error ends the others. After a user's mistake they are started anew once, and return at
     once: they would fail in the same way. `refused`: shared by all, 1 after one."""
-    if refused.value:
+    if refused[0]:
         return
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if code := run_command(run, debug=DEBUG in sys.argv):
-        refused.value = int(code == UserError.exit_code)
+        refused[0] = int(code == UserError.exit_code)
         sys.exit(code)
 
 

@@ -1,8 +1,9 @@
 """What `antiphon serve` was asked to run, validated once; long because all options are checked in one place.
 
-Threads and cores: worker processes share the machine's cores evenly. When they divide them exactly each is pinned to
-its own, otherwise the kernel schedules them. Waiting: a worker spins briefly before it sleeps only if every worker has
-a core, because spinning with more processes than cores takes the core from the process it waits for.
+Threads and cores: worker processes share the cores they may use (`base/allowance`) evenly. When they divide them
+exactly each is pinned to its own, otherwise the kernel schedules them. Waiting: a worker spins briefly before it sleeps
+only if every worker has a core, because spinning with more processes than cores takes the core from the process it
+waits for.
 """
 
 from collections.abc import Sequence

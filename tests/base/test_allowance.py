@@ -7,12 +7,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from antiphon import _native
 from antiphon.base import allowance as module
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
+from antiphon.serve.worker import build
 
 GIB = 2**30
 V2 = "30 23 0:26 {top} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -286,3 +290,17 @@ def test_a_process_in_a_group_below_one_with_a_quota(half_a_core: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.stdout.split() == ["0.5", "1", "1", "block", "False", "block"], ended.stderr
+
+
+def test_a_worker_that_may_not_be_pinned_computes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse_pinning(pid: int, cores: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse_pinning)
+    before = _native.num_threads()
+    configure = SimpleNamespace(cores=[0], role="experts", index=1, num_threads=1, spins=True)
+    build._claim_cores(cast(Any, configure), cast(Any, SimpleNamespace(name="cpu")))
+    _native.set_num_threads(before)
+    assert "experts[1] is not pinned to its cores: Operation not permitted" in caplog.text

@@ -57,7 +57,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     )
     fleet = Fleet()
     with monkeypatch.context() as patched:
-        patched.setattr("antiphon.serve.worker_process.sys.executable", str(script))
+        patched.setattr("sys.executable", str(script))
         for name in NAMES:
             fleet.launch(name, CONFIGURE)
     yield fleet

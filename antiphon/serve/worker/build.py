@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from antiphon import _native
@@ -135,9 +134,9 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
     if configure.cores:
         try:
-            psutil.Process(os.getpid()).cpu_affinity(configure.cores)
-        except (OSError, ValueError, psutil.Error) as error:  # taken away since the engine looked: slower, not wrong
-            _log.warning("cannot stay on cores %s: %s", configure.cores, error)
+            os.sched_setaffinity(os.getpid(), configure.cores)
+        except OSError as error:  # a container may refuse it, or have lost a core since; the kernel schedules then
+            _log.warning("%s[%d] is not pinned to its cores: %s", configure.role, configure.index, error.strerror)
     if backend.name == "cpu":
         _native.set_num_threads(configure.num_threads)
         if not configure.spins:
