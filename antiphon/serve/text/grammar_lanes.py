@@ -229,6 +229,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     """And its trials, which are of its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _settle(settled: _Settled) -> None:

@@ -268,7 +268,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the server, whose end is the end of this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     TrialProcess(sys.stdin.fileno(), sys.stdout.fileno()).serve()
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    if os.getpgrp() == os.getpid():  # else the group is of others, too
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
