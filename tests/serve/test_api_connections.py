@@ -275,6 +275,8 @@ def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.
         content = json.dumps({"prompt": "x" * 2**20}).encode()
         connection.sendall(post("/v1/completions", {"prompt": "x" * 2**20})[:-100])
         headers = {"content-type": "application/json"}
+        memory = server.server.config.app.state.context.body_memory  # type: ignore[union-attr]
+        wait_until(lambda: memory._num_bytes > 0.9 * 2**20, "nearly all of the first body")
 
         def status() -> int:
             return server.http.post("/v1/completions", content=content, headers=headers).status_code

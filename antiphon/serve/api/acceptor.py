@@ -3,7 +3,8 @@
 asyncio accepts as many connections as wait in one go, two thousand here, before any of them can be looked at, and each
 takes a descriptor: a crowd that connects and waits would leave none for workers, logs and processes. Here a few are
 accepted at a time, and none at all while there is no room. The rest waits in the operating system's queue. When a
-descriptor is missing all the same, the connection that has waited longest makes room.
+descriptor is missing all the same, the connection that has waited longest makes room. While connections wait for the
+event loop to look at their bytes, one at a time is accepted: a crowd of new ones gets in no one's way.
 
 Rejected: asyncio's own server with a small `backlog`, which is the length of the operating system's queue as well.
 """
@@ -66,7 +67,7 @@ class Acceptor:
             self._loop.remove_reader(self._listener)
 
     def _accept_some(self) -> None:
-        for _ in range(_BATCH):
+        for _ in range(1 if self._room.line else _BATCH):
             if not self._room.has_room():
                 self._wait_for_room()
                 return

@@ -27,13 +27,12 @@ from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.connections import Connections
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.lingering import MAX_DROPPED_BYTES, LingeringTransport
+from antiphon.serve.api.paced_connection import PacedConnection
 from antiphon.serve.api.strict_http import StrictConnection
 
 _log = get_logger("serve.api")
@@ -45,12 +44,9 @@ _INTERIM_ANSWER = b"HTTP/1.1 100 Continue\r\n\r\n"
 _EVENT_COMMENT = b":\n\n"
 
 
-class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
+class ApiConnection(PacedConnection):
     """One connection. It *waits* while no request is in progress: when new, between two requests, in the middle of a
     head."""
-
-    transport: LingeringTransport
-    conn: StrictConnection
 
     def __init__(
         self,
@@ -59,22 +55,19 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        assert isinstance(server_state, Connections)
         super().__init__(config, server_state, app_state, _loop)
         self.conn = StrictConnection()
         self.body_began_s: float | None = None
-        self._all = server_state
-        self._settings = server_state.settings
+        self._settings = self._all.settings
         self._head_deadline_s: float | None = None
         self._num_dropped_bytes = 0
-        self._ended_s: float | None = None  # when the client ended its direction
         self._watched_s = 0.0
         self._watched_bytes: int | None = None
 
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way in either direction, as far as this machine knows."""
-        if self.transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size() or self in self._all.line:
             return False
         unread = array.array("i", [0])  # a request may be there that was not looked at yet
         with contextlib.suppress(OSError):
@@ -87,13 +80,9 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         return self.client[0] if self.client else ""
 
     @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    @property
     def _sends_more(self) -> bool:
         """The client is in the middle of a request's body, or has sent another request."""
-        return self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0] or self._piece)
 
     # --- what asyncio and uvicorn call -----------------------------------------------------------------------------
 
@@ -110,20 +99,12 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         self.refuse(ApiError(503, message, code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all.line.discard(self)
         super().connection_lost(exc)
         self._all.forget(self)
         self._all.note_closed()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._all.receive_buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._all.receive_buffer[:nbytes]))
-
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_lingering:
-            self.transport.drop(len(data))
-            return
         if not self._is_answering:
             if self._head_deadline_s is None:
                 self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
@@ -141,15 +122,37 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         if not self._is_answering or self.transport.is_lingering:
             return False
         if self.cycle.more_body:
-            self.refuse(ApiError(400, "the connection ended before the whole body had arrived"))
-            return False  # asyncio writes the answer out before it closes
+            self._stand_in_line(b"", is_first=False)
         return True
 
+    def _end_body(self) -> None:
+        if self._is_answering and self.cycle.more_body:
+            self.refuse(ApiError(400, "the connection ended before the whole body had arrived"))
+            self.transport.finish()
+        elif not self._is_answering:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # begins the next request when the client has sent it already
-        self._note_body()
+        super().on_response_complete()
         self._num_dropped_bytes = 0
-        if self.transport.is_closing() or self._is_answering:
+        if self not in self._all.line:
+            self._settle()
+        else:
+            self._all.waiting[self] = None
+
+    def _postpone(self, waited_s: float) -> None:
+        if self._head_deadline_s is not None:
+            self._head_deadline_s += waited_s
+        if self.body_began_s is not None:
+            self.body_began_s += waited_s
+
+    def _settle(self) -> None:
+        self._note_body()
+        if self.transport.is_closing():
+            return
+        if self._is_answering:
+            self._head_deadline_s = None
+            self._all.waiting.pop(self, None)
             return
         if self._ended_s is not None:
             self.transport.close()
@@ -180,7 +183,7 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
     def check(self, now_s: float) -> None:
         """End the connection if it is past a deadline."""
         self.transport.end_if_late(now_s)
-        if self._head_deadline_s is not None and now_s > self._head_deadline_s:
+        if self._head_deadline_s is not None and now_s > self._head_deadline_s and self not in self._all.line:
             self._head_deadline_s = None
             self._end_waiting()
         self._probe(now_s)
@@ -257,6 +260,7 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         self.transport.linger()
 
     def _begin_lingering(self) -> None:
+        self._all.line.discard(self)
         self._unset_keepalive_if_required()
         self._head_deadline_s = self.body_began_s = None
         self._all.linger(self)
@@ -272,7 +276,3 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
             self.conn.send(h11.EndOfMessage()),
         )
         return b"".join(part for part in parts if part is not None)
-
-    @property
-    def _name(self) -> str:
-        return "client {}:{}".format(*self.client) if self.client else "a client"

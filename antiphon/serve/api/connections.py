@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.errors import ApiError, too_busy
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.reading_line import ReadingLine
 from antiphon.serve.api.settings import ServerSettings
 
 _log = get_logger("serve.api")
@@ -29,6 +30,7 @@ _log = get_logger("serve.api")
 _SPARE_FILES = 256  # for the workers' sockets, the log, libraries
 _MAX_LINGERING = 256
 _PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
+_CROWD_PIECE_BYTES = 4 * 1024  # the same while others wait
 _MANY = 200
 _READING_S = 0.25  # an answer is read, where somebody reads it
 _SLOW_BODY_S = 0.25
@@ -59,6 +61,9 @@ class Connection(Protocol):
     def refuse(self, error: ApiError) -> None:
         """Answer `error` in the place of what is in progress, and close."""
 
+    def refuse_in_turn(self, error: ApiError) -> None:
+        """As `refuse`, in one of the next turns of the event loop."""
+
     def reset(self) -> None:
         """Close at once, with whatever it holds."""
 
@@ -73,13 +78,19 @@ class Connections(ServerState):
         self.waiting: dict[Connection, None] = {}  # for a request, longest first
         self.lingering: dict[Connection, float] = {}  # and since when, longest first
         self.on_room: Callable[[], None] = lambda: None
-        self.receive_buffer = memoryview(bytearray(_PIECE_BYTES))  # used up before another connection reads
+        self.line = ReadingLine()
+        self._buffer = memoryview(bytearray(_PIECE_BYTES))
         self.num_open = 0  # sockets; those that close with bytes unsent are in none of the collections
         self._most = 0
         self._now_s = 0.0
         self._has_refused = False
         self._ended = metrics.connections_ended
         metrics.connections.set_function(lambda: len(self.connections))
+
+    @property
+    def receive_buffer(self) -> memoryview:
+        """Where a connection's next bytes go. They must be copied before another connection reads."""
+        return self._buffer[:_CROWD_PIECE_BYTES] if self.line else self._buffer
 
     # --- sockets ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +135,8 @@ class Connections(ServerState):
         overdue = next(self._overdue_bodies(time.monotonic() - _SLOW_BODY_S), None)
         if overdue is None:
             return False
-        self._refuse_body(overdue, "all connections of this server are in use, and the body is late")
+        self.count_end("slow body")
+        overdue.refuse(too_busy("all connections of this server are in use, and the body is late", 1.0))
         return True
 
     def forget(self, connection: Connection) -> None:
@@ -153,10 +165,9 @@ class Connections(ServerState):
         for connection in self._overdue_bodies(now_s - _LATE_BODY_S):
             num_late[connection.address] += 1
             if num_late[connection.address] > limit:
-                self._refuse_body(
-                    connection,
-                    f"{limit} requests of this address have sent a part of their bodies only: finish those first",
-                )
+                self.count_end("slow body")
+                reason = f"{limit} requests of this address have sent a part of their bodies only: finish those first"
+                connection.refuse_in_turn(too_busy(reason, 1.0))
 
     def have_left(self) -> bool:
         """Whether many connections have ended since the last time this was so: they leave freed memory behind."""
@@ -171,13 +182,10 @@ class Connections(ServerState):
 
     def _overdue_bodies(self, latest_s: float) -> Iterator[Connection]:
         """Connections whose body began to arrive before `latest_s` and is not complete, the first first."""
-        began = [(connection.body_began_s, connection) for connection in self._all()]
+        # What waits in the line is late by our doing.
+        began = [(connection.body_began_s, connection) for connection in self._all() if connection not in self.line]
         late = [(began_s, connection) for began_s, connection in began if began_s is not None and began_s < latest_s]
         yield from (connection for _, connection in sorted(late, key=lambda entry: entry[0]))
-
-    def _refuse_body(self, connection: Connection, reason: str) -> None:
-        self.count_end("slow body")
-        connection.refuse(too_busy(reason, 1.0))
 
     # --- what is counted and said ----------------------------------------------------------------------------------
 

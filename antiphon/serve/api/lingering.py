@@ -34,6 +34,7 @@ class LingeringTransport(asyncio.Transport):
         self._num_dropped_bytes = 0
         self._began_s = 0.0
         self._deadline_s = 0.0
+        self._is_paused = self._is_held = False
         self.is_lingering = False
         self.at_event_end = False
 
@@ -55,7 +56,12 @@ class LingeringTransport(asyncio.Transport):
             self._inner.write_eof()
         except OSError:  # the client is gone already
             self._inner.abort()
+        self._is_paused = self._is_held = False
         self._inner.resume_reading()
+
+    def finish(self) -> None:
+        """Close behind what is written: the client sends nothing more."""
+        self._inner.close()
 
     def drop(self, num_bytes: int) -> None:
         """The client has sent this much that is not wanted any more."""
@@ -89,11 +95,25 @@ class LingeringTransport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._inner.get_extra_info(name, default)
 
+    def hold(self) -> None:
+        """Read nothing until `release`, whatever `resume_reading` says meanwhile."""
+        self._is_held = True
+        self._inner.pause_reading()
+
+    def release(self) -> None:
+        """Read again, unless reading is paused."""
+        self._is_held = False
+        if not self._is_paused:
+            self._inner.resume_reading()
+
     def pause_reading(self) -> None:
+        self._is_paused = True
         self._inner.pause_reading()
 
     def resume_reading(self) -> None:
-        self._inner.resume_reading()
+        self._is_paused = False
+        if not self._is_held:
+            self._inner.resume_reading()
 
     def is_reading(self) -> bool:
         return self._inner.is_reading()
