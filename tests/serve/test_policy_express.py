@@ -1,12 +1,15 @@
 """The express lane: a small request beside whatever large ones hold and want."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine_api import RequestTooLong
+from antiphon.serve.kv_budget import share_room
 from antiphon.serve.policy.request import RequestStatus, SchedulerConfig, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.specs.sampling import SamplingParams
@@ -191,3 +194,26 @@ def test_what_would_need_the_blocks_of_the_lane_is_refused() -> None:
         sim.submit("too long", [3] * 960, TWO)
     with pytest.raises(UserError, match="express_slots is 4, express_blocks 272"):
         crowded(express_blocks=272)
+
+
+@pytest.mark.parametrize(
+    ("max_running", "max_batch_tokens", "num_blocks", "expected"),
+    [
+        (256, 2048, 16384, (256, 8, 256)),
+        (256, 260, 16384, (256, 4, 256)),  # rows for four more
+        (256, 256, 16384, (248, 8, 256)),  # for no more: out of those that there are
+        (3, 3, 16384, (3, 0, 0)),
+        (256, 2048, 1024, (256, 8, 32)),
+        (256, 2048, 128, (256, 8, 8)),
+        (256, 2048, 66, (256, 8, 2)),  # a sequence of full length needs 64
+        (256, 2048, 64, (256, 0, 0)),
+        (256, 2048, 63, (256, 0, 0)),
+    ],
+)
+def test_what_the_lane_has_of_a_worker(
+    max_running: int, max_batch_tokens: int, num_blocks: int, expected: tuple[int, int, int]
+) -> None:
+    config = ServeConfig(
+        model=Path("model"), layout="colocated", max_running=max_running, max_batch_tokens=max_batch_tokens
+    )
+    assert share_room(config, num_blocks, 1024) == expected

@@ -50,6 +50,7 @@ def configs(draw: st.DrawFn, most_express_slots: int = 3) -> SchedulerConfig:
         block_size=block_size,
         max_model_len=MAX_LEN,
         max_batch_tokens=max_running + express_slots + draw(st.integers(0, 30)),
+        logprob_row_cost=draw(st.sampled_from([1.0, 1.0, 3.5])),
         max_running=max_running,
         express_slots=express_slots,
         express_blocks=express_blocks,

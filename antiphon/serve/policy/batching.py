@@ -12,7 +12,7 @@
 Chunks share the rows that decodes leave, so that a short prompt does not wait for the long ones before it: each takes
 at most half of what is left while others want some, and what nobody needs goes to the oldest (`_shares`). Together
 they cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`): rows far into a long prompt take
-longer, and everybody waits for a step.
+longer, as do rows that report log-probabilities, and everybody waits for a step.
 
 Nobody starves: the oldest running request can push out everybody else but the lane, only requests that fit beside the
 lane are queued, and nobody else overtakes the head of the line. The latest-arrived request, when it finds no block,
@@ -122,7 +122,7 @@ def _serve_lane(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Re
     room = -(-draft.budget // 2)
     for request in prefills:
         if request.num_promised_blocks:
-            num_tokens = min(room, _num_left(request))
+            num_tokens = min(room, _num_left(request), _affordable(request, occupancy, draft.cost / 2))
             _add_chunk(occupancy, draft, request, num_tokens)
             room -= num_tokens
     return [request for request in prefills if not request.num_promised_blocks]
@@ -154,12 +154,24 @@ def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Reques
             given = shares.get(request.request_id, 0)
             divisor = 1 if request is wanted[-1][0] else part
             start = request.num_computed + given
-            affordable = int(rows_for_cost(start, cost / divisor, ratio)) or not shares  # the oldest always goes on
+            price = _price(request, occupancy)
+            affordable = int(rows_for_cost(start, cost / divisor / price, ratio)) or not shares  # the oldest goes on
             rows = min(num_left - given, -(-budget // divisor), affordable)
             shares[request.request_id] = given + rows
             budget -= rows
-            cost -= chunk_cost(start, rows, ratio)
+            cost = max(0.0, cost - price * chunk_cost(start, rows, ratio))
     return shares
+
+
+def _price(request: Request, occupancy: WorkerOccupancy) -> float:
+    """Of its prompt's rows."""
+    return occupancy.config.logprob_row_cost if request.wants_prompt_logprobs else 1.0
+
+
+def _affordable(request: Request, occupancy: WorkerOccupancy, cost: float) -> int:
+    """Rows that it may have for `cost`, at least one."""
+    ratio = occupancy.config.context_tokens_per_row
+    return max(1, int(rows_for_cost(request.num_computed, cost / _price(request, occupancy), ratio)))
 
 
 def _num_left(request: Request) -> int:
@@ -198,8 +210,8 @@ def _admit_waiting(occupancy: WorkerOccupancy, draft: _Draft, shares: Mapping[st
         if share == 0:
             return
         occupancy.start(request, found)
-        affordable = int(rows_for_cost(request.num_computed, draft.cost, config.context_tokens_per_row))
-        _add_chunk(occupancy, draft, request, min(share, _num_left(request), max(affordable, 1)))
+        affordable = _affordable(request, occupancy, draft.cost)
+        _add_chunk(occupancy, draft, request, min(share, _num_left(request), affordable))
 
 
 def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_tokens: int) -> None:
@@ -218,7 +230,8 @@ def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_
     if num_tokens <= 0:
         return
     draft.budget -= num_tokens
-    draft.cost = max(0.0, draft.cost - chunk_cost(start, num_tokens, config.context_tokens_per_row))
+    cost = _price(request, occupancy) * chunk_cost(start, num_tokens, config.context_tokens_per_row)
+    draft.cost = max(0.0, draft.cost - cost)
     first = request.num_blocks_sent
     if first == 0:
         draft.starts.append(_sequence_start(request))

@@ -107,6 +107,7 @@ class SchedulerConfig:
 
     `context_tokens_per_row`: how many cached keys cost as much to attend to as everything else costs for one row; a
     step's prompt chunks cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`).
+    `logprob_row_cost`: what a row whose prompt log-probability is asked for costs, in rows of other prompts.
     `watermark_blocks`: blocks that admission leaves free for running requests to grow into (None: 1% of all, at
     least one), so that an admitted request does not push another one out in the next step.
     `express_slots`, `express_blocks`: the express lane (`ExpressLane`); its slots come on top of `max_running`, its
@@ -119,6 +120,7 @@ class SchedulerConfig:
     max_model_len: int
     max_batch_tokens: int = 2048
     context_tokens_per_row: float = 1024.0
+    logprob_row_cost: float = 1.0
     max_running: int = 256
     watermark_blocks: int | None = None
     express_slots: int = 0
