@@ -104,19 +104,27 @@ class Engine:
         return self.workforce.complete
 
     def submit(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, owner: str | None = None
     ) -> AsyncIterator[EngineOutput]:
         """See `AsyncEngine.submit`. Call inside the event loop that reads the outputs."""
         sink = AsyncSink.of_running_loop(self._sinks)
         sink.open(request_id)
         try:
-            self.submit_to(sink, request_id, prompt_token_ids, params)
+            self.submit_to(sink, request_id, prompt_token_ids, params, owner=owner)
         except BaseException:  # whatever it is, nothing was queued: the id must be free again
             sink.close(request_id)
             raise
         return sink.stream(request_id, self.abort)
 
-    def submit_to(self, sink: Sink, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def submit_to(
+        self,
+        sink: Sink,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        owner: str | None = None,
+    ) -> None:
         """Queue a request whose outputs go to `sink`. Raises as `AsyncEngine.submit` does, with nothing queued."""
         if params.grammar is not None and self.make_matcher is None:
             raise UserError("structured output needs a tokenizer: this engine was started without one")
@@ -134,6 +142,7 @@ class Engine:
                 arrival=self._arrivals,
                 seed=seed,
                 eos_token_ids=self.info.eos_token_ids,
+                owner=owner,
             )
             check_request(request, self._scheduler_config)
             num_waiting = self._desk.num_waiting + len(self._new)

@@ -142,10 +142,11 @@ class AsyncEngine(Protocol):
     info: EngineInfo
 
     def submit(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, owner: str | None = None
     ) -> AsyncIterator[EngineOutput]:
         """Queue a request and return its outputs. Raises `QueueFull`, `ShuttingDown`, `RequestTooLong` or `UserError`
-        at once, before anything is queued. Closing the iterator early (client gone) aborts the request."""
+        at once, before anything is queued. Closing the iterator early (client gone) aborts the request.
+        Of one `owner` (the HTTP request; None: each its own) one small request at a time may overtake the line."""
 
     def abort(self, request_id: str) -> None:
         """Forget the request and free its KV blocks at the end of the running step. Unknown ids are ignored."""

@@ -1,4 +1,6 @@
-"""How many KV blocks each attention worker of a server gets."""
+"""How many KV blocks each attention worker of a server gets, and what of its room is the express lane's."""
+
+from typing import NamedTuple
 
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
@@ -6,6 +8,17 @@ from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of, kv_cache_block_
 from antiphon.models.shares import share_of
 from antiphon.serve.config import ServeConfig
 from antiphon.specs.model import ModelSpec
+
+_EXPRESS_SLOTS = 8
+_LEAST_BLOCKS = 64  # of a worker with an express lane
+
+
+class SharedRoom(NamedTuple):
+    """Slots of the main way, and what the express lane has of an attention worker."""
+
+    max_running: int
+    express_slots: int
+    express_blocks: int
 
 
 def kv_block_bytes(config: ServeConfig, spec: ModelSpec, bytes_per_element: int) -> int:
@@ -30,3 +43,15 @@ def kv_blocks_per_worker(config: ServeConfig, block_bytes: int, context_length: 
             f"{config.num_kv_caches} workers needs {format_bytes(needed)}; raise it or lower --max-model-len"
         )
     return num_blocks
+
+
+def share_room(config: ServeConfig, num_blocks: int, context_length: int) -> SharedRoom:
+    """The express lane's part: 8 slots on top of `max_running`, or out of it where a step has no rows for more; 1/64 of
+    the blocks, of small caches 1/16 up to 32. Nothing where a sequence of full length needs the blocks."""
+    num_spare = num_blocks - blocks_of(context_length, config.block_size)
+    blocks = min(max(num_blocks // 64, min(num_blocks // 16, 32)), num_spare)
+    extra = min(_EXPRESS_SLOTS, config.max_batch_tokens - config.max_running)
+    slots = extra or min(_EXPRESS_SLOTS, config.max_running // 4)
+    if num_blocks < _LEAST_BLOCKS or blocks < 1 or slots < 1:
+        return SharedRoom(config.max_running, 0, 0)
+    return SharedRoom(config.max_running if extra else config.max_running - slots, slots, blocks)

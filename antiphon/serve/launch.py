@@ -34,7 +34,7 @@ from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.joining import exchange_secret
-from antiphon.serve.kv_budget import kv_block_bytes, kv_blocks_per_worker
+from antiphon.serve.kv_budget import kv_block_bytes, kv_blocks_per_worker, share_room
 from antiphon.serve.members import Members
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
@@ -44,13 +44,15 @@ from antiphon.serve.routing_record import RoutingRecord
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, Role
 from antiphon.serve.worker_process import WorkerName
-from antiphon.specs.counts import context_tokens_per_row
+from antiphon.specs.counts import context_tokens_per_row, logprob_row_cost
 
 _log = get_logger("launch")
 # Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
 _KNEE_ROWS = {"cpu": 8, "gpu": 128}
 # Rows that an expert computes in the time in which one is loaded: on a CPU measured, on a GPU by the speed of PCIe.
 _LOAD_ROWS = {"cpu": 512, "gpu": 8192}
+# Measured on CPUs: to rank a vocabulary of 32,000 to 152,000 takes as long as a head of 420 to 600 columns.
+_RANKING_COLUMNS = 512
 
 
 class Launcher:
@@ -85,6 +87,7 @@ class Launcher:
         block_bytes = kv_block_bytes(config, self.spec, self._dtype.itemsize)
         free_bytes = free_memory_bytes(config.own("attention").device)
         self.num_blocks = kv_blocks_per_worker(config, block_bytes, self.context_length, free_bytes)
+        self._room = share_room(self.config, self.num_blocks, self.context_length)
         self.kv_bytes = self.num_blocks * block_bytes * config.num_kv_caches
         if self.kv_bytes > free_bytes:
             raise ResourceError(
@@ -133,13 +136,17 @@ class Launcher:
         """Build the engine (nothing runs yet)."""
         config = self.config
         statistics = EngineStatistics()
+        room = self._room
         limits = SchedulerConfig(
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             max_model_len=self.context_length,
             max_batch_tokens=config.max_batch_tokens,
             context_tokens_per_row=context_tokens_per_row(self.spec),
-            max_running=config.max_running,
+            logprob_row_cost=logprob_row_cost(self.spec, _RANKING_COLUMNS),
+            max_running=room.max_running,
+            express_slots=room.express_slots,
+            express_blocks=room.express_blocks,
             vocab_size=self.spec.vocab_size,
         )
         tracked = TrackedRequests(self.fleet.wake)
@@ -292,7 +299,7 @@ class Launcher:
             num_blocks=self.num_blocks,
             max_model_len=self.context_length,
             rope_scaling=config.rope_scaling,
-            max_running=config.max_running,
+            max_running=self._room.max_running + self._room.express_slots,
             placement=self._placing[name.instance].current if self._placing else self._placement,
             expert_slots=self._slots + (1 if self._spare_slot else 0),
             count_rows=config.balance != "off",

@@ -220,6 +220,14 @@ def flops_per_token(model: ModelSpec, context: float, *, absorbed: bool = True, 
     )
 
 
+def logprob_row_cost(model: ModelSpec, ranking_columns: int) -> float:
+    """What a row that reports log-probabilities costs, in rows that do not: it needs the head, and a ranking of the
+    vocabulary, which takes as long as a head of `ranking_columns` columns."""
+    rest = flops_per_token(model, 0, with_head=False)
+    head = flops_per_token(model, 0) - rest
+    return 1 + (head + 2 * ranking_columns * model.vocab_size) / rest
+
+
 def context_tokens_per_row(model: ModelSpec) -> float:
     """How many tokens of context cost as many FLOPs to attend to as everything else of one token, the head left out.
 

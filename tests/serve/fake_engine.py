@@ -96,7 +96,7 @@ class FakeEngine:
         self._released.set()
 
     def submit(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, owner: str | None = None
     ) -> AsyncIterator[EngineOutput]:
         if self._draining:
             raise ShuttingDown("the engine is draining")

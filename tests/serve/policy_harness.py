@@ -43,7 +43,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_blocks(occupancy.pool, [request.block_table for request in running])
     assert {request.request_id for request in running + waiting} == set(scheduler.requests)
     slots = [request.slot for request in running] + occupancy.free_slots
-    assert sorted(slots) == list(range(scheduler.config.max_running))
+    assert sorted(slots) == list(range(scheduler.config.num_slots))
+    lane, members = occupancy.lane, [request for request in running if request.num_promised_blocks]
+    assert len(lane) == len({request.owner for request in members}) == len(members) <= scheduler.config.express_slots
+    assert occupancy.num_free_slots >= 0
+    assert lane.num_kept == scheduler.config.express_blocks - sum(len(request.block_table) for request in members)
+    assert occupancy.pool.num_free >= lane.num_kept >= 0, "blocks of the express lane are taken"
+    assert all(len(request.block_table) <= request.num_promised_blocks for request in members)
+    assert not any(request.num_promised_blocks for request in waiting)
     assert occupancy.num_waiting_tokens == sum(len(request.token_ids) for request in waiting)
     assert all(not request.block_table for request in waiting)
 
@@ -132,9 +139,16 @@ class Simulation:
             request.awaits_mask = True
             self.masks_due.append((self.num_plans + delay, request))
 
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: int | None = None) -> Request:
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        arrival: int | None = None,
+        owner: str | None = None,
+    ) -> Request:
         arrival = self.num_submitted if arrival is None else arrival
-        request = new_request(request_id, prompt, params, arrival=arrival, seed=0, eos_token_ids=(EOS,))
+        request = new_request(request_id, prompt, params, arrival=arrival, seed=0, eos_token_ids=(EOS,), owner=owner)
         check_request(request, self.config)
         self.scheduler.adopt(request)
         self.num_submitted += 1
@@ -155,7 +169,7 @@ class Simulation:
             assert plan.num_tokens == sum(len(step.token_ids) for step in plan.sequences)
             assert plan.num_tokens <= self.config.max_batch_tokens
             assert all(step.token_ids for step in plan.sequences)
-            assert self.scheduler.num_running <= self.config.max_running
+            assert self.scheduler.num_running <= self.config.num_slots
             self.plans.append(plan)
         check_scheduler(self.scheduler)
         return plan

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
 from antiphon.serve.launch import Launcher
+from antiphon.serve.outputs import ThreadSink
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (
@@ -129,6 +131,35 @@ def test_replicas_and_uneven_shares_of_experts(tiny_model: TinyModel, prompts: P
         Launcher(config(tiny_model, "1+2", placement=placement))
     with pytest.raises(UserError, match="6 expert workers for 5 experts: use 1 to 5"):
         Launcher(config(tiny_model, "1+6"))
+
+
+@pytest.mark.parametrize("layout", ["1", "2", "1+2/m2"])
+@pytest.mark.parametrize("max_batch_tokens", [64, 8])
+def test_a_two_token_request_is_soon_done_beside_one_that_wants_everything(
+    layout: str, max_batch_tokens: int, tiny_model: TinyModel, reference: Tokens, prompts: Prompts
+) -> None:
+    """64 answers of one owner want eight slots and too few blocks. The small one comes while the workers are halted, so
+    it meets all of them in the line."""
+    large = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    with running(config(tiny_model, layout, num_blocks=70, max_running=8, max_batch_tokens=max_batch_tokens)) as engine:
+        sink = ThreadSink()
+        engine.pause_workers()
+        for index, prompt in enumerate(random_prompts([150] * 64, seed=5)):
+            engine.submit_to(sink, f"large {index}", prompt, large, owner="large")
+        engine.submit_to(sink, "small", prompts[0], replace(large, max_tokens=2))
+        engine.resume_workers()
+        num_tokens, token_ids = 0, []
+        for output in sink.outputs(65):
+            if output.request_id == "small":
+                token_ids += output.token_ids
+            elif len(token_ids) < 2:
+                num_tokens += len(output.token_ids)
+            if output.request_id == "small" and output.finish_reason is not None:
+                for index in range(64):
+                    engine.abort(f"large {index}")
+        assert token_ids == reference[0][:2]
+        assert num_tokens < 100, "of 6,400"
+        wait_until_idle(engine)
 
 
 LAUNCHING = """

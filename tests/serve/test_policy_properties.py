@@ -20,6 +20,7 @@ class Load:
     arrival_step: int
     abort_step: int | None
     abort_in_flight: bool
+    owner: str | None
 
 
 @st.composite
@@ -34,19 +35,25 @@ def loads(draw: st.DrawFn) -> Load:
         prompt_logprobs=draw(st.sampled_from([None, None, 1])),
     )
     abort_step = draw(st.one_of(st.none(), st.none(), st.integers(0, 40)))
-    return Load(prompt or [4], params, draw(st.integers(0, 20)), abort_step, draw(st.booleans()))
+    owner = draw(st.sampled_from([None, None, "shared"]))
+    return Load(prompt or [4], params, draw(st.integers(0, 20)), abort_step, draw(st.booleans()), owner)
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> SchedulerConfig:
+def configs(draw: st.DrawFn, most_express_slots: int = 3) -> SchedulerConfig:
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     max_running = draw(st.integers(1, 6))
+    express_slots = draw(st.integers(0, most_express_slots))
+    express_blocks = draw(st.integers(1, 48)) if express_slots else 0
     return SchedulerConfig(
-        num_blocks=-(-MAX_LEN // block_size) + draw(st.integers(0, 12)),
+        num_blocks=-(-MAX_LEN // block_size) + draw(st.integers(0, 12)) + express_blocks,
         block_size=block_size,
         max_model_len=MAX_LEN,
-        max_batch_tokens=max_running + draw(st.integers(0, 30)),
+        max_batch_tokens=max_running + express_slots + draw(st.integers(0, 30)),
+        logprob_row_cost=draw(st.sampled_from([1.0, 1.0, 3.5])),
         max_running=max_running,
+        express_slots=express_slots,
+        express_blocks=express_blocks,
         watermark_blocks=draw(st.sampled_from([None, 0, 3])),
     )
 
@@ -70,7 +77,7 @@ def test_every_request_ends_with_exactly_its_tokens(
     for now in range(2_000):
         for index, item in enumerate(load):
             if item.arrival_step == now:
-                simulation.submit(str(index), item.prompt, item.params)
+                simulation.submit(str(index), item.prompt, item.params, owner=item.owner)
 
         def abort(in_flight: bool, now: int = now) -> None:
             for index, item in enumerate(load):
@@ -118,7 +125,7 @@ def test_every_request_ends_with_exactly_its_tokens(
 
 
 @settings(max_examples=60, deadline=None)
-@given(configs(), st.lists(loads(), min_size=2, max_size=10))
+@given(configs(most_express_slots=0), st.lists(loads(), min_size=2, max_size=10))
 def test_first_admission_is_in_order_of_arrival_and_everything_ends_in_bounded_time(
     config: SchedulerConfig, load: list[Load]
 ) -> None:

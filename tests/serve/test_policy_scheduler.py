@@ -82,6 +82,21 @@ def test_rows_that_see_a_long_context_are_fewer() -> None:
     assert rows[-2] < 20
 
 
+@pytest.mark.parametrize("cost", [1.0, 4.0])
+def test_rows_that_report_log_probabilities_are_fewer(cost: float) -> None:
+    """A step of theirs lasts no longer than one of other rows; short prompts beside them are not held up."""
+    sim = simulation(num_blocks=512, max_model_len=1000, max_batch_tokens=256, max_running=8, logprob_row_cost=cost)
+    reports = SamplingParams(max_tokens=1, prompt_logprobs=20)
+    for index in range(3):
+        sim.submit(f"long {index}", [3 + index] * 600, reports)
+    while sim.step():
+        assert sum(rows for name, _, rows in chunks(sim) if name.startswith("long")) <= 256 / cost + 1
+        if len(sim.plans) == 3:
+            sim.submit("short", [7] * 5, FREE)
+    assert ("short", 0, 5) in [(step.request_id, step.start, len(step.token_ids)) for step in sim.plans[3].sequences]
+    assert len(sim.reported) == 3 * 599
+
+
 def test_a_plan_names_only_new_blocks_after_the_first() -> None:
     sim = simulation(block_size=2)
     sim.submit("a", [3, 4, 5], FREE)

@@ -147,7 +147,8 @@ class Generation:
                     reports_ids=bool(request.return_token_ids),
                 )
                 engine_id = f"{self.request_id}-{index}"
-                outputs = engine.submit(engine_id, prompt.token_ids, with_seed(prompt_params, request.seed, answer))
+                own_params = with_seed(prompt_params, request.seed, answer)
+                outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self.request_id)
                 clock = RequestClock(self._context.metrics, self._arrived_s)
                 self._requests.append(_EngineRequest(engine, engine_id, choice, outputs, clock, self.pace))
                 self.pace.spend(began_s)

@@ -2,19 +2,21 @@
 
 1. Decodes (one token to compute), oldest first. One that needs a block when none is free pushes out the
    latest-arrived running request, which goes back to the front of the waiting line and is recomputed later.
-2. Running prefills, oldest first, in chunks.
-3. Waiting requests, strictly in order of arrival, if blocks for *all* their known tokens are free beside those that
+2. Prefills of the express lane (`ExpressLane`), and those who enter it: small requests that would wait for the main
+   way. They take at most half of the rows that decodes leave.
+3. Running prefills, oldest first, in chunks.
+4. Waiting requests, strictly in order of arrival, if blocks for *all* their known tokens are free beside those that
    running prefills have still to claim, with the watermark left over. Not in a step that preempted: that would only be
    pushed out again.
 
 Chunks share the rows that decodes leave, so that a short prompt does not wait for the long ones before it: each takes
 at most half of what is left while others want some, and what nobody needs goes to the oldest (`_shares`). Together
 they cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`): rows far into a long prompt take
-longer, and everybody waits for a step.
+longer, as do rows that report log-probabilities, and everybody waits for a step.
 
-Nobody starves: the oldest running request can push out everybody else, only requests that fit an empty worker are
-queued, and nobody overtakes the head of the line. The latest-arrived request, when it finds no block, waits in place:
-pushing itself out would cost its cache and win nothing.
+Nobody starves: the oldest running request can push out everybody else but the lane, only requests that fit beside the
+lane are queued, and nobody else overtakes the head of the line. The latest-arrived request, when it finds no block,
+waits in place: pushing itself out would cost its cache and win nothing.
 
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
 be overtaken: once the mask is there, its age gives it back its place.
@@ -22,7 +24,7 @@ be overtaken: once the mask is there, its age gives it back its place.
 Rejected: all rows to the oldest prefill (a request of seven tokens waited 0.8 s behind one of 8,000); equal shares (all
 long prompts end late); admitting on the first chunk alone (prompts half computed push each other out); swapping to host
 memory (more state to lose with a worker, and grouped-query or latent caches are quick to recompute); letting small
-requests overtake a large head (better use of memory, but the head may then wait for ever).
+requests overtake a large head outside the lane (better use of memory, but the head may then wait for ever).
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,6 +60,8 @@ def fill_step(occupancy: WorkerOccupancy, step_id: int) -> StepPlan:
     draft = _Draft(step_id, config.max_batch_tokens, float(config.max_batch_tokens))
     num_preemptions = occupancy.counters.num_preemptions
     prefills = _add_decodes(occupancy, draft)
+    if config.express_slots:
+        prefills = _serve_lane(occupancy, draft, prefills)
     if prefills or occupancy.waiting:
         shares = _shares(occupancy, draft, prefills)
         _add_prefills(occupancy, draft, prefills, shares)
@@ -78,8 +82,8 @@ def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
 
     This loop runs once per sequence and token; it does by hand what `_add_chunk` does, for one token."""
     others = []
-    pool, block_size, step_id = occupancy.pool, occupancy.config.block_size, draft.step_id
-    for request in occupancy.running:  # loses elements at its end while we preempt
+    pool, lane, block_size, step_id = occupancy.pool, occupancy.lane, occupancy.config.block_size, draft.step_id
+    for request in occupancy.running:  # loses elements behind the current one while we preempt
         if request.awaits_mask:
             continue
         start = request.num_computed
@@ -89,7 +93,9 @@ def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
             others.append(request)
             continue
         if start == len(table) * block_size:
-            if pool.num_free == 0 and not occupancy.preempt_later_than(request, step_id):
+            if request.num_promised_blocks:
+                lane.num_kept -= 1
+            elif pool.num_free == lane.num_kept and not occupancy.preempt_later_than(request, step_id):
                 continue
             table.append(pool.allocate_one())
         new_blocks: tuple[int, ...] = ()
@@ -105,12 +111,41 @@ def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
     return others
 
 
+def _serve_lane(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Request]) -> list[Request]:
+    """Step 2. Returns the prefills of the main way."""
+    if _is_crowded(occupancy, draft, len(prefills)):
+        for request in list(occupancy.waiting) if occupancy.lane.num_free_slots else ():
+            if not request.awaits_mask and occupancy.lane.takes(request):
+                occupancy.lane.enter(request)
+                occupancy.start(request, [])
+                prefills = [*prefills, request]
+    room = -(-draft.budget // 2)
+    for request in prefills:
+        if request.num_promised_blocks:
+            num_tokens = min(room, _num_left(request), _affordable(request, occupancy, draft.cost / 2))
+            _add_chunk(occupancy, draft, request, num_tokens)
+            room -= num_tokens
+    return [request for request in prefills if not request.num_promised_blocks]
+
+
+def _is_crowded(occupancy: WorkerOccupancy, draft: _Draft, num_prefills: int) -> bool:
+    """Whether somebody who waits might get no slot, no blocks or too few rows in the main way. Asked in each step."""
+    config, num_waiting = occupancy.config, len(occupancy.waiting)
+    if num_waiting == 0:
+        return False
+    if num_waiting > occupancy.num_free_slots or draft.budget >> (num_prefills + num_waiting) < config.num_express_rows:
+        return True
+    num_tokens = occupancy.num_waiting_tokens + occupancy.num_prefill_tokens_left
+    num_most = num_tokens // config.block_size + num_waiting + num_prefills + config.num_reserved_blocks
+    return occupancy.num_free_blocks < num_most
+
+
 def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Request]) -> dict[str, int]:
     """Rows for each prefill and for the first that wait, if blocks allow: half of what is left, the last one all of it,
     and what they did not need to the oldest."""
     ratio = occupancy.config.context_tokens_per_row
     may_start = (request for request in occupancy.waiting if not request.awaits_mask)
-    some_waiting = islice(may_start, min(_NUM_SHARING, len(occupancy.free_slots)))
+    some_waiting = islice(may_start, min(_NUM_SHARING, occupancy.num_free_slots))
     wanted = [(request, _num_left(request)) for request in (*prefills, *some_waiting)]
     shares: dict[str, int] = {}
     budget, cost = draft.budget, draft.cost
@@ -119,12 +154,24 @@ def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Reques
             given = shares.get(request.request_id, 0)
             divisor = 1 if request is wanted[-1][0] else part
             start = request.num_computed + given
-            affordable = int(rows_for_cost(start, cost / divisor, ratio)) or not shares  # the oldest always goes on
+            price = _price(request, occupancy)
+            affordable = int(rows_for_cost(start, cost / divisor / price, ratio)) or not shares  # the oldest goes on
             rows = min(num_left - given, -(-budget // divisor), affordable)
             shares[request.request_id] = given + rows
             budget -= rows
-            cost -= chunk_cost(start, rows, ratio)
+            cost = max(0.0, cost - price * chunk_cost(start, rows, ratio))
     return shares
+
+
+def _price(request: Request, occupancy: WorkerOccupancy) -> float:
+    """Of its prompt's rows."""
+    return occupancy.config.logprob_row_cost if request.wants_prompt_logprobs else 1.0
+
+
+def _affordable(request: Request, occupancy: WorkerOccupancy, cost: float) -> int:
+    """Rows that it may have for `cost`, at least one."""
+    ratio = occupancy.config.context_tokens_per_row
+    return max(1, int(rows_for_cost(request.num_computed, cost / _price(request, occupancy), ratio)))
 
 
 def _num_left(request: Request) -> int:
@@ -134,36 +181,37 @@ def _num_left(request: Request) -> int:
 def _add_prefills(
     occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Request], shares: Mapping[str, int]
 ) -> None:
-    """Step 2."""
-    pool, block_size = occupancy.pool, occupancy.config.block_size
+    """Step 3."""
+    block_size = occupancy.config.block_size
     for request in prefills:
         if request.status is not RequestStatus.RUNNING:
             continue  # pushed out by an older request
         share = shares[request.request_id]
         room = len(request.block_table) * block_size - request.num_computed
-        if share > 0 and room + pool.num_free == 0:
+        if share > 0 and room + occupancy.num_free_blocks == 0:
             occupancy.preempt_later_than(request, draft.step_id)
-        _add_chunk(occupancy, draft, request, min(share, room + pool.num_free * block_size))
+        _add_chunk(occupancy, draft, request, min(share, room + occupancy.num_free_blocks * block_size))
 
 
 def _admit_waiting(occupancy: WorkerOccupancy, draft: _Draft, shares: Mapping[str, int]) -> None:
-    """Step 3."""
+    """Step 4."""
     pool, config = occupancy.pool, occupancy.config
-    while draft.budget > 0 and occupancy.free_slots:
+    while draft.budget > 0 and occupancy.num_free_slots > 0:
         request = next((each for each in occupancy.waiting if not each.awaits_mask), None)
         if request is None:
             return
         found = occupancy.find_prefix(request)
         num_new = blocks_of(len(request.token_ids), config.block_size) - len(found)
-        num_spare = draft.num_claimed + (config.num_reserved_blocks if occupancy.running else 0)
-        if pool.num_free < num_new + pool.num_idle(found) + num_spare:
+        has_company = len(occupancy.running) > len(occupancy.lane)
+        num_spare = draft.num_claimed + (config.num_reserved_blocks if has_company else 0)
+        if occupancy.num_free_blocks < num_new + pool.num_idle(found) + num_spare:
             return
         share = shares.get(request.request_id, draft.budget)
         if share == 0:
             return
         occupancy.start(request, found)
-        affordable = int(rows_for_cost(request.num_computed, draft.cost, config.context_tokens_per_row))
-        _add_chunk(occupancy, draft, request, min(share, _num_left(request), max(affordable, 1)))
+        affordable = _affordable(request, occupancy, draft.cost)
+        _add_chunk(occupancy, draft, request, min(share, _num_left(request), affordable))
 
 
 def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_tokens: int) -> None:
@@ -174,12 +222,16 @@ def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_
     num_missing = blocks_of(end, config.block_size) - len(request.block_table)
     if num_missing > 0:
         request.block_table += occupancy.pool.allocate(num_missing)
-    draft.num_left += len(request.token_ids) - end
-    draft.num_claimed += blocks_of(len(request.token_ids), config.block_size) - len(request.block_table)
+    if not request.num_promised_blocks:
+        draft.num_left += len(request.token_ids) - end
+        draft.num_claimed += blocks_of(len(request.token_ids), config.block_size) - len(request.block_table)
+    elif num_missing > 0:
+        occupancy.lane.num_kept -= num_missing
     if num_tokens <= 0:
         return
     draft.budget -= num_tokens
-    draft.cost -= chunk_cost(start, num_tokens, config.context_tokens_per_row)
+    cost = _price(request, occupancy) * chunk_cost(start, num_tokens, config.context_tokens_per_row)
+    draft.cost = max(0.0, draft.cost - cost)
     first = request.num_blocks_sent
     if first == 0:
         draft.starts.append(_sequence_start(request))

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from antiphon.serve.policy.express_lane import ExpressLane
 from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
 
 _DIGEST_BYTES = 32
@@ -147,9 +148,8 @@ class ArrivalQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    @property
-    def latest(self) -> Request:
-        return self._requests[-1]
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
 
     def add(self, request: Request) -> None:
         requests = self._requests
@@ -191,13 +191,24 @@ class WorkerOccupancy:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.lane = ExpressLane(config)
         self.waiting = ArrivalQueue()
         self.running = ArrivalQueue()
         self.num_waiting_tokens = 0
         self.num_prefill_tokens_left = 0  # of running requests, not reached by the last planned step
         self.counters = SchedulerCounters()
         self.released: list[str] = []
-        self.free_slots = list(range(config.max_running - 1, -1, -1))
+        self.free_slots = list(range(config.num_slots - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        """Of the main way."""
+        return len(self.free_slots) - self.lane.num_free_slots
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Of the main way."""
+        return self.pool.num_free - self.lane.num_kept
 
     def enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
@@ -236,11 +247,11 @@ class WorkerOccupancy:
         self.running.add(request)
 
     def preempt_later_than(self, request: Request, step_id: int) -> bool:
-        """Until a block is free, push out the latest arrival that step `step_id` does not compute yet.
+        """Until a block is free, push out the latest arrival of the main way that step `step_id` does not compute yet.
 
         False if there is nobody left to push out. A request whose blocks are all shared frees none: go on."""
-        while self.pool.num_free == 0:
-            latest = self.running.latest
+        while self.num_free_blocks == 0:
+            latest = next(each for each in reversed(self.running) if not each.num_promised_blocks)
             if latest is request or latest.planned_step == step_id:
                 return False
             self.running.remove(latest)
@@ -250,7 +261,10 @@ class WorkerOccupancy:
         return True
 
     def publish_computed(self, request: Request) -> None:
-        """Offer the blocks that the last step filled to requests with the same beginning."""
+        """Offer the blocks that the last step filled to requests with the same beginning; of a member of the express
+        lane when it has left."""
+        if request.num_promised_blocks:
+            return
         num_full = request.num_computed // self.config.block_size
         if num_full <= request.num_blocks_published:
             return
@@ -277,6 +291,9 @@ class WorkerOccupancy:
         self.released.clear()
 
     def _give_back(self, request: Request) -> None:
+        if request.num_promised_blocks:
+            self.lane.leave(request)
+            self.publish_computed(request)
         self.pool.release(request.block_table)
         self.free_slots.append(request.slot)
         self.released.append(request.request_id)

@@ -30,6 +30,7 @@ class Request:
 
     `seed` is `params.seed` or one the engine drew; it stays with the request wherever it is computed.
     `token_ids` is owned by the request: prompt first, then output. `stop_ids`: tokens that end it, see `stop.py`.
+    `owner`: what it belongs to; of one owner's requests one at a time may use the express lane.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Request:
     seed: int
     arrival: int
     stop_ids: frozenset[int]
+    owner: str
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -52,6 +54,7 @@ class Request:
     num_admissions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for
+    num_promised_blocks: int = 0  # if above 0 it is in the express lane
     awaits_mask: bool = False  # which tokens its grammar allows next is still being computed: no step takes it
 
     @property
@@ -80,8 +83,9 @@ def new_request(
     arrival: int,
     seed: int,
     eos_token_ids: tuple[int, ...],
+    owner: str | None = None,
 ) -> Request:
-    """A waiting request with its own copy of the prompt."""
+    """A waiting request with its own copy of the prompt. `owner` None: it belongs to nothing but itself."""
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= frozenset(eos_token_ids)
@@ -93,6 +97,7 @@ def new_request(
         seed=seed,
         arrival=arrival,
         stop_ids=stop_ids,
+        owner=request_id if owner is None else owner,
     )
 
 
@@ -102,8 +107,11 @@ class SchedulerConfig:
 
     `context_tokens_per_row`: how many cached keys cost as much to attend to as everything else costs for one row; a
     step's prompt chunks cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`).
+    `logprob_row_cost`: what a row whose prompt log-probability is asked for costs, in rows of other prompts.
     `watermark_blocks`: blocks that admission leaves free for running requests to grow into (None: 1% of all, at
     least one), so that an admitted request does not push another one out in the next step.
+    `express_slots`, `express_blocks`: the express lane (`ExpressLane`); its slots come on top of `max_running`, its
+    blocks are some of `num_blocks`. 0: there is none.
     `vocab_size` None: token ids are not checked.
     """
 
@@ -112,21 +120,43 @@ class SchedulerConfig:
     max_model_len: int
     max_batch_tokens: int = 2048
     context_tokens_per_row: float = 1024.0
+    logprob_row_cost: float = 1.0
     max_running: int = 256
     watermark_blocks: int | None = None
+    express_slots: int = 0
+    express_blocks: int = 0
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_batch_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.max_batch_tokens < self.max_running:
+        if self.max_batch_tokens < self.num_slots:
             raise UserError(
-                f"max_batch_tokens is {self.max_batch_tokens}, max_running is {self.max_running}: each running request "
+                f"max_batch_tokens is {self.max_batch_tokens}, max_running is {self.num_slots}: each running request "
                 "needs room for one token a step; raise max_batch_tokens or lower max_running"
+            )
+        if self.express_slots < 0 or not 0 <= self.express_blocks < self.num_blocks:
+            raise UserError(
+                f"express_slots is {self.express_slots}, express_blocks {self.express_blocks}: at least 0, and fewer "
+                f"blocks than all {self.num_blocks}"
             )
         if self.watermark_blocks is not None and self.watermark_blocks < 0:
             raise UserError(f"watermark_blocks is {self.watermark_blocks}: it must be at least 0")
+
+    @property
+    def num_slots(self) -> int:
+        return self.max_running + self.express_slots
+
+    @property
+    def num_main_blocks(self) -> int:
+        """Blocks that a request outside the express lane may hold."""
+        return self.num_blocks - self.express_blocks
+
+    @property
+    def num_express_rows(self) -> int:
+        """Tokens of the longest prompt in the express lane: all that it may hold fit into one step."""
+        return self.max_batch_tokens // self.express_slots if self.express_slots else 0
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -143,7 +173,7 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         raise RequestTooLong(
             f"{asked}, above the context length of {config.max_model_len}: shorten the prompt or lower max_tokens"
         )
-    capacity = config.num_blocks * config.block_size
+    capacity = config.num_main_blocks * config.block_size
     if needed > capacity:
         raise RequestTooLong(
             f"{asked}, above the {capacity} that the KV memory of one attention worker holds: "

@@ -164,7 +164,7 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
 
     Among live workers, in this order:
 
-    1. one with a slot and KV room for the request beside everything it has accepted already;
+    1. one with a slot and KV room for the request beside everything it has accepted already, or in its express lane;
     2. the least work before the first token, in tokens: the request's own tokens that are *not* in that worker's prefix
        cache, the prompt tokens queued there, and `RUNNING_SEQUENCE_TOKENS` for each sequence that slows every step;
     3. the most free blocks; then the lowest index, so that a choice can be repeated.
@@ -184,8 +184,8 @@ def _burden(request: Request, scheduler: Scheduler) -> tuple[bool, int, int]:
     num_new = len(request.token_ids) - num_hit
     num_queued = occupancy.num_waiting_tokens + occupancy.num_prefill_tokens_left
     has_room = (
-        len(occupancy.free_slots) > scheduler.num_waiting
-        and occupancy.pool.num_free * block_size >= num_queued + num_new
-    )
+        occupancy.num_free_slots > scheduler.num_waiting
+        and occupancy.num_free_blocks * block_size >= num_queued + num_new
+    ) or occupancy.lane.takes(request)
     work = num_new + num_queued + RUNNING_SEQUENCE_TOKENS * scheduler.num_running
-    return not has_room, work, -occupancy.pool.num_free
+    return not has_room, work, -occupancy.num_free_blocks

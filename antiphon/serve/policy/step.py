@@ -56,7 +56,7 @@ class StepPlan:
     """One step of one attention worker. To be applied in this order: `released`, `starts`, `sequences`.
 
     `released`: requests whose state the worker may drop (finished, aborted or preempted; a slot may be taken at once).
-    Decodes come first in `sequences`, then running prefills, then the newly admitted.
+    Decodes come first in `sequences`, then prefills of the express lane, running prefills, and the newly admitted.
     """
 
     step_id: int
