@@ -295,7 +295,10 @@ BOMBS_AT_THE_START: dict[str, tuple[str | dict[str, str], str]] = {
     "a power of constants": ("{{ 2 ** (10 ** 10) }}", r"took longer than 1 s|memory"),
     "a power of powers": ("{{ (9**9)**(9**9) }}", r"took longer than 1 s|memory"),
     "20,000 brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "calls itself|cannot be used|cannot do"),
-    "3,000 nested conditions": ("{% if a %}" * 3000 + "{% endif %}" * 3000, "cannot be used|cannot do|nested|took longer than 1 s"),
+    "3,000 nested conditions": (
+        "{% if a %}" * 3000 + "{% endif %}" * 3000,
+        r"cannot be used|cannot do|nested|longer than 1 s",
+    ),
     "a long sum": ("{{ " + "1 + " * 20_000 + "1 }}", "calls itself|cannot be used|cannot do"),
     "2 MB": ("a" * 2**21, "2097152 characters: at most 1048576 are read"),
     "2,000 variables": (" ".join(f"{{{{ v{number} }}}}" for number in range(2000)), "reads 2000 variables: at most"),
