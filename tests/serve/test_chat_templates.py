@@ -295,7 +295,10 @@ BOMBS_AT_THE_START: dict[str, tuple[str | dict[str, str], str]] = {
     "a power of constants": ("{{ 2 ** (10 ** 10) }}", r"took longer than 1 s|memory"),
     "a power of powers": ("{{ (9**9)**(9**9) }}", r"took longer than 1 s|memory"),
     "20,000 brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "calls itself|cannot be used|cannot do"),
-    "3,000 nested conditions": ("{% if a %}" * 3000 + "{% endif %}" * 3000, "cannot be used|cannot do|nested|took"),
+    "3,000 nested conditions": (
+        "{% if a %}" * 3000 + "{% endif %}" * 3000,
+        r"cannot be used|cannot do|nested|longer than 1 s",
+    ),
     "a long sum": ("{{ " + "1 + " * 20_000 + "1 }}", "calls itself|cannot be used|cannot do"),
     "2 MB": ("a" * 2**21, "2097152 characters: at most 1048576 are read"),
     "2,000 variables": (" ".join(f"{{{{ v{number} }}}}" for number in range(2000)), "reads 2000 variables: at most"),
@@ -306,7 +309,8 @@ BOMBS_AT_THE_START: dict[str, tuple[str | dict[str, str], str]] = {
 @pytest.mark.parametrize("name", BOMBS_AT_THE_START)
 def test_a_template_that_cannot_be_compiled_is_told_at_the_start(name: str, caplog: pytest.LogCaptureFixture) -> None:
     source, reason = BOMBS_AT_THE_START[name]
-    with Running(with_template(source), template_timeout_s=1.0) as service:
+    timeout_s = 1.0 if "1 s" in reason else 60.0
+    with Running(with_template(source), template_timeout_s=timeout_s) as service:
         with pytest.raises(UserError, match=reason):
             render(service)
         assert any("no chat completions" in record.message for record in caplog.records)

@@ -17,6 +17,7 @@ import typer.main
 from pydantic import BaseModel
 
 from antiphon.cli.main import COMMANDS
+from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.harmless import HARMLESS
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
@@ -25,7 +26,6 @@ from antiphon.serve.api.requests import (
     StreamOptions,
     TokenizeRequest,
 )
-from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import Live, eos_id, fake_engine, ids, live
 from tests.serve.test_api_tools import HERMES, LOOK
 
@@ -189,16 +189,16 @@ def ask(
     shared_server: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Callable[[str, dict[str, Any]], Seen]:
     """Send a request and look at everything that came of it."""
-    tokenizer: TextTokenizer = shared_server.server.config.app.state.context.tokenizer  # type: ignore[union-attr]
-    encode = tokenizer.encode
+    context: ApiContext = shared_server.server.config.app.state.context  # type: ignore[union-attr]
+    encode, tokenizer = context.texts.encode, context.tokenizer
     log = logging.getLogger("antiphon.serve.api")
 
-    def remember(text: str, *, add_special_tokens: bool) -> list[int]:
+    async def remember(texts: list[str], *, add_special_tokens: bool, **options: Any) -> list[list[int]]:
         if add_special_tokens:
             log.info("began specially")
-        return encode(text, add_special_tokens=add_special_tokens)
+        return await encode(texts, add_special_tokens=add_special_tokens, **options)
 
-    monkeypatch.setattr(tokenizer, "encode", remember)
+    monkeypatch.setattr(context.texts, "encode", remember)
     monkeypatch.setattr(log, "propagate", True)
     monkeypatch.setattr(logging.getLogger("antiphon"), "propagate", True)
 
@@ -304,7 +304,7 @@ def test_options_that_errors_advise_exist() -> None:
     serving = set().union(*map(options_of, ("serve", "generate", "worker", "bench", "plan")))
     for file, text in messages_of_errors():
         known = serving if "serve" in file.relative_to(SOURCES).parts[:1] else everywhere
-        text = re.sub(r"'ray [^']*'", "", text)  # another program's
+        text = re.sub(r"'ray [^']*'|(docker run|torchrun) [a-z-]+", "", text)  # another program's
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text):
             own = "".join(each.read_text(encoding="utf-8") for each in file.parent.glob("*.py"))
             if re.search(rf'add_argument\(\s*"{option}"', own):

@@ -188,7 +188,7 @@ def test_a_worker_that_cannot_be_watched_at_all_is_not_started(
 ) -> None:
     before = psutil.Process().children()
     with monkeypatch.context() as patch:
-        patch.setattr("antiphon.serve.worker_process.sys.executable", str(tmp_path / "echo"))
+        patch.setattr("sys.executable", str(tmp_path / "echo"))
         refuse(patch, "register", 1)
         with pytest.raises(OSError, match="Cannot allocate memory"):
             fleet.launch(WorkerName("experts", 2), CONFIGURE)
@@ -229,7 +229,7 @@ def test_a_worker_starts_beside_a_thousand_connections(fleet: Fleet, tmp_path: P
             pass
         script, name = str(tmp_path / "echo"), WorkerName("experts", 2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("antiphon.serve.worker_process.sys.executable", script)
+            patch.setattr("sys.executable", script)
             fleet.launch(name, CONFIGURE)
         worker = fleet.workers[name]
         assert worker.channel is not None

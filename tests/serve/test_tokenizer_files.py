@@ -4,8 +4,10 @@ files at all: one line that names the file, and nothing blocks."""
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -263,6 +265,26 @@ def test_merges_are_texts_or_pairs(tmp_path: Path) -> None:
         for text in TEXTS:
             ids = small("byte-level, words first").encode(text).ids
             assert load_tokenizer(tmp_path).encode(text, add_special_tokens=True) == ids
+
+
+@pytest.mark.parametrize(
+    ("begin", "missing", "expected"),
+    [
+        (b"\n\x0e", ["sentencepiece", "google.protobuf"], "sentencepiece and protobuf"),
+        (b"\n\x0e", ["sentencepiece"], "sentencepiece"),
+        (b"IQ== 0\n", ["tiktoken"], "tiktoken"),
+    ],
+)
+def test_a_package_that_a_tokenizer_model_needs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes, missing: list[str], expected: str
+) -> None:
+    for name in ("sentencepiece", "google.protobuf", "tiktoken"):
+        monkeypatch.setitem(sys.modules, name, None if name in missing else ModuleType(name))
+    (tmp_path / "tokenizer.model").write_bytes(begin)
+    assert refusal(tmp_path) == (
+        f"reading {tmp_path}/tokenizer.model needs {expected}, not installed here: "
+        f"pip install {expected.replace(' and', '')}, or put a tokenizer.json there"
+    )
 
 
 def test_a_vocabulary_alone_is_converted_or_refused(tmp_path: Path) -> None:

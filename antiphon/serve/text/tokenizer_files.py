@@ -8,13 +8,15 @@
    of DeepSeek and others rely on it: their `tokenizer.json` adds nothing.
 3. Templates: `chat_template.jinja` and `additional_chat_templates/` before the config's, then `chat_template.json`.
 
-Without a `tokenizer.json`: `tiktoken.model` and `tekken.json` are read by `tiktoken_file`. Of `tokenizer.model` and
-`vocab.json` transformers makes a tokenizer, which is then compared with the file.
+Without a `tokenizer.json`: `tiktoken.model` and `tekken.json` are read by `tiktoken_file`. Of `tokenizer.model`
+and `vocab.json` transformers makes a tokenizer, which is then compared with the file. It reads the first with
+sentencepiece and protobuf, or with tiktoken, which we do not require: few checkpoints have nothing else.
 
 Rejected: transformers for all. Its classes build a tokenizer anew from a vocabulary: several versions of it lose spaces
 and accents of a byte-level file that names the class Llama, in silence. Its import takes seconds and 200 MB, too.
 """
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -235,6 +237,7 @@ def _named_templates(stored: Any, source: str) -> dict[str, str]:
 
 def _convert(main: Path) -> Tokenizer:
     """What transformers makes of a vocabulary. `CheckpointError` when texts do not come back from it."""
+    _check_packages(main)
     from transformers import AutoTokenizer  # seconds and 200 MB, for the few folders without a tokenizer.json
 
     pretrained = AutoTokenizer.from_pretrained(str(main.parent), local_files_only=True, trust_remote_code=False)
@@ -254,3 +257,29 @@ def _convert(main: Path) -> Tokenizer:
                 f"version of transformers that wrote it, so that there is a {_JSON}"
             )
     return backend
+
+
+def _check_packages(main: Path) -> None:
+    """transformers reads two formats of `tokenizer.model` with packages that it does not bring. `CheckpointError` names
+    those that are missing: transformers itself then takes one format for the other."""
+    if main.name != "tokenizer.model":
+        return
+    with main.open("rb") as file:
+        is_sentencepiece = file.read(1) == b"\n"  # the key of the first field; the other format is lines of base64
+    packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # what they are imported as
+    if not is_sentencepiece:
+        packages = {"tiktoken": "tiktoken"}
+    missing = [name for name, module in packages.items() if not _is_installed(module)]
+    if missing:
+        raise CheckpointError(
+            f"reading {main} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}, or "
+            f"put a {_JSON} there"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
