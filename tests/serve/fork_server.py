@@ -99,7 +99,7 @@ class ForkServer:
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._server: tuple[Callable[[], object], socket.socket] | None = None
         self._said: IO[bytes] | None = None  # by the server itself
         self._executable = sys.executable
@@ -138,6 +138,11 @@ class ForkServer:
                 process.kill()
                 raise
         return subprocess.CompletedProcess(command, process.returncode, output, error)
+
+    @property
+    def is_asked_by_this_thread(self) -> bool:
+        """Whether this thread is about to have a program forked."""
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
 
     def fork(self, request: _Request, descriptors: Sequence[int]) -> int:
         """The process that runs it, a child of this one."""

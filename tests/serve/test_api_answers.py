@@ -67,11 +67,11 @@ def test_the_advice_is_good(server: Live) -> None:
 
 
 def test_the_estimate_is_near(server: Live) -> None:
-    """Refused at twice the size, made at half of it."""
+    """Refused at half of the size, made at three times it: the fake engine's tokens are shorter than the average."""
     chat = {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}
     for path, body in ((COMPLETIONS, ECHO), (CHAT, chat)):
         num_bytes = len(server.http.post(path, json=body).content)
-        for limit, status in ((num_bytes // 2, 400), (num_bytes * 2, 200)):
+        for limit, status in ((num_bytes // 2, 400), (num_bytes * 3, 200)):
             with live(fake_engine(max_model_len=4096), max_answer_bytes=limit) as other:
                 assert other.http.post(path, json=body).status_code == status
 

@@ -83,10 +83,11 @@ def test_a_client_that_hangs_up_frees_its_kv_cache(live_server: ServerProcess, n
 
 def test_a_client_that_hangs_up_while_waiting_frees_its_kv_cache(live_server: ServerProcess) -> None:
     body = json.dumps({**LONG, "stream": False, "max_tokens": 8000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(body)
     address = httpx.URL(live_server.url)
     with socket.create_connection((address.host, address.port or 80)) as connection:
-        connection.sendall(head % len(body) + body)
+        connection.sendall(head + body)
         wait_until(lambda: live_server.metrics()["antiphon:num_requests_running"] == 1, "it runs")
     wait_until(lambda: is_idle(live_server), "the KV cache is free again", 20)
 

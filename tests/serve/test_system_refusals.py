@@ -39,7 +39,7 @@ from tests.serve.engine_harness import running
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until
 
-SERVER, ENGINE, TEXTS, GRAMMARS = "http", "engine", "short texts", "grammars_0"
+SERVER, ENGINE, TEXTS, GRAMMARS = "http", "engine", "short texts", "grammar trials"
 EXPERTS = WorkerName("experts", 0)
 _MOST_CALLS = 12  # of one function, counted from a kill on
 NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC)
@@ -95,7 +95,7 @@ class Refusing:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         def refuse(*arguments: Any, **options: Any) -> Any:
-            of_forking = PROGRAMS._lock.locked()  # in the place of what the server does
+            of_forking = PROGRAMS.is_asked_by_this_thread  # in the place of what the server does
             if threading.current_thread().name in self._call.threads and not of_forking:
                 self.num_calls += 1
                 if self.num_calls == self._number:
@@ -138,10 +138,13 @@ class Served:
         }
 
     def kill_some(self) -> None:
-        os.kill(self.engine.worker_pid(EXPERTS), signal.SIGKILL)
-        for pid in self.context.texts.pids:
-            os.kill(pid, signal.SIGKILL)
-        self.context.grammars._trial.close()  # type: ignore[union-attr]
+        grammars = self.context.grammars
+        assert grammars is not None
+        grammars._verdicts.clear()  # so that the next one is tried
+        trials = [] if grammars._trials.pid is None else [grammars._trials.pid]
+        for pid in (self.engine.worker_pid(EXPERTS), *self.context.texts.pids, *trials):
+            with contextlib.suppress(ProcessLookupError):  # it ended by what was refused
+                os.kill(pid, signal.SIGKILL)
 
     def check(self) -> None:
         """It answers as before, and all workers are there."""
