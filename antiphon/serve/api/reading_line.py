@@ -5,9 +5,10 @@ together, and one request takes a dozen turns. So bytes that do not fit into the
 connection, and meanwhile that connection is not read. A turn takes a few pieces, starts at most two requests and ends
 after two milliseconds.
 
-There are two lines, each in the order of arrival. Connections that begin a request come first. Those behind them go on
-with a long body, or sent further requests before the answer to the first. They have every fourth place, so that they
-move on in any crowd.
+There are two lines. Connections that begin a request come first, in the order of arrival. When a crowd came at once,
+the newest comes first instead: it need not be one of the crowd. Those in the other line go on with a long body, or sent
+further requests before the answer to the first. Every fourth place belongs to those that waited longest, of the two
+lines by turns, so that all move on.
 
 Rejected: an order by each connection's cost so far, which lets a crowd of new connections overtake one that is in use;
 one line for all, in which a short request waits for a piece of each long body.
@@ -21,7 +22,8 @@ from typing import Protocol
 _PIECES_PER_TURN = 8
 _STARTS_PER_TURN = 2
 _TURN_S = 0.002
-_LATER_SHARE = 4  # of so many places one is for those that go on
+_OLDEST_SHARE = 4  # of this many places one is for those that waited longest
+_CROWD = 16
 
 
 class Reader(Protocol):
@@ -86,9 +88,14 @@ class ReadingLine:
         self._num_pieces = self._num_starts = 0
         self._spent_s = 0.0
         while self and self._has_time:
-            self._num_places += 1
-            is_for_later = self._later and self._num_places % _LATER_SHARE == 0
-            line = self._later if is_for_later or not self._first else self._first
-            self.take(line.popitem(last=False)[0])
+            self.take(self._next())
         if self:
             self._schedule()
+
+    def _next(self) -> Reader:
+        self._num_places += 1
+        share, rest = divmod(self._num_places, _OLDEST_SHARE)
+        is_for_oldest = rest == 0
+        if self._later and (not self._first or (is_for_oldest and share % 2)):
+            return self._later.popitem(last=False)[0]
+        return self._first.popitem(last=len(self._first) > _CROWD and not is_for_oldest)[0]
