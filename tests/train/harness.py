@@ -36,6 +36,7 @@ LATENT: dict[str, Any] = CONFIG | {
     "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
+    "num_experts": None,  # the same by another name
     "n_routed_experts": 8,
     "n_group": 4,
     "topk_group": 2,
