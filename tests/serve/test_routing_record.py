@@ -50,9 +50,10 @@ def test_each_row_is_recorded_once(
 
 
 def test_rows_go_where_recorded_rows_went(tiny_model: TinyModel, prompts: Prompts, tmp_path: Path) -> None:
-    """One layer was recorded, the model has two; both take its choices. Text depends on no layout and no batching."""
+    """One layer was recorded, the model has two; both take its choices. Text depends on no layout and no batching. 64
+    requests run at once, and 8 small ones beside them."""
     file, again = tmp_path / "routing.trace", tmp_path / "again.trace"
-    ids_TK = np.argsort(np.random.default_rng(5).random((64 * 300, 5)), axis=1)[:, :2].astype("<u2")
+    ids_TK = np.argsort(np.random.default_rng(5).random((72 * 300, 5)), axis=1)[:, :2].astype("<u2")
     writer = RoutingTraceWriter(file, TraceHeader(model="other", layers=(3,), num_experts=5, top_k=2))
     writer.append_step(1, 0, ids_TK.tobytes())
     writer.close()
@@ -71,7 +72,7 @@ def test_rows_go_where_recorded_rows_went(tiny_model: TinyModel, prompts: Prompt
         assert trace.num_rows == sum(len(prompt) + NUM_TOKENS - 1 for prompt in prompts[:2])
         recorded = trace.ids_LTK()
         assert (recorded[0] == recorded[1]).all()
-        taken = np.concatenate([np.arange(len(p) + NUM_TOKENS - 1) * 64 + n for n, p in enumerate(prompts[:2])])
+        taken = np.concatenate([np.arange(len(p) + NUM_TOKENS - 1) * 72 + n for n, p in enumerate(prompts[:2])])
         assert (count_rows(recorded[:1], 5) == count_rows(ids_TK[None, taken], 5)).all()
     assert texts[0] == texts[1]
 

@@ -23,7 +23,7 @@ from antiphon.serve.worker.messages import (
     StepResult,
     ToWorker,
 )
-from antiphon.specs.sampling import SamplingParams, TokenLogprob
+from antiphon.specs.sampling import PackedLogprobs, SamplingParams
 
 Pair = tuple[Channel, socket.socket]
 
@@ -184,7 +184,7 @@ def test_large_messages_and_all_fields_survive() -> None:
     assert worker.receive(30.0) == step
     sender.join()
     result = StepResult(
-        requests=[Sampled("c", 7, TokenLogprob(7, -0.5, 2, ((8, -0.25),)), [TokenLogprob(1, -2.0, 9)])],
+        requests=[Sampled("c", 7, PackedLogprobs(num_top=1, ids=bytes(8), values=bytes(8), ranks=bytes(4)), [])],
         step_s=0.1,
         wait_s=0.2,
         exposed_s=0.3,
