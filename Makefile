@@ -67,7 +67,8 @@ test-all: test  ## test, then the slow ones: sanitizers, fuzzing, long chaos, wh
 
 test-oldest: setup $(OLDEST_STAMP)  ## the tests with the oldest packages that pyproject.toml allows (in .venv-oldest; torch is .venv's)
 	@echo "== tests with the oldest packages"
-	$(subst $(PY),$(OLDEST)/bin/python,$(PYTEST)) -m "not slow" $(PYTEST_FLAGS) $(OLDEST_TESTS)
+	$(subst $(PY),$(OLDEST)/bin/python,$(PYTEST) -m "not slow" $(PYTEST_FLAGS) $(OLDEST_TESTS) \
+		$(call AGAIN,-m "not slow" $(PYTEST_FLAGS) $(OLDEST_TESTS)))
 
 lint: setup  ## style, types, import order, file sizes
 	@echo "== style"
