@@ -35,8 +35,6 @@ SLOW = {
     "generate": ("generate", DEMO, "--prompt", "Once", "--max-tokens", "4"),
     "disaggregated": ("generate", DEMO, "--prompt", "Once", "--max-tokens", "4", "--layout", "disaggregated"),
     "worker": ("worker", "--role", "experts", "--join", "127.0.0.1:1", "--patience", "1"),
-    "bench serve": ("bench", "serve", DEMO, "--concurrency", "1", "--rounds", "1", "--prefill", "", "--peers", "",
-                    "--input-tokens", "8", "--output-tokens", "4"),
     "bench m2n": ("bench", "m2n", "--help"),
     "reproduce": ("reproduce", "--help"),
     "simulate": ("simulate", "none.json"),

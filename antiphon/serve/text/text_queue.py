@@ -35,7 +35,7 @@ _MEMORY_BYTES = 512 * 1024 * 1024
 _MEMORY_BYTES_PER_TOKEN = 2048  # the tokenizer takes some 400 while it works; more than what fits is tried
 _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
-_KILLED = f"was ended by {signals.name_of(signal.SIGKILL)}"
+_NOT_BY_ITS_JOB = (f"was ended by {signals.name_of(signal.SIGKILL)}", "exited with 0")  # killed, or cut off
 _SAY_S = 5.0  # between two lines on a process that does not start
 _LOOK_S = 1.0  # between two looks, while nobody asks, whether the process is still there
 _WALL_FACTOR = 5  # a job may take so many times its processor time, because others use the cores, too
@@ -193,9 +193,9 @@ class TextQueue:
             how = self._kill()
             if self._closing:
                 raise _shutting_down() from None
-            if how == _KILLED and not asked.was_tried_again:  # by somebody else: a job's own end looks otherwise
+            if how in _NOT_BY_ITS_JOB and not asked.was_tried_again:
                 asked.was_tried_again = True
-                _log.warning("the process for %s was killed: its job is tried once more", self._name)
+                _log.warning("the process for %s %s: its job is tried once more", self._name, how)
                 return self._answer(asked)
             _log.warning("%s: its process %s (%s)", asked.what, how, error.reason)
             raise UserError(
