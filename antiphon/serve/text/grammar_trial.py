@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import llguidance
-import psutil
+
+from antiphon.base.memory import address_space_bytes
 
 MEMORY_LIMIT_BYTES = 512 * 1024**2  # address space that a trial may take
 _KEPT_LIMIT_BYTES = 64 * 1024**2  # of that, what may be in use: the server is to take as much
@@ -188,7 +189,7 @@ class TrialProcess:
             os.close(self._orders)
             os.close(self._answers)
             os.nice(order.niceness)
-            size = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
+            size = address_space_bytes() + MEMORY_LIMIT_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
             stack, most = resource.getrlimit(resource.RLIMIT_STACK)
             stack = _THREAD_STACK_BYTES if stack == resource.RLIM_INFINITY else stack

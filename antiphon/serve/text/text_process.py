@@ -21,10 +21,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
-
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.memory import give_memory_back
+from antiphon.base.memory import address_space_bytes, give_memory_back
 from antiphon.serve import signals
 from antiphon.serve.text.chat_rendering import ChatTemplate, TooMuchText
 from antiphon.serve.text.text_messages import (
@@ -144,7 +142,7 @@ def _without_stderr() -> Iterator[None]:
 
 def limit_memory(extra_bytes: int) -> None:
     """Let this process have so much more address space than now. Elsewhere than on Linux the kernel may not care."""
-    most = psutil.Process().memory_info().vms + extra_bytes
+    most = address_space_bytes() + extra_bytes
     with contextlib.suppress(ValueError, OSError):  # the server was started with a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
