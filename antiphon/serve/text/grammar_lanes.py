@@ -26,7 +26,7 @@ from antiphon.base.logging import get_logger
 from antiphon.base.programs import python_module
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.policy.turns import TurnLine
-from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, Verdict
+from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, TrialVerdict
 
 _log = get_logger("serve.text")
 _CPU_LIMITS_S = (0.02, 0.1, 0.5, 2.0)
@@ -43,10 +43,10 @@ class _Trial:
     grammar: str
     lane: int = 0
     num_starts: int = 0
-    verdict: "Future[Verdict]" = field(default_factory=Future)
+    verdict: "Future[TrialVerdict]" = field(default_factory=Future)
 
 
-_Settled = list[tuple[_Trial, Verdict | UserError]]
+_Settled = list[tuple[_Trial, TrialVerdict | UserError]]
 
 
 class GrammarTrials:
@@ -63,7 +63,7 @@ class GrammarTrials:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
 
-    def submit(self, client: Hashable, grammar: str) -> "Future[Verdict]":
+    def submit(self, client: Hashable, grammar: str) -> "Future[TrialVerdict]":
         """Try a grammar for `client`; cancel what nobody waits for. The future's error is a `UserError` when it cannot
         be tried at all. `QueueFull` when too many wait, `RuntimeError` when no thread can be started. Blocks while the
         process reads, which takes it milliseconds."""
@@ -142,7 +142,7 @@ class GrammarTrials:
             trial.lane += 1
             self._lines[trial.lane].add(trial.client, trial)
             return []
-        return [(trial, Verdict(reason=_why_ended(end.signal)))]
+        return [(trial, TrialVerdict(reason=_why_ended(end.signal)))]
 
     def _on_loss(self, *, was_of_use: bool) -> _Settled:
         """The process is gone. What it tried may be why, and is tried once more."""

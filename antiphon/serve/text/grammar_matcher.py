@@ -14,7 +14,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.serve.text.grammar_trial import MaskTime, Verdict, parser_limits, reason_of
+from antiphon.serve.text.grammar_trial import MaskTime, TrialVerdict, parser_limits, reason_of
 
 _BITS_PER_WORD = 32
 _MIN_GRAMMAR_BYTES = 32 * 1024  # what even a small one takes
@@ -23,7 +23,7 @@ _MIN_GRAMMAR_BYTES = 32 * 1024  # what even a small one takes
 class BuiltGrammar:
     """One grammar, built by the first who asks for its start, and the time that its masks took. Any thread."""
 
-    def __init__(self, text: str, tokenizer: llguidance.LLTokenizer, tried: Verdict | None = None) -> None:
+    def __init__(self, text: str, tokenizer: llguidance.LLTokenizer, tried: TrialVerdict | None = None) -> None:
         self.text = text
         self.time_taken = MaskTime() if tried is None else MaskTime(tried.num_masks, tried.mask_s)
         self.kept_bytes = max(_MIN_GRAMMAR_BYTES, 2 * len(text) + (0 if tried is None else tried.grown_bytes))

@@ -89,7 +89,7 @@ class TrialOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class TrialVerdict:
     """`reason`: why the grammar cannot be used, None if it can. `compute_s`: processor time, of which `num_masks` masks
     took `mask_s`; `grown_bytes`: by so much its process grew."""
 
@@ -106,13 +106,13 @@ class TrialEnd:
 
     number: int
     signal: int = 0
-    verdict: Verdict | None = None
+    verdict: TrialVerdict | None = None
 
     @classmethod
     def from_line(cls, line: bytes) -> "TrialEnd":
         known = json.loads(line)
         if known["verdict"] is not None:
-            known["verdict"] = Verdict(**known["verdict"])
+            known["verdict"] = TrialVerdict(**known["verdict"])
         return cls(**known)
 
 
@@ -208,14 +208,14 @@ class TrialProcess:
         os.close(descriptor)
         _, status = os.waitpid(child.pid, 0)
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        verdict = Verdict(**json.loads(child.said)) if child.said else None
+        verdict = TrialVerdict(**json.loads(child.said)) if child.said else None
         self._answer(TrialEnd(number=child.number, signal=ended_by, verdict=verdict))
 
     def _answer(self, end: TrialEnd) -> None:
         os.write(self._answers, json.dumps(asdict(end)).encode() + b"\n")
 
 
-def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
+def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> TrialVerdict:
     """Build it and match some tokens, always the allowed one with the lowest number: in most vocabularies those are
     single characters, brackets and quotes first."""
     before, started_s = _peak_bytes(), time.thread_time()
@@ -236,7 +236,7 @@ def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> Verdict:
     reason = reason_of(matcher) or took.problem
     if reason is None and grown_bytes > _KEPT_LIMIT_BYTES:
         reason = f"it takes {grown_bytes >> 20} MiB of memory, the limit is {_KEPT_LIMIT_BYTES >> 20} MiB"
-    return Verdict(
+    return TrialVerdict(
         reason=reason,
         compute_s=time.thread_time() - started_s,
         mask_s=took.spent_s,

@@ -34,7 +34,7 @@ from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.text.grammar_lanes import GrammarTrials
 from antiphon.serve.text.grammar_matcher import BuiltGrammar, GrammarMatcher
 from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
-from antiphon.serve.text.grammar_trial import Verdict, load_tokenizer
+from antiphon.serve.text.grammar_trial import TrialVerdict, load_tokenizer
 
 _KEPT_BYTES = 64 * 1024 * 1024
 _USED_BYTES = 256 * 1024 * 1024  # with those that are not kept any more, but still followed
@@ -66,7 +66,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[str, BuiltGrammar] = OrderedDict()
         self._alive: weakref.WeakSet[BuiltGrammar] = weakref.WeakSet()
         self._untrimmed_bytes = 0
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, TrialVerdict] = OrderedDict()
         self._compiling: dict[str, _Compiling] = {}
         self._lock = threading.Lock()
 
@@ -158,7 +158,7 @@ class GrammarCompiler:
         else:
             compiling.verdict.add_done_callback(partial(self._on_trial, grammar))
 
-    def _on_trial(self, grammar: str, tried: "Future[Verdict]") -> None:
+    def _on_trial(self, grammar: str, tried: "Future[TrialVerdict]") -> None:
         try:
             verdict = tried.result()
         except CancelledError:
@@ -172,7 +172,7 @@ class GrammarCompiler:
                     self._verdicts.popitem(last=False)
             self._on_verdict(grammar, verdict)
 
-    def _on_verdict(self, grammar: str, verdict: Verdict) -> None:
+    def _on_verdict(self, grammar: str, verdict: TrialVerdict) -> None:
         if verdict.reason is not None:
             self._finish(grammar, UserError(f"{self._compiling[grammar].what} cannot be used: {verdict.reason}"))
             return
@@ -224,7 +224,7 @@ class _Compiling:
     def __init__(self, what: str) -> None:
         self.what = what
         self.answers: list[Future[str]] = []
-        self.verdict: Future[Verdict] | None = None
+        self.verdict: Future[TrialVerdict] | None = None
 
     def on_answer(self, _: "Future[str]") -> None:
         """Once nobody waits any more, the trial need not begin. Not to be called with a lock: it may end all."""
