@@ -1,6 +1,6 @@
 """Lines per package, and the files that grew beyond what one sitting can read.
 
-Usage: `python scripts/line_counts.py`. A file beyond the limit (300 lines; 500 for native code) must say why in its
+Usage: `python scripts/line_counts.py`. A file beyond the limit (450 lines; 500 for native code) must say why in its
 first line, with the words "long because"; otherwise the exit code is 1. Tests are counted but not limited.
 """
 
@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMITS = {".py": 300, ".sh": 300, ".cpp": 500, ".h": 500, ".hpp": 500, ".cu": 500}
+LIMITS = {".py": 450, ".sh": 300, ".cpp": 500, ".h": 500, ".hpp": 500, ".cu": 500}
 FOLDERS = ("antiphon", "csrc", "benchmarks", "examples", "scripts", "tests")
 REASON = "long because"
 

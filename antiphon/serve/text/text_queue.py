@@ -193,7 +193,10 @@ class TextQueue:
             how = self._kill()
             if self._closing:
                 raise _shutting_down() from None
-            if how in _NOT_BY_ITS_JOB and not asked.was_tried_again:
+            if how in _NOT_BY_ITS_JOB:
+                if asked.was_tried_again:
+                    _log.warning("%s: its process %s, twice (%s)", asked.what, how, error.reason)
+                    raise NoRoom(f"the process for {asked.what} {how}, twice: try again later") from error
                 asked.was_tried_again = True
                 _log.warning("the process for %s %s: its job is tried once more", self._name, how)
                 return self._answer(asked)
