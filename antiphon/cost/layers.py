@@ -53,7 +53,7 @@ def attention_decode(
     tp: Number,
     precision: PrecisionSpec,
     *,
-    queries: int = 1,
+    queries: Number = 1,
     moe_layer: bool = True,
     with_shared: bool = True,
 ) -> Parts:
@@ -87,6 +87,25 @@ def attention_prefill(
     """One layer, `tokens` new tokens of several sequences, `context` new ones in each after `past` cached ones.
 
     Of prompts of unequal length `context` is the mean a *token* sees, E[X^2] / E[X], not the mean length."""
+    num_sequences = tokens / np.maximum(context, 1e-9)
+    scores = prompt_scores(model, roofs, tokens, context, tp, precision, past=past)
+    attended = _projections(model, roofs, tokens, tp, precision) + scores
+    return _mixed(model, roofs, tokens, num_sequences, tp, precision, attended) + _rest(
+        model, roofs, tokens, tp, precision, moe_layer, with_shared
+    )
+
+
+def prompt_scores(
+    model: ModelSpec,
+    roofs: Roofs,
+    tokens: Number,
+    context: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    past: Number = 0.0,
+) -> Parts:
+    """Of `attention_prefill`, what a layer with attention takes over its projections: scores, values, an indexer."""
     attention = model.attention
     visible = visible_tokens(attention, past + (context + 1) / 2)
     num_sequences = tokens / np.maximum(context, 1e-9)
@@ -96,11 +115,7 @@ def attention_prefill(
     absorbed = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=True)
     expanded = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=False)
     pairs = tokens * (past + (context + 1) / 2)
-    scores = select(whole, expanded, absorbed) + indexing(model, roofs, tokens, pairs, cached, precision)
-    attended = _projections(model, roofs, tokens, tp, precision) + scores
-    return _mixed(model, roofs, tokens, num_sequences, tp, precision, attended) + _rest(
-        model, roofs, tokens, tp, precision, moe_layer, with_shared
-    )
+    return select(whole, expanded, absorbed) + indexing(model, roofs, tokens, pairs, cached, precision)
 
 
 def dense_feed_forward(
@@ -200,7 +215,7 @@ def _scores(
     precision: PrecisionSpec,
     *,
     absorbed: bool,
-    queries: int = 1,
+    queries: Number = 1,
 ) -> Parts:
     """Rotation and the write to the cache, then scores and values over all (row, visible token) pairs."""
     attention = model.attention

@@ -71,8 +71,8 @@ def roof(
 
 
 def roofs(device: DeviceSpec, efficiency: EfficiencySpec, compute: ComputeDtype = "bfloat16") -> Roofs:
-    """Both roofs of a device. Scores and values are computed in BF16 at least where products are in FP8, if it can."""
-    scores: ComputeDtype = "bfloat16" if compute == "fp8" and "bfloat16" in device.flops_per_s else compute
+    """Both roofs of a device. Where products are in FP8 or FP4, scores and values are in BF16, if it can."""
+    scores: ComputeDtype = "bfloat16" if compute in ("fp8", "fp4") and "bfloat16" in device.flops_per_s else compute
     return Roofs(
         gemm=roof(device, efficiency, compute),
         attention=roof(device, efficiency, scores, "attention"),

@@ -1,4 +1,4 @@
-"""The files that are shipped (devices, clusters, workloads, models) and how a name or a path leads to one.
+"""The files that are shipped (devices, clusters, workloads, models, engines) and how a name or a path leads to one.
 
 A name is looked up without regard to case, spaces and dashes, by file name and by the aliases a file states. Whatever
 exists as a file, or looks like a path, is a path: a user's own file is written like the shipped ones.
@@ -15,8 +15,14 @@ from antiphon.base.errors import UserError
 from antiphon.specs.nearest import canonical, nearest_names
 
 DATA = Path(__file__).parent / "data"
-Kind = Literal["device", "cluster", "workload", "model"]
-FOLDERS: dict[Kind, str] = {"device": "devices", "cluster": "clusters", "workload": "workloads", "model": "models"}
+Kind = Literal["device", "cluster", "workload", "model", "engine"]
+FOLDERS: dict[Kind, str] = {
+    "device": "devices",
+    "cluster": "clusters",
+    "workload": "workloads",
+    "model": "models",
+    "engine": "engines",
+}
 SUFFIXES = (".toml", ".json", ".jsonl", ".csv")
 
 

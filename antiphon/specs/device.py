@@ -14,7 +14,7 @@ from antiphon.base.errors import UserError
 from antiphon.specs.catalog import shipped_file
 from antiphon.specs.strict_table import Positive, Table, read_table
 
-ComputeDtype = Literal["float32", "bfloat16", "fp8"]
+ComputeDtype = Literal["float32", "bfloat16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class DeviceSpec:
     `scale_up_spans_nodes`: whether that link leaves the server (NVL72), so that a domain may be larger than a node.
     `scale_up_mesh`: whether it is a wire of its own to each other device of a full domain, and no switch.
     `sustained`: fraction of the peak rates that is left at the clock a loaded device settles at. `num_processors`: how
-    many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: not known, tiles are free.
+    many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: tiles are free; a GPU must
+    say it.
     `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where none is stated.
     `sources`: field name -> where its number is from.
     """
@@ -57,6 +58,11 @@ class DeviceSpec:
             raise UserError(f"device {self.name}: flops_per_s is {self.flops_per_s}: give at least one rate above 0")
         if not 0 < self.sustained <= 1:
             raise UserError(f"device {self.name}: sustained is {self.sustained}: it must be above 0 and at most 1")
+        if self.num_processors is None and self.kind == "gpu":
+            raise UserError(
+                f"device {self.name}: num_processors is missing: add how many multiprocessors (compute units) the GPU "
+                "has: times of products depend on it"
+            )
         if self.num_processors is not None and self.num_processors < 1:
             raise UserError(f"device {self.name}: num_processors is {self.num_processors}: it must be at least 1")
         if self.price is not None and not self.price > 0:

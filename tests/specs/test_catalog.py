@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import load_model_spec
+from antiphon.models.planned import load_planned_model
 from antiphon.reproduce.lina import lina_model, lina_models
 from antiphon.specs.catalog import Kind, catalog, names, shipped_file, shipped_model_config
 from antiphon.specs.cluster import load_cluster
@@ -70,9 +70,9 @@ def test_every_workload_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", names("model"))
 def test_every_model_can_be_read_by_name_and_alias(name: str) -> None:
     entry = next(entry for entry in catalog("model") if entry.name == name)
-    spec = load_model_spec(shipped_model_config(name))
+    spec = load_planned_model(shipped_model_config(name)).spec
     assert spec.dtype == "bfloat16"
-    assert all(load_model_spec(shipped_model_config(alias)) == spec for alias in entry.aliases)
+    assert all(load_planned_model(shipped_model_config(alias)).spec == spec for alias in entry.aliases)
     assert len(json.loads(entry.path.read_text())["_comment"]) > 20
 
 
@@ -87,7 +87,7 @@ def test_peaks_are_dense() -> None:
     for name in names("device"):
         rates = load_device(name).flops_per_s
         if "fp8" in rates:
-            assert rates["fp8"] == pytest.approx(2 * rates["bfloat16"], rel=0.02)
+            assert rates["fp8"] == pytest.approx(2 * rates["bfloat16"], rel=0.03)
     with pytest.raises(UserError, match="A100-80G has no fp8 arithmetic: compute in one of bfloat16, float32"):
         load_device("A100-80G").peak_flops_per_s("fp8")
 

@@ -95,6 +95,7 @@ scale_up_bytes_per_s = 1e9
 scale_up_domain = 1
 scale_out_bytes_per_s = 1e9
 power_w = 1
+num_processors = 1
 """
     assert load_cluster(write(tmp_path, inline)).groups[0].device.name == "toy"
     text = inline[inline.index("name = ") :].replace('"toy"', '"beside"')

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from antiphon.cost.memory import kv_bytes_per_token
 from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.planned import load_planned_model
 from antiphon.specs import counts
 from antiphon.specs.catalog import catalog, shipped_model_config
 from antiphon.specs.model import ModelSpec
@@ -64,12 +65,14 @@ def test_flops_equal_those_torch_counts(family: str) -> None:
 
 @pytest.mark.parametrize("entry", catalog("model"), ids=lambda entry: entry.name)
 def test_shipped_models_have_the_published_numbers_of_parameters(entry: Any) -> None:
-    """Totals within 1%. Active ones are printed with two digits and with or without the embedding: within 2% of one."""
-    count = counts.count_parameters(load_model_spec(entry.path))
+    """Totals within 1%. Active ones are printed with two digits and with or without the embedding: one is within 2.5%, or
+    within half of the last digit."""
+    count = counts.count_parameters(load_planned_model(entry.path).spec)
     assert count.total == pytest.approx(entry.stated["total"], rel=0.01)
     if "active" in entry.stated:
-        errors = [abs(n / entry.stated["active"] - 1) for n in (count.active, count.active - count.embedding)]
-        assert min(errors) < 0.02
+        stated = entry.stated["active"]
+        errors = [abs(number - stated) for number in (count.active, count.active - count.embedding)]
+        assert min(errors) < max(0.025 * stated, 0.5e9)
 
 
 def test_only_models_of_which_nobody_states_them_lack_active_parameters() -> None:

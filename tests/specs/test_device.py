@@ -22,6 +22,7 @@ LINES = {
     "scale_up_domain": "8",
     "scale_out_bytes_per_s": "50e9",
     "power_w": "400",
+    "num_processors": "132",
 }
 
 
@@ -65,7 +66,8 @@ def test_sources_and_price_are_kept(tmp_path: Path) -> None:
         ({"scale_up_spans_nodes": "1"}, "scale_up_spans_nodes is 1: true or false is needed"),
         ({"flops_per_s": "148e12"}, "flops_per_s is 148000000000000.0: a table is needed"),
         ({"flops_per_s": "{ bf16 = 1e12 }"}, r"flops_per_s: unknown key bf16: did you mean bfloat16\?"),
-        ({"flops_per_s": "{ bfloat16 = 1e12, fp4 = 1e12 }"}, "flops_per_s: unknown key fp4: did you mean fp8"),
+        ({"flops_per_s": "{ bfloat16 = 1e12, fp6 = 1e12 }"}, "flops_per_s: unknown key fp6: did you mean fp8"),
+        ({"num_processors": None}, "num_processors is missing: add how many multiprocessors"),
         ({"flops_per_s": "{ bfloat16 = 0 }"}, "flops_per_s: bfloat16 is 0: it must be above 0"),
         ({"memory_byte_per_s": "1"}, r"unknown key memory_byte_per_s: did you mean memory_bytes_per_s\?"),
         ({"zzz": "1"}, "unknown key zzz: known keys are .*memory_bytes, "),
@@ -94,6 +96,7 @@ devices = st.builds(
     DeviceSpec,
     name=texts,
     kind=st.sampled_from(["gpu", "npu", "cpu"]),
+    num_processors=st.integers(1, 1000),
     memory_bytes=st.integers(1, 10**13),
     memory_bytes_per_s=positive,
     flops_per_s=st.dictionaries(st.sampled_from(["float32", "bfloat16", "fp8"]), positive, min_size=1),

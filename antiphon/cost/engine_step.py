@@ -1,0 +1,199 @@
+"""One step of an aggregated server: rows that decode and tokens of prompts in one batch, as engines with chunked
+prefill run it; and from it the times that clients of a closed loop see.
+
+1. Products take all rows of the step together, so weights are read once. Scores over the cache are apart: decoding
+   rows have long contexts, a prompt's tokens see what is before them.
+2. A step's time is linear in an engine's constants (`EngineSpec`). `StepWork` holds what they multiply: seconds by the
+   roofline, kernels, collectives. So the constants can be fitted by linear least squares.
+3. Kernels that no roofline counts are counted by the model's structure (`num_small_kernels`): rows brought into a
+   narrow format before each product, norms of queries and keys, latent attention's copies, an indexer, a state.
+4. With data-parallel attention, rows are gathered before the experts and reduced and scattered behind them; with one
+   attention group two all-reduces close a layer, whatever the experts' layout is: engines send no rows then.
+5. In steady state every sequence brings `prompt / output` tokens of prompts into each step that decodes it. A prompt
+   waits for the step that runs and for prompts of requests that began with it: clients of a closed loop begin together,
+   and equal lengths keep them together.
+
+Rejected: a constant efficiency. It cannot be right for one request and for a thousand. Rejected: steps that only decode
+plus a share for prefill by their own times: it charges the reading of weights twice.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.cost.layers import attention_decode, expert_feed_forward, output_head, prompt_scores
+from antiphon.cost.network import Network, network
+from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.roofline import Roofs, roofs, row_bytes_of
+from antiphon.cost.skew import expected_max_rows
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.engine import EngineSpec
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import PrecisionSpec
+
+IndexArray = NDArray[np.int64]
+_NO_CONTEXT = 1e-9
+LONGEST_CHUNK = 8192
+"""Tokens of prompts that engines put into one step at most, by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDegrees:
+    """Of one server of `attention_tp * attention_dp` devices, which are also `expert_tp * expert_ep`."""
+
+    attention_tp: int = 1
+    attention_dp: int = 1
+    expert_tp: int = 1
+    expert_ep: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What an engine's constants multiply, of one step; columns may be arrays. Seconds are the roofline's, without any
+    fixed time; `num_kernels` and `num_collectives` are those of the whole step on one device."""
+
+    dense_s: Number
+    experts_s: Number
+    wire_s: Number
+    num_kernels: Number
+    num_collectives: Number
+
+
+def num_small_kernels(model: ModelSpec, precision: PrecisionSpec) -> int:
+    """Kernels of a layer that no roofline counts, because they move next to nothing."""
+    narrow = precision.compute in ("fp8", "fp4")
+    latent, shared = model.attention.latent is not None, model.feed_forward.shared_intermediate > 0
+    quantizing = (5 if latent else 2) + 2 + 2 * shared if narrow else 0
+    return (
+        quantizing
+        + (6 if latent else 2)
+        + 10 * (model.attention.sparse is not None)
+        + 6 * (model.state is not None)
+        + 3 * (model.attention.qk_norm != "none")
+        + 2 * shared
+    )
+
+
+def step_work(
+    model: ModelSpec,
+    unit_roofs: Roofs,
+    wires: Network,
+    degrees: ServerDegrees,
+    precision: PrecisionSpec,
+    *,
+    decoding: Number,
+    context: Number,
+    prompt_tokens: Number = 0.0,
+    prompt: Number = 1.0,
+) -> StepWork:
+    """A step of the busiest device. `decoding`: sequences of each data-parallel rank that get a token, with `context`
+    tokens each; `prompt_tokens` of each rank belong to prompts of `prompt` tokens. Roofs and
+    wires are those of `counting`."""
+    tp, rows = degrees.attention_tp, np.asarray(decoding + prompt_tokens, dtype=np.float64)
+    sequences = np.maximum(decoding + prompt_tokens / np.maximum(prompt, 1.0), 1e-9)
+    row_bytes = model.hidden_size * row_bytes_of(precision)
+    num_dense = model.num_layers - model.num_moe_layers
+    of_layers = 1 - model.num_state_layers / model.num_layers  # that have attention
+    scores = of_layers * prompt_scores(model, unit_roofs, prompt_tokens, prompt, tp, precision)
+
+    def layer(*, moe: bool) -> Parts:
+        def decode(number: Number, length: Number, queries: Number = 1.0) -> Parts:
+            return attention_decode(model, unit_roofs, number, length, tp, precision, queries=queries, moe_layer=moe)
+
+        at_context = decode(decoding, context) + -1.0 * decode(decoding, _NO_CONTEXT)
+        return decode(sequences, _NO_CONTEXT, rows / sequences) + at_context + scores
+
+    pairs = rows * degrees.attention_dp * model.router.top_k
+    fullest = expected_max_rows(pairs, float(degrees.expert_ep)) if degrees.expert_ep > 1 else pairs
+    held = model.router.num_experts / degrees.expert_ep
+    experts = model.num_moe_layers * expert_feed_forward(
+        model, unit_roofs.gemm, fullest, held, degrees.expert_tp, precision
+    )
+    dense = model.num_moe_layers * layer(moe=True) + output_head(model, unit_roofs, sequences, tp, precision)
+    if num_dense:
+        dense = dense + num_dense * layer(moe=False)
+
+    sums = wires.all_reduce(rows * row_bytes, tp)
+    num_sums = float(tp > 1)
+    moe_wire, num_moe = 2.0 * sums, 2 * num_sums
+    if degrees.attention_dp > 1:
+        gathered = wires.all_gather(rows * degrees.attention_dp * row_bytes, tp * degrees.attention_dp)
+        moe_wire, num_moe = sums + 2.0 * gathered, num_sums + 2.0
+    whole_norm = num_sums * (model.attention.qk_norm == "full")  # its mean square is over all heads
+    return StepWork(
+        dense_s=dense.total_s - dense.fixed_s,
+        experts_s=experts.total_s - experts.fixed_s,
+        wire_s=model.num_moe_layers * moe_wire.total_s + num_dense * 2 * sums.total_s,
+        num_kernels=dense.fixed_s + experts.fixed_s + model.num_layers * num_small_kernels(model, precision),
+        num_collectives=model.num_moe_layers * num_moe + num_dense * 2 * num_sums + model.num_layers * whole_norm,
+    )
+
+
+def counting(cluster: ClusterSpec, precision: PrecisionSpec) -> tuple[Roofs, Network]:
+    """Roofs and network of the cluster's first group for `step_work`: a kernel takes 1 s beside its work, so that fixed
+    times count kernels; nothing else has a fixed time."""
+    efficiency = replace(
+        cluster.efficiency, kernel_s=1.0, layer_overhead_s=0.0, collective_s=0.0, exchange_s=0.0, round_s=0.0
+    )
+    cluster = replace(cluster, efficiency=efficiency)
+    group = cluster.groups[0]
+    return roofs(group.device, efficiency, precision.compute), network(cluster, group)
+
+
+CONSTANTS = ("step_s", "sequence_s", "kernel_s", "collective_s", "dense", "experts", "wire", "prompt")
+FIRST_CONSTANTS = ("first_s", "waits", "alone", "queued")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLoad:
+    """Servers under closed loops, one a row: `in_flight` requests on each data-parallel rank; another begins when one
+    ends. `terms` [rows, 8]: what `CONSTANTS` multiply in the time between two tokens. `prompt_s`: one prompt's prefill
+    by the roofline."""
+
+    in_flight: FloatArray
+    terms: FloatArray
+    prompt_s: FloatArray
+
+    def tpot_s(self, engine: EngineSpec) -> FloatArray:
+        """Time between two tokens of a request."""
+        return np.asarray(self.terms @ [getattr(engine, name) for name in CONSTANTS])
+
+    def ttft_s(self, engine: EngineSpec) -> FloatArray:
+        """Time to the first token, at the median."""
+        return np.asarray(self.first_terms(engine) @ [getattr(engine, name) for name in FIRST_CONSTANTS])
+
+    def first_terms(self, engine: EngineSpec) -> FloatArray:
+        """[rows, 4] what `FIRST_CONSTANTS` multiply in the time to the first token."""
+        own = engine.prompt * self.prompt_s
+        return np.stack(np.broadcast_arrays(1.0, self.tpot_s(engine), own, self.in_flight * own), axis=-1)
+
+    def take(self, index: IndexArray) -> "ServerLoad":
+        return ServerLoad(in_flight=self.in_flight[index], terms=self.terms[index], prompt_s=self.prompt_s[index])
+
+
+def server_load(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    degrees: ServerDegrees,
+    precision: PrecisionSpec,
+    *,
+    in_flight: FloatArray,
+    prompt: FloatArray,
+    output: FloatArray,
+    decodes_only: bool = False,
+) -> ServerLoad:
+    """Of one layout on the cluster's first group of nodes; `in_flight` (of each data-parallel rank), `prompt` and
+    `output` (tokens) by row. `decodes_only`: prompts are computed elsewhere, so no step has any."""
+    unit_roofs, wires = counting(cluster, precision)
+    work = partial(step_work, model, unit_roofs, wires, degrees, precision)
+    context, chunk = prompt + output / 2, np.minimum(prompt, LONGEST_CHUNK)
+    step = work(decoding=in_flight, context=context)
+    mixed = work(decoding=in_flight, context=context, prompt_tokens=chunk, prompt=prompt)
+    added_s = mixed.dense_s + mixed.experts_s + mixed.wire_s - step.dense_s - step.experts_s - step.wire_s
+    prompt_s = np.asarray(added_s * prompt / chunk)
+    into_step_s = np.zeros_like(prompt_s) if decodes_only else in_flight * prompt_s / output
+    columns = (1.0, in_flight, step.num_kernels, step.num_collectives, step.dense_s, step.experts_s, step.wire_s)
+    terms = np.stack(np.broadcast_arrays(*columns, into_step_s), axis=-1)
+    return ServerLoad(in_flight=in_flight, terms=terms, prompt_s=prompt_s)

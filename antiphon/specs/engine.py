@@ -1,0 +1,62 @@
+"""What an engine's steps cost beside the roofline, by engine, from TOML files, shipped or a user's own.
+
+A roofline prices kernels. An engine also launches them one by one, plans each step, samples, and waits for the slowest
+of its ranks. These constants are of an engine (`vllm`, `sglang`, `trtllm`), the same for every model and device, and
+are fitted to measured deployments (`antiphon reproduce --deployments --fit`). Rejected: an efficiency for each model or
+device. It explains what was measured and says nothing about the next one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from antiphon.base.errors import UserError
+from antiphon.specs.catalog import shipped_file
+from antiphon.specs.strict_table import NotNegative, Positive, read_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Constants of one engine.
+
+    `step_s`: of a step, whatever is in it; `sequence_s`: of each sequence that it decodes on a data-parallel rank;
+    `kernel_s`: of each kernel; `collective_s`: of each collective, beside its bytes. `dense`, `experts`, `wire`,
+    `prompt`: time over the roofline's, of everything but the experts, of the experts, of bytes between devices, and of
+    a prompt's tokens. Time to first token: `first_s` + `waits` * the time between two tokens + `alone` * the prompt's
+    prefill + `queued` * that of all requests in flight. `low`, `high`: between these multiples of a prediction lie four
+    of five measured times per token; `first_low`, `first_high`: of times to first token. `source`: how they were found.
+    """
+
+    name: str
+    step_s: NotNegative
+    sequence_s: NotNegative
+    kernel_s: NotNegative
+    collective_s: NotNegative
+    dense: NotNegative
+    experts: NotNegative
+    wire: NotNegative
+    prompt: NotNegative
+    first_s: NotNegative
+    waits: NotNegative
+    alone: NotNegative
+    queued: NotNegative
+    low: Positive = 1.0
+    high: Positive = 1.0
+    first_low: Positive = 1.0
+    first_high: Positive = 1.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for low, high in (("low", "high"), ("first_low", "first_high")):
+            if getattr(self, low) > getattr(self, high):
+                raise UserError(
+                    f"engine {self.name}: {low} is {getattr(self, low)} and {high} {getattr(self, high)}: "
+                    f"{low} must not be above {high}"
+                )
+
+
+def load_engine(name_or_path: str | Path) -> EngineSpec:
+    """A shipped engine (``"vllm"``) or that of a TOML file; `UserError` names what is wrong and where."""
+    table = read_table(shipped_file("engine", name_or_path))
+    for key in ("aliases", "summary"):
+        table.has(key)
+    return table.read(EngineSpec)

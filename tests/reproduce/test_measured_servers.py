@@ -1,0 +1,93 @@
+"""Servers that others measured: the file, the fit on made-up engines, and that the shipped constants are what it finds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS
+from antiphon.reproduce.measured_servers import (
+    cross_validated,
+    engine_file,
+    fit_engine,
+    fitted_engines,
+    loads,
+    measured_points,
+    slices,
+)
+from antiphon.specs.catalog import names
+from antiphon.specs.engine import EngineSpec, load_engine
+
+SOME = measured_points()[::29]
+
+
+def test_every_point_states_a_server_that_there_is() -> None:
+    for point in measured_points():
+        degrees = point.degrees
+        assert degrees.attention_tp * degrees.attention_dp == degrees.expert_tp * degrees.expert_ep
+        assert point.is_pools or degrees.attention_tp * degrees.attention_dp <= 8
+        assert point.tpot_s > 0 and point.in_flight > 0 and point.prompt > 0 and point.output > 0
+    assert {point.engine for point in measured_points()} == set(names("engine"))
+
+
+def test_a_made_up_engine_is_found_again() -> None:
+    """Times made by known constants: the fit finds what predicts them, though the terms are nearly dependent."""
+    true = replace(load_engine("vllm"), kernel_s=3e-6, collective_s=2e-5, dense=1.3, queued=0.3)
+    load = loads(SOME)
+    tpot_s, ttft_s = load.tpot_s(true), load.ttft_s(true)
+    made = [replace(one, tpot_s=float(tpot), ttft_s=float(ttft)) for one, tpot, ttft in zip(SOME, tpot_s, ttft_s)]
+    found = fit_engine("made-up", load, made)
+    assert np.median(np.abs(load.tpot_s(found) / tpot_s - 1)) < 0.02
+    known = [index for index, one in enumerate(SOME) if not one.is_pools]
+    assert np.median(np.abs(load.ttft_s(found)[known] / ttft_s[known] - 1)) < 0.03
+    assert all(getattr(found, name) >= 0 for name in (*CONSTANTS, *FIRST_CONSTANTS))
+
+
+def test_a_point_is_judged_without_its_group() -> None:
+    """A group whose times are all doubled changes what is said of other groups, not of itself."""
+    group = SOME[0].group
+    doubled = [replace(one, tpot_s=2 * one.tpot_s) if one.group == group else one for one in SOME]
+    before, after = cross_validated(SOME), cross_validated(doubled)
+    inside = np.array([one.group == group for one in SOME])
+    same = np.isclose(before.tpot_s, after.tpot_s, equal_nan=True)
+    assert same[inside].all()
+    assert not same[~inside].all()
+
+
+def test_slices_count_what_they_say() -> None:
+    judged = cross_validated(SOME)
+    found = {one.name: one for one in slices(judged, fitted_engines(judged))}
+    whole = found["aggregated servers"]
+    assert whole.num_points == sum(not one.is_pools for one in SOME)
+    assert whole.num_points == sum(one.num_points for name, one in found.items() if name.startswith("engine "))
+    assert all(0 <= one.within <= 1 and 0 <= one.in_band <= 1 for one in found.values())
+
+
+@pytest.mark.slow
+def test_the_shipped_constants_are_fitted() -> None:
+    """The files of `specs/data/engines` are what `antiphon reproduce --deployments --fit` writes; the errors are those
+    that docs/reproduction.md states."""
+    judged = cross_validated(measured_points())
+    fitted = fitted_engines(judged)
+    for spec in fitted:
+        shipped = load_engine(spec.name)
+        for name in (*CONSTANTS, *FIRST_CONSTANTS, "low", "high", "first_low", "first_high"):
+            assert getattr(shipped, name) == pytest.approx(getattr(spec, name), rel=0.02, abs=1e-9), (spec.name, name)
+    whole = slices(judged, fitted)[0]
+    assert whole.within > 0.8
+    assert whole.error < 0.13
+    assert 0.75 < whole.in_band < 0.85
+
+
+def test_an_engine_file_is_read_back(tmp_path: Path) -> None:
+    spec = load_engine("sglang")
+    path = tmp_path / "mine.toml"
+    path.write_text(engine_file(spec))
+    assert load_engine(path) == spec
+    path.write_text(engine_file(spec) + "kernels_s = 1.0\n")
+    with pytest.raises(UserError, match="unknown key kernels_s: did you mean kernel_s"):
+        load_engine(path)
+    with pytest.raises(UserError, match="low must not be above high"):
+        EngineSpec(**{**vars(spec), "low": 2.0, "high": 1.0})
