@@ -16,6 +16,16 @@ from antiphon.reproduce.claims import reproduce as run_claims
 from antiphon.reproduce.claims import select
 from antiphon.reproduce.components import calibration_page
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
+from antiphon.reproduce.measured_servers import COLUMNS as COLUMNS_OF_SLICES
+from antiphon.reproduce.measured_servers import (
+    cross_validated,
+    engine_file,
+    fitted_engines,
+    measured_points,
+    slices,
+)
+from antiphon.specs import catalog
+from antiphon.specs.engine import load_engine
 
 COLUMNS = ("", "id", "what", "theirs", "ours", "unit", "tolerance", "kind")
 HOLDS, MISSES = Text("█", style="green"), Text("░ no", style="red")
@@ -32,11 +42,26 @@ def reproduce(
         Path | None,
         typer.Option("--calibration", metavar="FILE", help="Write the page docs/calibration.md, nothing else."),
     ] = None,
+    deployments: Annotated[
+        bool,
+        typer.Option("--deployments", help="Servers that others measured, beside our model, by slice."),
+    ] = False,
+    fit: Annotated[
+        Path | None,
+        typer.Option("--fit", metavar="FOLDER", help="With --deployments: write the engines' constants, fitted anew."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """The papers' figures and tables, theirs beside ours. All rows without ID; rows that do not hold say why."""
     check_output_file("--markdown", markdown)
     check_output_file("--calibration", calibration)
+    if deployments:
+        if ids or paper or list_only or markdown is not None or calibration is not None:
+            raise UserError("--deployments prints tables of its own: leave out the other options and the ids")
+        show_deployments(fit, json)
+        return
+    if fit is not None:
+        raise UserError("--fit writes what --deployments fits: add --deployments")
     if calibration is not None:
         if ids or paper or list_only or markdown is not None or json is not None:
             raise UserError("--calibration writes a page of its own: leave out the other options and the ids")
@@ -59,6 +84,23 @@ def reproduce(
     emit_json(json, {"bench": "reproduce", **provenance(), "rows": [row.to_json() for row in rows]})
     if markdown is not None:
         write_whole("--markdown", markdown, page(rows))
+
+
+def show_deployments(fit: Path | None, json: str | None) -> None:
+    """The table by slice; with `fit` a file for each engine in that folder."""
+    with progress("pricing measured servers") as report:
+        judged = cross_validated(measured_points(), report)
+    engines = fitted_engines(judged) if fit is not None else [load_engine(name) for name in catalog.names("engine")]
+    lines = slices(judged, engines)
+    cells = [one.cells() for one in lines]
+    show(table(COLUMNS_OF_SLICES, cells, title="time per token and to the first one"), json=json)
+    emit_json(json, {"bench": "deployments", **provenance(), "rows": [vars(one) for one in lines]})
+    if fit is not None:
+        for engine in engines:
+            path = fit / f"{engine.name}.toml"
+            check_output_file("--fit", path)
+            write_whole("--fit", path, engine_file(engine))
+            show(f"wrote {path}", json=json)
 
 
 def list_table(claims: Sequence[Claim]) -> RenderableType:

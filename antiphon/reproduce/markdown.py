@@ -8,7 +8,7 @@ Rejected: a page written by hand. It would say what was true on the day it was w
 from collections.abc import Sequence
 from dataclasses import fields
 
-from antiphon.reproduce import shipped
+from antiphon.reproduce import measured_servers, shipped
 from antiphon.reproduce.claim import PAPERS, Row, Value, predictions
 from antiphon.reproduce.deployments import section
 from antiphon.specs.cluster import EfficiencySpec
@@ -41,7 +41,7 @@ def page(rows: Sequence[Row]) -> str:
             count = f"{sum(row.holds for row in of_paper)} of {len(of_paper)} hold"
             parts.append(f"## {paper}: {title}\n\n{count}.\n\n{_table(of_paper)}")
     missed, loose = [row for row in rows if not row.holds], [row for row in rows if row.holds_loosely]
-    parts += [section(), _reasons("What does not hold, and why", missed)]
+    parts += [section(), measured_servers.section(), _reasons("What does not hold, and why", missed)]
     parts += [_reasons("What holds loosely, and why", loose), _calibrations(rows)]
     return "\n".join(part for part in parts if part)
 

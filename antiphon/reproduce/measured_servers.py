@@ -12,7 +12,7 @@ Rejected: cross-validation by single points. Neighbouring concurrencies of one s
 """
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import groupby
@@ -22,18 +22,18 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerDegrees, ServerLoad, server_load
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
 from antiphon.reproduce import shipped
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
-from antiphon.specs.engine import EngineSpec
+from antiphon.specs.engine import EngineSpec, load_engine
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec, StorageDtype
 
-Report = Callable[[int, int], None]
 BoolArray = NDArray[np.bool_]
 DATA = Path(__file__).parent / "data" / "measured_servers.csv"
 WITHIN = 0.25
@@ -222,13 +222,14 @@ class Judged:
         return np.asarray(ratios[chosen & np.isfinite(ratios)])
 
 
-def cross_validated(points: Sequence[MeasuredPoint], report: Report = lambda _done, _all: None) -> Judged:
+def cross_validated(points: Sequence[MeasuredPoint], report: Report | None = None) -> Judged:
     """All points judged, engine by engine. A minute for all of the file."""
     load = loads(points)
     groups = sorted({(one.engine, one.group) for one in points})
     tpot_s, ttft_s = np.full(len(points), np.nan), np.full(len(points), np.nan)
     for number, (engine, group) in enumerate(groups):
-        report(number, len(groups))
+        if report is not None:
+            report(number, len(groups))
         held = [index for index, one in enumerate(points) if (one.engine, one.group) == (engine, group)]
         rest = [index for index, one in enumerate(points) if one.engine == engine and one.group != group]
         if rest:
@@ -275,6 +276,21 @@ class Slice:
     error: float
     first_ratio: float
     first_within: float
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row of a table."""
+        shares = (f"{self.within:.0%}", f"{self.in_band:.0%}", f"{self.error:.0%}")
+        return (
+            self.name,
+            f"{self.num_points:,}",
+            f"{self.ratio:.2f}",
+            *shares,
+            f"{self.first_ratio:.2f}",
+            f"{self.first_within:.0%}",
+        )
+
+
+COLUMNS = ("slice", "points", "ratio", "within 25%", "in band", "error", "first token", "within 25%")
 
 
 def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[Slice]:
@@ -332,3 +348,26 @@ def engine_file(spec: EngineSpec) -> str:
         elif one.name != "name":
             lines.append(f"{one.name} = {float(f'{value:.3g}')!r}")
     return "\n".join(lines) + "\n"
+
+
+def section() -> str:
+    """The section of docs/reproduction.md about measured servers. Ten seconds."""
+    judged = cross_validated(measured_points())
+    engines = [load_engine(name) for name in names("engine")]
+    whole, *_ = lines = slices(judged, engines)
+    head = f"""## Servers that others measured
+
+{len(judged.points):,} runs of vLLM, SGLang and TensorRT-LLM on Hopper and Blackwell GPUs: the part of NVIDIA's
+`silicon_sample.csv` ([aiconfigurator](https://github.com/ai-dynamo/aiconfigurator), Apache-2.0) that states its
+concurrency and its numbers of workers. The constants of an engine (`specs/data/engines`) are fitted to its runs, none
+to a model or a device. What stands here of a model on a device is by constants that were fitted without it
+(`antiphon reproduce --deployments`; `--fit FOLDER` fits them anew). Ratio: predicted over measured, at the median.
+Band: the share of points in the engine's band of four of five.
+
+Time per token: {whole.within:.0%} of {whole.num_points:,} within {WITHIN:.0%}, median error {whole.error:.0%}. Time to
+the first token: {whole.first_within:.0%} within {WITHIN:.0%}, goal 60% **missed**. Clients of a closed loop begin
+together, and engines order prompts beside decoding each in its own way, SGLang most of all.
+
+| slice | points | ratio | within 25% | in band | median error | first token: ratio | within 25% |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+    return "\n".join([head, *(f"| {' | '.join(one.cells())} |" for one in lines)]) + "\n"

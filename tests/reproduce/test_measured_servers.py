@@ -1,4 +1,4 @@
-"""Servers that others measured: the file, the fit on made-up engines, and that the shipped constants are what it finds."""
+"""Servers that others measured: the file, the fit on a made-up engine, and that shipped constants are what it finds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_every_point_states_a_server_that_there_is() -> None:
         degrees = point.degrees
         assert degrees.attention_tp * degrees.attention_dp == degrees.expert_tp * degrees.expert_ep
         assert point.is_pools or degrees.attention_tp * degrees.attention_dp <= 8
-        assert point.tpot_s > 0 and point.in_flight > 0 and point.prompt > 0 and point.output > 0
+        assert min(point.tpot_s, point.in_flight, point.prompt, point.output) > 0
     assert {point.engine for point in measured_points()} == set(names("engine"))
 
 
@@ -37,7 +37,10 @@ def test_a_made_up_engine_is_found_again() -> None:
     true = replace(load_engine("vllm"), kernel_s=3e-6, collective_s=2e-5, dense=1.3, queued=0.3)
     load = loads(SOME)
     tpot_s, ttft_s = load.tpot_s(true), load.ttft_s(true)
-    made = [replace(one, tpot_s=float(tpot), ttft_s=float(ttft)) for one, tpot, ttft in zip(SOME, tpot_s, ttft_s)]
+    made = [
+        replace(one, tpot_s=float(tpot), ttft_s=float(ttft))
+        for one, tpot, ttft in zip(SOME, tpot_s, ttft_s, strict=True)
+    ]
     found = fit_engine("made-up", load, made)
     assert np.median(np.abs(load.tpot_s(found) / tpot_s - 1)) < 0.02
     known = [index for index, one in enumerate(SOME) if not one.is_pools]

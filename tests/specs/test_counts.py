@@ -65,8 +65,8 @@ def test_flops_equal_those_torch_counts(family: str) -> None:
 
 @pytest.mark.parametrize("entry", catalog("model"), ids=lambda entry: entry.name)
 def test_shipped_models_have_the_published_numbers_of_parameters(entry: Any) -> None:
-    """Totals within 1%. Active ones are printed with two digits and with or without the embedding: one is within 2.5%, or
-    within half of the last digit."""
+    """Totals within 1%. Active ones are printed with two digits, with or without the embedding: one is within 2.5% or
+    half of the last digit."""
     count = counts.count_parameters(load_planned_model(entry.path).spec)
     assert count.total == pytest.approx(entry.stated["total"], rel=0.01)
     if "active" in entry.stated:
