@@ -1,24 +1,45 @@
-"""Options that several commands share, declared once, and the configuration made from them."""
+"""Options that several commands share, declared once, and the configuration made from them.
+
+`planned_config` makes it of options and a plan (`--plan`), or says in a line why both cannot be obeyed.
+"""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Literal
 
+import torch
 import typer
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
+from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
+from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
+from antiphon.serve.served_plan import ServedPlan, check_workers_fit, obey
 from antiphon.specs.placement import read_placement
-from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
+from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
 
 ModelFolder = Annotated[
     Path,
     typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=model_folder),
 ]
+_PLANNED = (
+    "layout",
+    "instances",
+    "attention",
+    "experts",
+    "tp",
+    "expert_tp",
+    "pp",
+    "micro_batches",
+    "max_running",
+    "prefill_collectives",
+    "decode_collectives",
+)  # options a plan decides
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
@@ -41,7 +62,10 @@ class CapacityOptions:
 class WorkerOptions:
     """Which workers run a model, and how. What is None (or "auto") was left out: the choice is ours."""
 
-    layout: Annotated[str, typer.Option(metavar="NAME", help="colocated, disaggregated, hybrid.")] = "auto"
+    layout: Annotated[
+        Literal["auto", "colocated", "disaggregated", "hybrid"],
+        typer.Option(metavar="NAME", help="colocated, disaggregated, hybrid."),
+    ] = "auto"
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers, or replicas.")] = 1
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
@@ -63,10 +87,10 @@ class WorkerOptions:
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     # Out of the help, which fills its screen; docs/ranks.md has them.
     prefill_collectives: Annotated[
-        str, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+        Collectives, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
     ] = "auto"
     decode_collectives: Annotated[
-        str, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+        Collectives, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
     ] = "auto"
     device: DeviceOption = "cpu"
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16, float32.")] = "auto"
@@ -83,7 +107,7 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[str, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
+    balance: Annotated[Policy, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
     expert_slots: Annotated[
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
@@ -115,8 +139,8 @@ class WorkerOptions:
             num_stages=self.pp,
             num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
-            prefill_collectives=cast(Collectives, self.prefill_collectives),
-            decode_collectives=cast(Collectives, self.decode_collectives),
+            prefill_collectives=self.prefill_collectives,
+            decode_collectives=self.decode_collectives,
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
@@ -129,7 +153,7 @@ class WorkerOptions:
             num_threads=self.threads,
             timeout_s=self.timeout,
             trace=trace,
-            balance=cast(Policy, self.balance),
+            balance=self.balance,
             expert_slots=self.expert_slots,
             placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
@@ -145,9 +169,6 @@ class WorkerOptions:
         return 2 if layout == "disaggregated" else min(self.pp, MAX_MICRO_BATCHES)
 
     def _resolve_layout(self) -> Layout:
-        if self.layout not in {"auto", *get_args(Layout)}:
-            *first, last = get_args(Layout)
-            raise UserError(f"--layout {self.layout} does not exist: use auto, {', '.join(first)} or {last}")
         if self.layout == "disaggregated":
             return "disaggregated"
         if self.layout == "hybrid":
@@ -191,6 +212,48 @@ class WorkerOptions:
     @staticmethod
     def _refuse_in_colocated(option: str) -> None:
         raise UserError(f"{option} does not apply to --layout colocated: leave it out or use disaggregated")
+
+
+def planned_config(
+    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
+) -> tuple[ServeConfig, ServedPlan | None]:
+    """The configuration that was asked for, and the plan it obeys if one was given. An option that contradicts the
+    plan is a `UserError`; `context` knows which options were written and which are defaults."""
+    if workers.plan is None:
+        return workers.config(model, capacity, trace=trace), None
+    served = obey(read_plan(workers.plan), load_model_spec(model), workers.plan)
+    values = {**vars(workers), **vars(capacity)}
+    served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
+    planned = replace(
+        workers,
+        layout=served.layout,
+        instances=served.num_instances if served.layout != "colocated" else None,
+        attention=served.num_attention,
+        experts=served.num_experts if served.layout == "disaggregated" else None,
+        tp=served.attention_tp,
+        expert_tp=served.expert_tp if served.layout != "colocated" else None,
+        pp=served.num_stages,
+        micro_batches=served.num_micro_batches,
+        prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
+        decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
+    )
+    room = capacity.max_batch_tokens
+    if not given_options(context, ["max_batch_tokens"]):
+        room = max(room, served.max_running)
+    planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=room)
+    config = planned.config(model, planned_capacity, trace=trace)
+    return replace(config, placement=config.placement or served.placement), served
+
+
+def _decided(planned: Collectives, asked: Collectives) -> Collectives:
+    """What the plan says, unless it leaves the choice open."""
+    return asked if planned == "auto" else planned
+
+
+def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
+    """`UserError` if this machine cannot carry the plan's workers, those that join from other machines not counted."""
+    num_devices = allowance().num_cores if config.device == "cpu" else max(1, torch.cuda.device_count())
+    check_workers_fit(config, num_devices, served.file)
 
 
 def words_of(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from antiphon.base.progress import progress
 from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.measured import machine_of_ranks
-from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision, trained_in
+from antiphon.cost.training.setup import OverlapLevel, TrainingPrecision, trained_in
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
@@ -31,7 +31,6 @@ PRECISION_FORMATS: dict[str, tuple[str, ...]] = {
     "compute": ("float32", "bfloat16", "fp8"),
 }
 UNNAMED_PARTS = ("weights", "wire", "compute")  # of `--precision fp8`; sums of gradients keep theirs
-ZERO_STAGES = range(4)
 LARGEST = 10**9  # of a length or batch: more is a slip of the finger, and would be divided for minutes
 
 
@@ -40,19 +39,21 @@ class TrainingOptions:
     """What `--phase train` is asked, and the choices that are not searched."""
 
     sequence_length: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="train: tokens of a sequence; required.")
+        int | None,
+        typer.Option(metavar="N", min=1, show_default=False, help="train: tokens of a sequence; required."),
     ] = None
     global_batch: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="train: sequences of a step; required.")
+        int | None,
+        typer.Option(metavar="N", min=1, show_default=False, help="train: sequences of a step; required."),
     ] = None
     devices: Annotated[
-        int | None, typer.Option(metavar="N", show_default="all", help="train: at most so many devices.")
+        int | None, typer.Option(metavar="N", min=1, show_default="all", help="train: at most N devices.")
     ] = None
     device: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="fastest", help="train: on this kind only.")
     ] = None
-    zero: Annotated[int, typer.Option(metavar="N", help="train: ZeRO stage, 0 to 3.")] = 1
-    overlap: Annotated[str, typer.Option(metavar="NAME", help="train: none, inter or intra.")] = "intra"
+    zero: Annotated[int, typer.Option(metavar="N", min=0, max=3, help="train: ZeRO stage, 0 to 3.")] = 1
+    overlap: Annotated[OverlapLevel, typer.Option(metavar="NAME", help="train: none, inter or intra.")] = "intra"
     deduplicate: Annotated[bool, typer.Option("--deduplicate", help="train: a token goes to a rank once.")] = False
     no_compress: Annotated[bool, typer.Option("--no-compress", help="train: gradients are sent as kept.")] = False
 
@@ -60,7 +61,7 @@ class TrainingOptions:
 @dataclass(frozen=True, kw_only=True)
 class TrainingInputs:
     """Everything the search is given. `config`: the model's `config.json`; `notes`: on how it was read; `device` None:
-    whichever kind is fastest; `num_devices` None: all of them. With a `profile` the cluster is the measured machine."""
+    the fastest kind; `num_devices` None: all of them. With a `profile` the cluster is the measured machine."""
 
     model: ModelSpec
     model_name: str
@@ -85,11 +86,6 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     global_batch = _required("--global-batch", options.global_batch, 720)
     profile = None if search.profile is None else _read_profile(search, options)
     cluster = search.cluster_spec() if profile is None else machine_of_ranks(profile, sequence_length)
-    if options.zero not in ZERO_STAGES:
-        raise UserError(f"--zero is {options.zero}: it must be one of {', '.join(map(str, ZERO_STAGES))}")
-    overlaps = [level for level in OVERLAP_LEVELS if level == options.overlap]
-    if not overlaps:
-        raise UserError(f"--overlap is {options.overlap}: it must be one of {', '.join(OVERLAP_LEVELS)}")
     groups = _groups(cluster, options.device)
     _check_num_devices(cluster, groups, options.devices)
     path = model_folder(shipped_model_config(model))
@@ -110,7 +106,7 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
         sequence_length=sequence_length,
         global_batch=global_batch,
         precision=precision,
-        overlap=overlaps[0] if profile is None else "none",
+        overlap=options.overlap if profile is None else "none",
         zero=options.zero,
         deduplicate=options.deduplicate or profile is not None,
         compress=not options.no_compress and profile is None,
@@ -119,7 +115,7 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
 
 
 def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
-    """What was measured of this machine's trainer, which leaves nothing to be said of machine, formats and overlap."""
+    """Measurements of this machine's trainer. They fix machine, formats and overlap, so those options are refused."""
     said = {
         "--cluster": bool(search.cluster),
         "--precision": search.precision is not None,
@@ -190,8 +186,6 @@ def _check_attention(model: ModelSpec) -> None:
 def _required(option: str, value: int | None, example: int) -> int:
     if value is None:
         raise UserError(f"{option} is missing: --phase {TRAIN} needs it, for example {option} {example}")
-    if value < 1:
-        raise UserError(f"{option} is {value}: it must be at least 1")
     if value > LARGEST:
         raise UserError(f"{option} is {value}: it must be at most {LARGEST}")
     return value
@@ -212,8 +206,6 @@ def _check_num_devices(cluster: ClusterSpec, groups: tuple[NodeGroup, ...], want
     """A plan has devices of one kind, so more than the largest group can never be used."""
     if wanted is None:
         return
-    if wanted < 1:
-        raise UserError(f"--devices is {wanted}: it must be at least 1")
     largest = max(groups, key=lambda group: group.num_devices)
     if wanted > largest.num_devices:
         have = f"{largest.num_devices} {largest.device.name}"
@@ -221,7 +213,7 @@ def _check_num_devices(cluster: ClusterSpec, groups: tuple[NodeGroup, ...], want
 
 
 def _congestion_note(cluster: ClusterSpec, plan: TrainingPlan) -> tuple[str, ...]:
-    """What the model of costs leaves out where a layer's group is wider than the fast links."""
+    """What the cost model leaves out where a layer's group is wider than the fast links."""
     domain = max(group.scale_up_domain for group in cluster.groups if group.device.name == plan.device)
     degree = plan.layout.model_parallel
     if degree <= domain:

@@ -10,8 +10,20 @@ Rejected: all candidates as dots. Thousands of them hide the few that anybody co
 """
 
 from antiphon.cost.parts import BOUND_NAMES, Parts
-from antiphon.report.chart import Axis, Block, BlockChart, Line, LineChart, Spot, stacked
-from antiphon.report.colours import BATCH_COLOURS, LAYOUT_COLOURS, MARK, MEMORY_COLOURS, PART_COLOURS
+from antiphon.report.charts import (
+    BATCH_COLOURS,
+    LAYOUT_COLOURS,
+    MARK,
+    MEMORY_COLOURS,
+    PART_COLOURS,
+    Axis,
+    BlockChart,
+    ChartBlock,
+    ChartLine,
+    LineChart,
+    Spot,
+    stacked,
+)
 from antiphon.report.contents import MemoryUse, PhaseContents, Points, Sensitivity
 from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, milliseconds, number, score, short_degrees, time_unit
 from antiphon.sim.gantt import Bar, span_s
@@ -52,7 +64,7 @@ def rate_title(objective: Objective) -> str:
     return OBJECTIVE_UNITS[objective][0].upper() + OBJECTIVE_UNITS[objective][1:]
 
 
-def _front(points: Points, high: float) -> Line:
+def _front(points: Points, high: float) -> ChartLine:
     """A staircase: until the next point is reached, nothing better than this one can be had."""
     x = tuple(latency_s * 1e3 for latency_s in points.latency_s)
     tips = tuple(
@@ -60,7 +72,7 @@ def _front(points: Points, high: float) -> Line:
         for label, latency_s, value in zip(points.labels, points.latency_s, points.scores, strict=True)
     )
     kept = max(1, sum(value <= high for value in x))
-    return Line(
+    return ChartLine(
         name=LAYOUT_TITLES[points.layout],
         colour=LAYOUT_COLOURS[points.layout],
         x=x[:kept],
@@ -108,7 +120,7 @@ def pipeline_chart(bars: tuple[Bar, ...]) -> BlockChart:
     start_s, end_s = span_s(bars)
     scale_s, unit = time_unit(end_s - start_s)
     blocks = tuple(
-        Block(
+        ChartBlock(
             row=bar.track,
             start=(bar.start_s - start_s) / scale_s,
             length=bar.duration_s / scale_s,
@@ -162,7 +174,7 @@ def parts_chart(parts: dict[str, Parts]) -> BlockChart:
 def sensitivity_chart(sensitivity: Sensitivity, objective: Objective) -> LineChart:
     """A line per layout; a gap where the layout cannot run. The plan's own value is marked."""
     lines = tuple(
-        Line(
+        ChartLine(
             name=LAYOUT_TITLES[layout],
             colour=LAYOUT_COLOURS[layout],
             x=sensitivity.values,

@@ -101,3 +101,8 @@ def short_degrees(layout: Layout, parallel: Parallel) -> str:
 
 def _tp(degree: int) -> str:
     return f" of TP {degree}" if degree > 1 else ""
+
+
+def commented(*lines: str) -> str:
+    """Lines of a shell script or YAML file that are comments."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)

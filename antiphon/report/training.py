@@ -1,13 +1,44 @@
-"""What a training plan says in words and rows: the part of its report that terminal and page share.
+"""The report of a training plan: its words and rows, and what a terminal and a page show of them.
+
+Terminal:
+
+1. the answer in a sentence, the chosen layout and its predicted rate
+2. the step in parts, and the fullest device's memory in parts, as bars
+3. the best of every other way to divide a layer, and why it lost
+4. with `explain`: the plan with one thing changed at a time, and what was searched
+
+The page has three figures: the step, the fullest device's memory, and MFU of the plan and of every alternative that
+fits.
 
 An iteration is split in four: what the pipeline's bubble, exposed exchanges and exposed synchronisation leave is work.
 Rejected: the planner's own parts of an iteration beside these. They say what work waits for, which `bound_by` says too.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from antiphon.report.words import gigabytes, milliseconds, number, plural
-from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPlan, TrainingPredicted
+from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
+from antiphon.report.document import (
+    Answer,
+    Cards,
+    Grid,
+    Heading,
+    Notes,
+    Piece,
+    Reasons,
+    ReportDocument,
+    Sentence,
+)
+from antiphon.report.draw import draw
+from antiphon.report.terminal import bar
+from antiphon.report.words import gigabytes, milliseconds, number, plural, time_unit
+from antiphon.specs.training_plan import (
+    RejectedTraining,
+    TrainingLayout,
+    TrainingPlan,
+    TrainingPredicted,
+    training_plan_to_json,
+)
 
 Row = tuple[str, ...]
 FORMAT_TITLES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "fp8": "FP8", "int4": "INT4"}
@@ -32,6 +63,160 @@ OVERLAPS = {
 LOSER_COLUMNS = ("alternative", "sizes", "step", "tokens/s", "MFU", "of plan", "why it lost")
 WHOLE = "whole on each device"
 SIZES = "sizes: n devices share a layer, p stages (x chunks), d copies, b sequences"
+STEP_COLOURS = {
+    "work": "#0088cc",
+    "pipeline bubble": "#999999",
+    "exposed exchanges in layers": "#009e73",
+    "exposed synchronisation": "#d55e00",
+}
+MEMORY_COLOURS = {
+    "parameters": "#0088cc",
+    "gradients": "#e69f00",
+    "optimizer": "#009e73",
+    "activations": "#cc79a7",
+    "workspace": "#d55e00",
+    "free": FREE,
+}
+LOSER_COLOUR = "#0088cc"
+CAPTIONS = {
+    "step": "The fullest stage: what computes, what stands, and what is waited for.",
+    "memory": "Of the fullest device, without what the runtime keeps.",
+    "mfu": "The plan, the best of every other way to divide a layer, and the plan with one thing changed. What does "
+    "not fit in memory is left out.",
+}
+PLAN, ALTERNATIVE = "plan", "alternative"
+
+
+def training_pieces(plan: TrainingPlan, *, explain: bool) -> Iterator[Piece]:
+    """For a terminal, in order."""
+    yield from (Sentence(subtitle(plan)), Heading(headline(plan)), Sentence(""))
+    yield Grid(columns=["", "train"], rows=facts(plan))
+    yield from (Heading("One step"), _step_grid(plan.predicted))
+    yield Sentence(f"work: computation, optimizer, hops between stages; {hidden_summary(plan.predicted)}")
+    if summary := memory_summary(plan):
+        yield from (Heading(f"Memory of the fullest device: {summary}"), _memory_grid(plan.predicted))
+    if others := other_strategies(plan):
+        yield Heading("Other ways to divide a layer, the best of each")
+        yield from _losers(others, plan)
+    if explain and (changes := single_changes(plan)):
+        yield Heading("The plan with one thing changed")
+        yield from _losers(changes, plan)
+    yield Notes(plan.notes)
+    if explain:
+        yield from (Sentence(""), Sentence(search_summary(plan)))
+
+
+def _step_grid(predicted: TrainingPredicted) -> Grid:
+    """Bars are shares of the step."""
+    rows = [
+        [part.name, bar([part.share]), milliseconds(part.seconds), f"{part.share:.1%}"]
+        for part in step_parts(predicted)
+    ]
+    return Grid(columns=["", "", "time", "of step"], rows=rows, right=(2, 3))
+
+
+def _memory_grid(predicted: TrainingPredicted) -> Grid:
+    """Bars are shares of the memory that can be used."""
+    usable = predicted.memory_bytes["usable"]
+    rows = [
+        [part, bar([num_bytes / usable]), gigabytes(num_bytes), f"{num_bytes / usable:.1%}"]
+        for part, num_bytes in memory_parts(predicted)
+    ]
+    return Grid(columns=["", "", "bytes", "of usable"], rows=rows, right=(2, 3))
+
+
+def _losers(losers: Sequence[RejectedTraining], plan: TrainingPlan) -> Iterator[Piece]:
+    """Numbers in a table; the reasons, which are sentences, below it."""
+    yield Sentence(SIZES)
+    rows = [loser_row(loser, plan)[:-1] for loser in losers]
+    yield Grid(columns=["", "sizes", "step", "tokens/s", "MFU", "of plan"], rows=rows, right=(2, 3, 4, 5))
+    yield Reasons([(loser.name, loser.reason) for loser in losers])
+
+
+def training_page(plan: TrainingPlan) -> ReportDocument:
+    """The page."""
+    predicted = plan.predicted
+    summary = memory_summary(plan)
+    holds = f" The fullest device holds {summary}." if summary else ""
+    cards = [
+        ("a step", milliseconds(predicted.iteration_s)),
+        ("tokens/s per device", number(predicted.tokens_per_s_per_device)),
+        ("MFU", f"{predicted.mfu:.1%}"),
+    ]
+    pieces: list[Piece] = [
+        Answer(f"{headline(plan)}.{holds}", "Every number on this page is predicted by a cost model."),
+        Cards(cards),
+        Sentence(subtitle(plan), "soft"),
+        Sentence(hidden_summary(predicted).capitalize(), "soft"),
+        Sentence(f"{search_summary(plan)}.", "soft"),
+        Grid(rows=facts(plan)),
+    ]
+    if plan.notes:
+        pieces += [Heading("Notes"), Notes(plan.notes)]
+    if plan.rejected:
+        rows = [_unbroken(loser_row(rejected, plan)) for rejected in plan.rejected]
+        pieces += [Heading("Other ways to train, and the plan with one thing changed")]
+        pieces += [Sentence(SIZES.capitalize(), "soft"), Grid(columns=LOSER_COLUMNS, rows=rows)]
+    return ReportDocument(
+        title=f"Training plan for {plan.model} on {plan.cluster}",
+        pieces=[*pieces, *_drawings(plan)],
+        footer="The plan itself is in this page's source (element `plan`).",
+        data_name="plan",
+        data=training_plan_to_json(plan),
+    )
+
+
+def _unbroken(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Only the reason, the last cell, may take several lines."""
+    return (*(cell.replace(" ", "\u00a0") for cell in row[:-1]), row[-1])
+
+
+def _drawings(plan: TrainingPlan) -> list[Drawing]:
+    drawn = [("step", "One step", step_chart(plan)), ("mfu", "Model FLOPs utilization", mfu_chart(plan))]
+    if memory_summary(plan):
+        drawn.insert(1, ("memory", "Memory of a device", memory_chart(plan)))
+    return [draw(f"train-{name}", words, CAPTIONS[name], chart) for name, words, chart in drawn]
+
+
+def step_chart(plan: TrainingPlan) -> BlockChart:
+    """One bar, as long as the step."""
+    scale_s, unit = time_unit(plan.predicted.iteration_s)
+    parts = {part.name: part.seconds / scale_s for part in step_parts(plan.predicted)}
+    x = Axis(title=f"Time of one step ({unit})")
+    return BlockChart(x=x, blocks=stacked({"": parts}, unit), colours=STEP_COLOURS)
+
+
+def memory_chart(plan: TrainingPlan) -> BlockChart:
+    """One bar, as long as the memory that can be used."""
+    memory = plan.predicted.memory_bytes
+    parts = dict(memory_parts(plan.predicted)) | {"free": max(0.0, memory["usable"] - memory["total"])}
+    scaled = {name: num_bytes / 1e9 for name, num_bytes in parts.items()}
+    colours = {name: MEMORY_COLOURS[name] for name in scaled}
+    return BlockChart(
+        x=Axis(title="Memory of one device (GB)"), blocks=stacked({plan.device: scaled}, "GB"), colours=colours
+    )
+
+
+def mfu_chart(plan: TrainingPlan) -> BlockChart:
+    """One bar per way to train, the plan's first."""
+    alternatives = [
+        (rejected.name, rejected.predicted.mfu)
+        for rejected in plan.rejected
+        if rejected.predicted is not None and fits(rejected)
+    ]
+    bars = [(f"plan: {strategy(plan.layout)}", plan.predicted.mfu), *alternatives]
+    blocks = tuple(
+        ChartBlock(
+            row=name,
+            start=0.0,
+            length=100 * mfu,
+            group=ALTERNATIVE if index else PLAN,
+            text=f"{mfu:.1%}",
+            tip=f"{name}\nMFU {mfu:.1%}",
+        )
+        for index, (name, mfu) in enumerate(bars)
+    )
+    return BlockChart(x=Axis(title="MFU (%)"), blocks=blocks, colours={PLAN: MARK, ALTERNATIVE: LOSER_COLOUR})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +226,6 @@ class StepPart:
     name: str
     seconds: float
     share: float
-
-
-def title(plan: TrainingPlan) -> str:
-    return f"Training plan for {plan.model} on {plan.cluster}"
 
 
 def subtitle(plan: TrainingPlan) -> str:
