@@ -15,7 +15,7 @@ from antiphon.base.progress import progress
 from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import TRAIN, OverrideOptions, PlanInputs, SearchOptions, read_inputs
-from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs
+from antiphon.cli.plan_training import TrainingOptions, find_training_plan
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
@@ -154,7 +154,7 @@ def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
 def _training(
     model: str, search: SearchOptions, options: TrainingOptions, answer: AnswerOptions, json: str | None
 ) -> None:
-    found = find_training_plan(read_training_inputs(model, search, options))
+    found = find_training_plan(model, search, options)
     emit_json(json, training_plan_to_json(found))
     for item in rendered(training_pieces(found, explain=answer.explain)):
         show(item, json=json)

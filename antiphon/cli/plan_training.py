@@ -58,30 +58,9 @@ class TrainingOptions:
     no_compress: Annotated[bool, typer.Option("--no-compress", help="train: gradients are sent as kept.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingInputs:
-    """Everything the search is given. `config`: the model's `config.json`; `notes`: on how it was read; `device` None:
-    the fastest kind; `num_devices` None: all of them. With a `profile` the cluster is the measured machine."""
-
-    model: ModelSpec
-    model_name: str
-    config: dict[str, Any]
-    notes: tuple[str, ...]
-    cluster: ClusterSpec
-    device: str | None
-    num_devices: int | None
-    sequence_length: int
-    global_batch: int
-    precision: TrainingPrecision
-    overlap: OverlapLevel
-    zero: int
-    deduplicate: bool
-    compress: bool
-    profile: Profile | None
-
-
-def read_training_inputs(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingInputs:
-    """Load and check all of it; `UserError` names the option."""
+def find_training_plan(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingPlan:
+    """Load and check all of it (`UserError` names the option), then search, with progress where it lasts. With a
+    profile the cluster is the measured machine. The plan knows the `config.json` it was made for."""
     sequence_length = _required("--sequence-length", options.sequence_length, 8192)
     global_batch = _required("--global-batch", options.global_batch, 720)
     profile = None if search.profile is None else _read_profile(search, options)
@@ -94,24 +73,25 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     if profile is not None and profile.model_config:
         refuse_other_model(profile.model_config, planned.spec, f"--profile {search.profile}")
     measured = None if profile is None else profile.training_tables(sequence_length)
-    precision = parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype)
-    return TrainingInputs(
-        model=planned.spec,
-        model_name=model_name_of(path),
-        config=planned.config,
-        notes=planned.notes,
-        cluster=cluster,
-        device=None if options.device is None else groups[0].device.name,
-        num_devices=options.devices,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        precision=precision,
-        overlap=options.overlap if profile is None else "none",
-        zero=options.zero,
-        deduplicate=options.deduplicate or profile is not None,
-        compress=not options.no_compress and profile is None,
-        profile=profile,
-    )
+    with progress("planning") as report:
+        found = plan_training(
+            planned.spec,
+            cluster,
+            sequence_length=sequence_length,
+            global_batch=global_batch,
+            num_devices=options.devices,
+            device=None if options.device is None else groups[0].device.name,
+            model_name=model_name_of(path),
+            precision=parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype),
+            compress=not options.no_compress and profile is None,
+            deduplicate=options.deduplicate or profile is not None,
+            overlap=options.overlap if profile is None else "none",
+            zero=options.zero,
+            profile=profile,
+            on_progress=report,
+        )
+    notes = (*found.notes, *planned.notes, *_congestion_note(cluster, found))
+    return replace(found, notes=notes, model_config=planned.config)
 
 
 def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
@@ -125,29 +105,6 @@ def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
         raise UserError(f"{given[0]} beside --profile: with --phase {TRAIN} the profile says it: leave it out")
     assert search.profile is not None
     return read_profile(search.profile)
-
-
-def find_training_plan(inputs: TrainingInputs) -> TrainingPlan:
-    """Search, with progress where it lasts; the plan knows the `config.json` it was made for."""
-    with progress("planning") as report:
-        found = plan_training(
-            inputs.model,
-            inputs.cluster,
-            sequence_length=inputs.sequence_length,
-            global_batch=inputs.global_batch,
-            num_devices=inputs.num_devices,
-            device=inputs.device,
-            model_name=inputs.model_name,
-            precision=inputs.precision,
-            compress=inputs.compress,
-            deduplicate=inputs.deduplicate,
-            overlap=inputs.overlap,
-            zero=inputs.zero,
-            profile=inputs.profile,
-            on_progress=report,
-        )
-    notes = (*found.notes, *inputs.notes, *_congestion_note(inputs.cluster, found))
-    return replace(found, notes=notes, model_config=inputs.config)
 
 
 def parse_training_precision(values: list[str] | None) -> TrainingPrecision:

@@ -32,6 +32,7 @@ from antiphon.report.words import (
     commented,
     degrees_text,
     devices_text,
+    latency_text,
     milliseconds,
     number,
     plural,
@@ -225,9 +226,7 @@ def _line(layout: Layout, parallel: Parallel, devices: tuple[DeviceUse, ...]) ->
 
 def _rates(predicted: Predicted, plan: Plan) -> str:
     rate = f"{number(score(predicted, plan.objective))} {OBJECTIVE_UNITS[plan.objective]}"
-    if predicted.tpot_s is not None:
-        return f"predicted {milliseconds(predicted.tpot_s)} a token, {rate}"
-    return f"predicted {milliseconds(predicted.ttft_s)} to the first token, {rate}"
+    return f"predicted {latency_text(predicted)}, {rate}"
 
 
 def preamble(

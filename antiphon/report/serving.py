@@ -16,7 +16,7 @@ published should be compared as it is; `antiphon simulate` says how it would do 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from antiphon.cost.parts import BOUND_NAMES
+from antiphon.report import figures, summary
 from antiphon.report.charts import Drawing
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
 from antiphon.report.deployment import deployment_drawing
@@ -36,32 +36,6 @@ from antiphon.report.document import (
     Sentence,
 )
 from antiphon.report.draw import draw
-from antiphon.report.figures import (
-    PART_FIELDS,
-    frontier_chart,
-    memory_chart,
-    parts_chart,
-    pipeline_chart,
-    sensitivity_chart,
-)
-from antiphon.report.summary import (
-    FACTS,
-    LOSER_COLUMNS,
-    answer,
-    facts,
-    given,
-    headline,
-    loser_row,
-    placement_summary,
-    reasons,
-    scope,
-    search_summary,
-    sources,
-    subtitle,
-    three_numbers,
-    totals,
-    verdict,
-)
 from antiphon.report.terminal import bar
 from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, milliseconds, number, score
 from antiphon.specs.plan import PHASES, Objective, PhaseName, PhasePlan, Plan, Predicted, plan_to_json
@@ -84,10 +58,10 @@ MORE_NODES_COLUMNS = ("phase", "node of", "most tokens/s", "of now")
 def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
     """For a terminal, in order."""
     objective = report.plan.objective
-    yield from (Sentence(subtitle(report)), Sentence(given(report)), Sentence(scope(report)))
+    yield from (Sentence(summary.subtitle(report)), Sentence(summary.given(report)), Sentence(summary.scope(report)))
     for contents in report.phases:
-        yield Heading(headline(contents, objective))
-        if said := verdict(contents, objective):
+        yield Heading(summary.headline(contents, objective))
+        if said := summary.verdict(contents, objective):
             yield Sentence(said)
     yield from (Sentence(""), _facts_of_phases(report))
     for contents in report.phases:
@@ -95,7 +69,7 @@ def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
     if explain:
         if more := _more_nodes(report):
             yield from (Heading(MORE_NODES), Grid(columns=MORE_NODES_COLUMNS, rows=more, right=(2, 3)))
-        yield from (Sentence(""), Sentence(search_summary(report)))
+        yield from (Sentence(""), Sentence(summary.search_summary(report)))
 
 
 def _phase_pieces(contents: PhaseContents, objective: Objective, *, explain: bool) -> Iterator[Piece]:
@@ -106,20 +80,22 @@ def _phase_pieces(contents: PhaseContents, objective: Objective, *, explain: boo
         yield from (Heading(f"{title}: one layer and micro-batch"), _parts_grid(contents))
     if contents.phase.rejected:
         yield Heading(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}")
-        yield from (_losers_grid(contents, objective), Reasons(reasons(contents.phase.rejected)))
+        yield from (_losers_grid(contents, objective), Reasons(summary.reasons(contents.phase.rejected)))
     if explain and contents.conditions:
         yield Heading(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)")
         yield _conditions_grid(contents)
-    if explain and (placed := placement_summary(contents.phase)):
+    if explain and (placed := summary.placement_summary(contents.phase)):
         yield from (Heading(f"{title}: placement"), Sentence(placed))
     yield Notes(contents.phase.notes)
 
 
 def _facts_of_phases(report: Report) -> Grid:
     """A column per phase; a phase without some fact has an empty cell."""
-    columns = [dict(facts(contents.name, contents.phase)) for contents in report.phases]
-    names = [name for name in FACTS if any(column.get(name) for column in columns)]
-    names += [name for name in dict.fromkeys(name for column in columns for name in column) if name not in FACTS]
+    columns = [dict(summary.facts(contents.name, contents.phase)) for contents in report.phases]
+    names = [name for name in summary.FACTS if any(column.get(name) for column in columns)]
+    names += [
+        name for name in dict.fromkeys(name for column in columns for name in column) if name not in summary.FACTS
+    ]
     titles = ["", *(PHASE_TITLES[contents.name].lower() for contents in report.phases)]
     return Grid(columns=titles, rows=[[name, *(column.get(name, "") for column in columns)] for name in names])
 
@@ -148,8 +124,7 @@ def _parts_grid(contents: PhaseContents) -> Grid:
     rows = []
     for name, part in contents.parts.items():
         total_s = float(part.total_s)
-        values = {bound: float(getattr(part, field)) for bound, field in zip(BOUND_NAMES, PART_FIELDS, strict=True)}
-        shares = sorted(values.items(), key=lambda item: -item[1])
+        shares = sorted(figures.seconds_by_bound(part).items(), key=lambda item: -item[1])
         words = ", ".join(f"{bound} {value / total_s:.0%}" for bound, value in shares if value >= 0.01 * total_s > 0)
         rows.append([name, milliseconds(total_s), words])
     return Grid(columns=["", "time", "spent on"], rows=rows, right=(1,))
@@ -159,7 +134,7 @@ def _losers_grid(contents: PhaseContents, objective: Objective) -> Grid:
     """Without the reasons, which are sentences: they follow below it."""
     rows = []
     for loser in contents.phase.rejected:
-        layout, sizes, devices, latency, rate, against = loser_row(loser, contents, objective)
+        layout, sizes, devices, latency, rate, against = summary.loser_row(loser, contents, objective)
         rows.append([layout, latency, rate, against, sizes, devices])
     latency_name = "TPOT" if contents.name == "decode" else "TTFT"
     return Grid(columns=["layout", latency_name, "rate", "of plan", "sizes", "devices"], rows=rows, right=(1, 2, 3))
@@ -182,22 +157,28 @@ def plan_page(report: Report, launch: list[tuple[str, str]]) -> ReportDocument:
     """The page. `launch`: (what starts the plan, the commands)."""
     deployments = (deployment_drawing(contents.name, contents.phase, report.cluster) for contents in report.phases)
     pieces: list[Piece] = [
-        Answer(f"{answer(report)}.", f"{scope(report)}. Every number on this page is predicted by a cost model."),
-        Cards(three_numbers(report)),
-        Sentence(subtitle(report), "soft"),
-        Sentence(given(report), "soft"),
+        Answer(
+            f"{summary.answer(report)}.",
+            f"{summary.scope(report)}. Every number on this page is predicted by a cost model.",
+        ),
+        Cards(summary.three_numbers(report)),
+        Sentence(summary.subtitle(report), "soft"),
+        Sentence(summary.given(report), "soft"),
         PageSection(
             "takes",
             "What it takes",
-            [Grid(columns=("device", "how many", "price (relative)", "power"), rows=totals(report)), *deployments],
+            [
+                Grid(columns=("device", "how many", "price (relative)", "power"), rows=summary.totals(report)),
+                *deployments,
+            ],
         ),
         PageSection("launch", "To start it", [Commands(launch)]),
         *(_phase_section(contents, report) for contents in report.phases),
     ]
     if what_if := _what_if(report):
         pieces.append(PageSection("what-if", "What if", what_if))
-    searched = Sentence(f"{search_summary(report)}.", "soft")
-    pieces.append(PageSection("sources", "Where the numbers come from", [searched, Grid(rows=sources(report))]))
+    searched = Sentence(f"{summary.search_summary(report)}.", "soft")
+    pieces.append(PageSection("sources", "Where the numbers come from", [searched, Grid(rows=summary.sources(report))]))
     return ReportDocument(
         title=f"Plan for {report.plan.model} on {report.plan.cluster}",
         pieces=pieces,
@@ -210,19 +191,19 @@ def plan_page(report: Report, launch: list[tuple[str, str]]) -> ReportDocument:
 def _phase_section(contents: PhaseContents, report: Report) -> PageSection:
     objective = report.plan.objective
     frontier, *others = _drawings(contents, objective, report.workload.slo)
-    said = verdict(contents, objective)
-    pieces: list[Piece] = [Sentence(f"{headline(contents, objective)}.{f' {said}.' if said else ''}"), frontier]
+    said = summary.verdict(contents, objective)
+    pieces: list[Piece] = [Sentence(f"{summary.headline(contents, objective)}.{f' {said}.' if said else ''}"), frontier]
     if losers := contents.phase.rejected:
-        rows = [loser_row(loser, contents, objective) for loser in losers]
+        rows = [summary.loser_row(loser, contents, objective) for loser in losers]
         pieces.append(Heading("Other layouts, the best of each"))
-        pieces += [Grid(columns=LOSER_COLUMNS, rows=rows, style="losers"), Reasons(reasons(losers))]
+        pieces += [Grid(columns=summary.LOSER_COLUMNS, rows=rows, style="losers"), Reasons(summary.reasons(losers))]
     beside: list[Piece] = []
     if contents.conditions:
         heading = Heading("Conditions of ping-pong (MegaScale-Infer, section 4.1)")
         beside += [heading, _conditions_grid(contents)]
-    if notes := [*filter(None, [placement_summary(contents.phase)]), *contents.phase.notes]:
+    if notes := [*filter(None, [summary.placement_summary(contents.phase)]), *contents.phase.notes]:
         beside += [Heading("Notes"), Notes(notes)]
-    numbers: list[Piece] = [Heading("The plan in numbers"), Grid(rows=facts(contents.name, contents.phase))]
+    numbers: list[Piece] = [Heading("The plan in numbers"), Grid(rows=summary.facts(contents.name, contents.phase))]
     return PageSection(contents.name, PHASE_TITLES[contents.name], [*pieces, Columns(numbers, beside), *others])
 
 
@@ -232,7 +213,7 @@ def _what_if(report: Report) -> list[Piece]:
         pieces += [Heading(MORE_NODES), Grid(columns=MORE_NODES_COLUMNS, rows=more)]
     caption, objective = CAPTIONS["sensitivity"], report.plan.objective
     for index, item in enumerate(report.sensitivity):
-        pieces.append(draw(f"sensitivity-{index}", item.title, caption, sensitivity_chart(item, objective)))
+        pieces.append(draw(f"sensitivity-{index}", item.title, caption, figures.sensitivity_chart(item, objective)))
     return pieces
 
 
@@ -242,10 +223,10 @@ def _drawings(contents: PhaseContents, objective: Objective, slo: SloSpec) -> li
     )
     kind = "pipeline" if has_layers and has_batches else "kinds" if has_layers else "stages"
     drawn = (
-        ("frontier", "frontier", "Throughput against latency", frontier_chart(contents, objective, slo)),
-        ("pipeline", kind, contents.bars_title, pipeline_chart(contents.bars)),
-        ("memory", "memory", "Memory of a device", memory_chart(contents.memory)),
-        ("parts", "parts", "What bounds each part", parts_chart(contents.parts)),
+        ("frontier", "frontier", "Throughput against latency", figures.frontier_chart(contents, objective, slo)),
+        ("pipeline", kind, contents.bars_title, figures.pipeline_chart(contents.bars)),
+        ("memory", "memory", "Memory of a device", figures.memory_chart(contents.memory)),
+        ("parts", "parts", "What bounds each part", figures.parts_chart(contents.parts)),
     )
     return [draw(f"{contents.name}-{name}", title, CAPTIONS[caption], chart) for name, caption, title, chart in drawn]
 
@@ -314,9 +295,9 @@ def sentence(first: Plan, second: Plan, name: PhaseName, names: tuple[str, str])
 
 
 def _compared(name: PhaseName, first: PhasePlan | None, second: PhasePlan | None) -> list[Row]:
-    stated = [{} if phase is None else dict(facts(name, phase)) for phase in (first, second)]
+    stated = [{} if phase is None else dict(summary.facts(name, phase)) for phase in (first, second)]
     ratios = {} if first is None or second is None else _ratios(first.predicted, second.predicted)
-    order = [*FACTS, *(key for each in stated for key in each if key not in FACTS)]
+    order = [*summary.FACTS, *(key for each in stated for key in each if key not in summary.FACTS)]
     return [
         [key, stated[0].get(key, "-"), stated[1].get(key, "-"), ratios.get(key, "")]
         for key in dict.fromkeys(order)

@@ -10,6 +10,8 @@ from antiphon.report.words import (
     PHASE_TITLES,
     degrees_text,
     devices_text,
+    latency_s,
+    latency_text,
     milliseconds,
     number,
     plural,
@@ -17,7 +19,7 @@ from antiphon.report.words import (
     short_degrees,
 )
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.plan import Objective, PhaseName, PhasePlan, Predicted, Rejected
+from antiphon.specs.plan import Objective, PhaseName, PhasePlan, Rejected
 
 Row = tuple[str, ...]
 FACTS = (
@@ -46,25 +48,18 @@ LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the p
 def headline(contents: PhaseContents, objective: Objective) -> str:
     """The answer in one sentence."""
     phase, predicted = contents.phase, contents.phase.predicted
-    latency = (
-        f"{milliseconds(predicted.tpot_s)} a token"
-        if contents.name == "decode"
-        else f"{milliseconds(predicted.ttft_s)} to the first token"
-    )
     copies = f"{plural(phase.num_instances, 'instance')} of " if phase.num_instances > 1 else ""
     return (
         f"{PHASE_TITLES[contents.name]}: {LAYOUT_TITLES[phase.layout]}, {copies}"
-        f"{degrees_text(phase.layout, phase.parallel)}: {latency}, {number(predicted.tokens_per_s)} tokens/s, "
-        f"{number(score(predicted, objective))} {OBJECTIVE_UNITS[objective]}"
+        f"{degrees_text(phase.layout, phase.parallel)}: {latency_text(predicted)}, "
+        f"{number(predicted.tokens_per_s)} tokens/s, {number(score(predicted, objective))} {OBJECTIVE_UNITS[objective]}"
     )
 
 
 def verdict(contents: PhaseContents, objective: Objective) -> str:
     """Whether attention and experts should be apart here, and what that is worth; empty if only one was searched."""
     phase = contents.phase
-    others = [
-        loser for loser in phase.rejected if (loser.layout == "disaggregated") != (phase.layout == "disaggregated")
-    ]
+    others = _other_side(phase)
     if not others:
         return ""
     mine = score(phase.predicted, objective)
@@ -82,6 +77,12 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
         return f"Disaggregate here, beside the other phase; alone {other} gives {best / mine:.2f} times as much"
     gain = f"{mine / best:.2f} times the best {LAYOUT_TITLES[loser.layout]} in {unit}"
     return f"Disaggregate here: {gain}" if best <= NEARLY_EQUAL * mine else f"To disaggregate gains little here: {gain}"
+
+
+def _other_side(phase: PhasePlan) -> list[Rejected]:
+    """Layouts that lost and answer the question "apart or together" the other way."""
+    apart = phase.layout == "disaggregated"
+    return [loser for loser in phase.rejected if (loser.layout == "disaggregated") != apart]
 
 
 def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
@@ -111,7 +112,7 @@ def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
 
 
 def latencies(phase: PhasePlan) -> list[tuple[str, str]]:
-    """Whichever of the two latencies and the queueing delay are predicted."""
+    """Those of the two latencies and the queueing delay that are predicted."""
     predicted = phase.predicted
     named = (
         ("time per output token", predicted.tpot_s),
@@ -126,13 +127,12 @@ def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) ->
     predicted = loser.predicted
     if predicted is None or loser.parallel is None:
         return (LAYOUT_TITLES[loser.layout], "-", "-", "-", "-", "-")
-    latency_s = predicted.tpot_s if contents.name == "decode" else predicted.ttft_s
     rate, mine = score(predicted, objective), score(contents.phase.predicted, objective)
     return (
         LAYOUT_TITLES[loser.layout],
         short_degrees(loser.layout, loser.parallel),
         devices_text(loser.devices),
-        milliseconds(latency_s),
+        milliseconds(latency_s(predicted)),
         number(rate),
         f"{rate / mine:.2f} ×" if rate and mine else "-",
     )
@@ -234,8 +234,7 @@ def _why(contents: PhaseContents, objective: Objective) -> str:
     apart = phase.layout == "disaggregated"
     rates = {
         loser.layout: rate
-        for loser in phase.rejected
-        if (loser.layout == "disaggregated") != apart
+        for loser in _other_side(phase)
         if loser.predicted is not None and (rate := score(loser.predicted, objective))
     }
     mine = score(phase.predicted, objective)
@@ -262,11 +261,9 @@ def three_numbers(report: Report) -> Pairs:
             ("output tokens/s per device, of both phases", number(rate * output / total_devices(report))),
         ]
     (contents,) = report.phases
-    predicted: Predicted = contents.phase.predicted
-    is_decode = contents.name == "decode"
-    latency_s = predicted.tpot_s if is_decode else predicted.ttft_s
+    predicted = contents.phase.predicted
     return [
-        ("a token" if is_decode else "to the first token", milliseconds(latency_s)),
+        ("a token" if contents.name == "decode" else "to the first token", milliseconds(latency_s(predicted))),
         ("tokens/s", number(predicted.tokens_per_s)),
         (OBJECTIVE_UNITS[objective], number(score(predicted, objective))),
     ]

@@ -14,8 +14,7 @@ An iteration is split in four: what the pipeline's bubble, exposed exchanges and
 Rejected: the planner's own parts of an iteration beside these. They say what work waits for, which `bound_by` says too.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
 from antiphon.report.document import (
@@ -91,10 +90,13 @@ def training_pieces(plan: TrainingPlan, *, explain: bool) -> Iterator[Piece]:
     """For a terminal, in order."""
     yield from (Sentence(subtitle(plan)), Heading(headline(plan)), Sentence(""))
     yield Grid(columns=["", "train"], rows=facts(plan))
-    yield from (Heading("One step"), _step_grid(plan.predicted))
+    yield Heading("One step")
+    yield _shares(step_parts(plan.predicted), plan.predicted.iteration_s, milliseconds, ("time", "of step"))
     yield Sentence(f"work: computation, optimizer, hops between stages; {hidden_summary(plan.predicted)}")
     if summary := memory_summary(plan):
-        yield from (Heading(f"Memory of the fullest device: {summary}"), _memory_grid(plan.predicted))
+        yield Heading(f"Memory of the fullest device: {summary}")
+        usable = plan.predicted.memory_bytes["usable"]
+        yield _shares(memory_parts(plan.predicted), usable, gigabytes, ("bytes", "of usable"))
     if others := other_strategies(plan):
         yield Heading("Other ways to divide a layer, the best of each")
         yield from _losers(others, plan)
@@ -106,23 +108,10 @@ def training_pieces(plan: TrainingPlan, *, explain: bool) -> Iterator[Piece]:
         yield from (Sentence(""), Sentence(search_summary(plan)))
 
 
-def _step_grid(predicted: TrainingPredicted) -> Grid:
-    """Bars are shares of the step."""
-    rows = [
-        [part.name, bar([part.share]), milliseconds(part.seconds), f"{part.share:.1%}"]
-        for part in step_parts(predicted)
-    ]
-    return Grid(columns=["", "", "time", "of step"], rows=rows, right=(2, 3))
-
-
-def _memory_grid(predicted: TrainingPredicted) -> Grid:
-    """Bars are shares of the memory that can be used."""
-    usable = predicted.memory_bytes["usable"]
-    rows = [
-        [part, bar([num_bytes / usable]), gigabytes(num_bytes), f"{num_bytes / usable:.1%}"]
-        for part, num_bytes in memory_parts(predicted)
-    ]
-    return Grid(columns=["", "", "bytes", "of usable"], rows=rows, right=(2, 3))
+def _shares(parts: dict[str, float], whole: float, text: Callable[[float], str], columns: tuple[str, str]) -> Grid:
+    """A row a part, with a bar that is its share of the whole."""
+    rows = [[name, bar([part], whole), text(part), f"{part / whole:.1%}"] for name, part in parts.items()]
+    return Grid(columns=["", "", *columns], rows=rows, right=(2, 3))
 
 
 def _losers(losers: Sequence[RejectedTraining], plan: TrainingPlan) -> Iterator[Piece]:
@@ -181,7 +170,7 @@ def _drawings(plan: TrainingPlan) -> list[Drawing]:
 def step_chart(plan: TrainingPlan) -> BlockChart:
     """One bar, as long as the step."""
     scale_s, unit = time_unit(plan.predicted.iteration_s)
-    parts = {part.name: part.seconds / scale_s for part in step_parts(plan.predicted)}
+    parts = {name: seconds / scale_s for name, seconds in step_parts(plan.predicted).items()}
     x = Axis(title=f"Time of one step ({unit})")
     return BlockChart(x=x, blocks=stacked({"": parts}, unit), colours=STEP_COLOURS)
 
@@ -189,7 +178,7 @@ def step_chart(plan: TrainingPlan) -> BlockChart:
 def memory_chart(plan: TrainingPlan) -> BlockChart:
     """One bar, as long as the memory that can be used."""
     memory = plan.predicted.memory_bytes
-    parts = dict(memory_parts(plan.predicted)) | {"free": max(0.0, memory["usable"] - memory["total"])}
+    parts = memory_parts(plan.predicted) | {"free": max(0.0, memory["usable"] - memory["total"])}
     scaled = {name: num_bytes / 1e9 for name, num_bytes in parts.items()}
     colours = {name: MEMORY_COLOURS[name] for name in scaled}
     return BlockChart(
@@ -217,15 +206,6 @@ def mfu_chart(plan: TrainingPlan) -> BlockChart:
         for index, (name, mfu) in enumerate(bars)
     )
     return BlockChart(x=Axis(title="MFU (%)"), blocks=blocks, colours={PLAN: MARK, ALTERNATIVE: LOSER_COLOUR})
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPart:
-    """One part of an iteration."""
-
-    name: str
-    seconds: float
-    share: float
 
 
 def subtitle(plan: TrainingPlan) -> str:
@@ -281,16 +261,14 @@ def facts(plan: TrainingPlan) -> list[tuple[str, str]]:
     ]
 
 
-def step_parts(predicted: TrainingPredicted) -> tuple[StepPart, ...]:
-    """The iteration in parts that add up to it. "work": computation, optimizer, and hops between stages."""
-    total_s = predicted.iteration_s
+def step_parts(predicted: TrainingPredicted) -> dict[str, float]:
+    """Seconds of the iteration in parts that add up to it. "work": computation, optimizer, and hops between stages."""
     waits = {
         "pipeline bubble": predicted.bubble_s,
         "exposed exchanges in layers": predicted.exposed_s,
         "exposed synchronisation": predicted.sync_exposed_s,
     }
-    parts = {"work": total_s - sum(waits.values()), **waits}
-    return tuple(StepPart(name=name, seconds=value, share=value / total_s) for name, value in parts.items())
+    return {"work": predicted.iteration_s - sum(waits.values()), **waits}
 
 
 def hidden_summary(predicted: TrainingPredicted) -> str:
@@ -301,9 +279,9 @@ def hidden_summary(predicted: TrainingPredicted) -> str:
     return f"layers exchange rows for {milliseconds(total_s)}, {1 - predicted.exposed_s / total_s:.0%} of it hidden"
 
 
-def memory_parts(predicted: TrainingPredicted) -> list[tuple[str, float]]:
+def memory_parts(predicted: TrainingPredicted) -> dict[str, float]:
     """Bytes of the fullest device by part, those that are known."""
-    return [(part, predicted.memory_bytes[part]) for part in MEMORY_PARTS if part in predicted.memory_bytes]
+    return {part: predicted.memory_bytes[part] for part in MEMORY_PARTS if part in predicted.memory_bytes}
 
 
 def memory_summary(plan: TrainingPlan) -> str:

@@ -209,7 +209,11 @@ WRONG: list[tuple[int, str, str]] = [
     (2, "--layout apart does not exist: use auto or .*", "dbrx --cluster msi-hetero --layout hybrid,apart"),
     (2, "--objective is speed: it must be one of .*", "dbrx --cluster msi-hetero --objective speed"),
     (2, "--max-micro-batches is 0: it must be at least 1", "dbrx --cluster msi-hetero --max-micro-batches 0"),
-    (2, "--max-micro-batches is 9*: it must be at most 64", f"dbrx --cluster msi-hetero --max-micro-batches {'9' * 20}"),
+    (
+        2,
+        "--max-micro-batches is 9*: it must be at most 64",
+        f"dbrx --cluster msi-hetero --max-micro-batches {'9' * 20}",
+    ),
     (2, "--max-micro-batches is 'x': it must be a valid integer; .*", "dbrx --max-micro-batches x"),
     (2, "--slo-tpot is '0': it must be above 0", "dbrx --cluster msi-hetero --slo-tpot 0"),
     (2, "--slo-ttft is 'soon': write seconds or .*", "dbrx --cluster msi-hetero --slo-ttft soon"),
