@@ -18,17 +18,12 @@ Row = Sequence[str]
 
 @dataclass(frozen=True)
 class Sentence:
-    """A line of text. "soft": what is read last; "strong": what is read first."""
+    """A line of text. "heading": stands over what follows it. "answer": the first of a page, with `below` in soft
+    letters under it. "soft": what is read last; "strong": what is read first."""
 
     text: str
-    style: Literal["plain", "soft", "strong"] = "plain"
-
-
-@dataclass(frozen=True)
-class Heading:
-    """Stands over what follows it, up to the next one."""
-
-    text: str
+    style: Literal["plain", "soft", "strong", "heading", "answer"] = "plain"
+    below: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +39,12 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Reasons:
-    """(what, why), a line each."""
+class Pairs:
+    """Two texts a line. "reasons": (what, why). "cards": (name, number), in large letters. "commands": (what starts the
+    plan, its commands), the first one open, beside a button that saves the plan."""
 
-    pairs: Sequence[tuple[str, str]]
+    items: Sequence[tuple[str, str]]
+    style: Literal["reasons", "cards", "commands"] = "reasons"
 
 
 @dataclass(frozen=True)
@@ -55,28 +52,6 @@ class Notes:
     """What a reader must know of the numbers."""
 
     items: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The first sentence of a page, and a soft one below it."""
-
-    text: str
-    below: str = ""
-
-
-@dataclass(frozen=True)
-class Cards:
-    """A few (name, number) in large letters."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Commands:
-    """(what starts the plan, its commands); the first is open. A button beside them saves the plan."""
-
-    ways: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +71,7 @@ class PageSection:
     pieces: "Sequence[Piece]"
 
 
-Piece = Sentence | Heading | Grid | Reasons | Notes | Answer | Cards | Commands | Columns | PageSection | Drawing
+Piece = Sentence | Grid | Pairs | Notes | Columns | PageSection | Drawing
 
 
 @dataclass(frozen=True, kw_only=True)

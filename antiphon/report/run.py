@@ -28,18 +28,7 @@ from antiphon.report.charts import (
     HeatMap,
     LineChart,
 )
-from antiphon.report.document import (
-    Answer,
-    Cards,
-    Columns,
-    Grid,
-    Heading,
-    Notes,
-    PageSection,
-    Piece,
-    ReportDocument,
-    Sentence,
-)
+from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.page import html
 from antiphon.report.words import milliseconds, number, plural, time_unit
@@ -132,8 +121,8 @@ def run_page(record: RunRecord) -> ReportDocument:
                 "soft",
             ),
             Sentence("Every number on this page was measured, but for those called predicted.", "soft"),
-            Answer(f"{_headline(record)}."),
-            Cards(_cards(record)),
+            Sentence(f"{_headline(record)}.", "answer"),
+            Pairs(_cards(record), "cards"),
             Columns([Grid(rows=_facts(record))], _compared_and_alarms(record)),
             *_sections(record),
         ],
@@ -146,11 +135,14 @@ def run_page(record: RunRecord) -> ReportDocument:
 def _compared_and_alarms(record: RunRecord) -> list[Piece]:
     rows = [each.words() for each in comparisons(record)]
     columns = ("", "predicted", "measured", "measured / predicted")
-    pieces: list[Piece] = [Heading("Predicted against measured"), Grid(columns=columns, rows=rows, names_rows=True)]
+    pieces: list[Piece] = [
+        Sentence("Predicted against measured", "heading"),
+        Grid(columns=columns, rows=rows, names_rows=True),
+    ]
     if record.alarms:
         shown = record.alarms[-MOST_ALARMS:]
         left_out = f", the last {len(shown)} of {len(record.alarms)}" if len(record.alarms) > len(shown) else ""
-        pieces += [Heading(f"Alarms{left_out}"), Notes([f"step {step}: {text}" for step, text in shown])]
+        pieces += [Sentence(f"Alarms{left_out}", "heading"), Notes([f"step {step}: {text}" for step, text in shown])]
     return pieces
 
 

@@ -20,21 +20,7 @@ from antiphon.report import figures, summary
 from antiphon.report.charts import Drawing
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
 from antiphon.report.deployment import deployment_drawing
-from antiphon.report.document import (
-    Answer,
-    Cards,
-    Columns,
-    Commands,
-    Grid,
-    Heading,
-    Notes,
-    PageSection,
-    Piece,
-    Reasons,
-    ReportDocument,
-    Row,
-    Sentence,
-)
+from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.terminal import bar
 from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, milliseconds, number, score
@@ -60,7 +46,7 @@ def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
     objective = report.plan.objective
     yield from (Sentence(summary.subtitle(report)), Sentence(summary.given(report)), Sentence(summary.scope(report)))
     for contents in report.phases:
-        yield Heading(summary.headline(contents, objective))
+        yield Sentence(summary.headline(contents, objective), "heading")
         if said := summary.verdict(contents, objective):
             yield Sentence(said)
     yield from (Sentence(""), _facts_of_phases(report))
@@ -68,24 +54,24 @@ def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
         yield from _phase_pieces(contents, objective, explain=explain)
     if explain:
         if more := _more_nodes(report):
-            yield from (Heading(MORE_NODES), Grid(columns=MORE_NODES_COLUMNS, rows=more, right=(2, 3)))
+            yield from (Sentence(MORE_NODES, "heading"), Grid(columns=MORE_NODES_COLUMNS, rows=more, right=(2, 3)))
         yield from (Sentence(""), Sentence(summary.search_summary(report)))
 
 
 def _phase_pieces(contents: PhaseContents, objective: Objective, *, explain: bool) -> Iterator[Piece]:
     title = PHASE_TITLES[contents.name]
     if contents.memory:
-        yield from (Heading(f"{title}: memory of a device"), _memory_grid(contents.memory))
+        yield from (Sentence(f"{title}: memory of a device", "heading"), _memory_grid(contents.memory))
     if contents.parts:
-        yield from (Heading(f"{title}: one layer and micro-batch"), _parts_grid(contents))
+        yield from (Sentence(f"{title}: one layer and micro-batch", "heading"), _parts_grid(contents))
     if contents.phase.rejected:
-        yield Heading(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}")
-        yield from (_losers_grid(contents, objective), Reasons(summary.reasons(contents.phase.rejected)))
+        yield Sentence(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}", "heading")
+        yield from (_losers_grid(contents, objective), Pairs(summary.reasons(contents.phase.rejected)))
     if explain and contents.conditions:
-        yield Heading(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)")
+        yield Sentence(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)", "heading")
         yield _conditions_grid(contents)
     if explain and (placed := summary.placement_summary(contents.phase)):
-        yield from (Heading(f"{title}: placement"), Sentence(placed))
+        yield from (Sentence(f"{title}: placement", "heading"), Sentence(placed))
     yield Notes(contents.phase.notes)
 
 
@@ -157,11 +143,12 @@ def plan_page(report: Report, launch: list[tuple[str, str]]) -> ReportDocument:
     """The page. `launch`: (what starts the plan, the commands)."""
     deployments = (deployment_drawing(contents.name, contents.phase, report.cluster) for contents in report.phases)
     pieces: list[Piece] = [
-        Answer(
+        Sentence(
             f"{summary.answer(report)}.",
+            "answer",
             f"{summary.scope(report)}. Every number on this page is predicted by a cost model.",
         ),
-        Cards(summary.three_numbers(report)),
+        Pairs(summary.three_numbers(report), "cards"),
         Sentence(summary.subtitle(report), "soft"),
         Sentence(summary.given(report), "soft"),
         PageSection(
@@ -172,7 +159,7 @@ def plan_page(report: Report, launch: list[tuple[str, str]]) -> ReportDocument:
                 *deployments,
             ],
         ),
-        PageSection("launch", "To start it", [Commands(launch)]),
+        PageSection("launch", "To start it", [Pairs(launch, "commands")]),
         *(_phase_section(contents, report) for contents in report.phases),
     ]
     if what_if := _what_if(report):
@@ -195,22 +182,25 @@ def _phase_section(contents: PhaseContents, report: Report) -> PageSection:
     pieces: list[Piece] = [Sentence(f"{summary.headline(contents, objective)}.{f' {said}.' if said else ''}"), frontier]
     if losers := contents.phase.rejected:
         rows = [summary.loser_row(loser, contents, objective) for loser in losers]
-        pieces.append(Heading("Other layouts, the best of each"))
-        pieces += [Grid(columns=summary.LOSER_COLUMNS, rows=rows, style="losers"), Reasons(summary.reasons(losers))]
+        pieces.append(Sentence("Other layouts, the best of each", "heading"))
+        pieces += [Grid(columns=summary.LOSER_COLUMNS, rows=rows, style="losers"), Pairs(summary.reasons(losers))]
     beside: list[Piece] = []
     if contents.conditions:
-        heading = Heading("Conditions of ping-pong (MegaScale-Infer, section 4.1)")
+        heading = Sentence("Conditions of ping-pong (MegaScale-Infer, section 4.1)", "heading")
         beside += [heading, _conditions_grid(contents)]
     if notes := [*filter(None, [summary.placement_summary(contents.phase)]), *contents.phase.notes]:
-        beside += [Heading("Notes"), Notes(notes)]
-    numbers: list[Piece] = [Heading("The plan in numbers"), Grid(rows=summary.facts(contents.name, contents.phase))]
+        beside += [Sentence("Notes", "heading"), Notes(notes)]
+    numbers: list[Piece] = [
+        Sentence("The plan in numbers", "heading"),
+        Grid(rows=summary.facts(contents.name, contents.phase)),
+    ]
     return PageSection(contents.name, PHASE_TITLES[contents.name], [*pieces, Columns(numbers, beside), *others])
 
 
 def _what_if(report: Report) -> list[Piece]:
     pieces: list[Piece] = []
     if more := _more_nodes(report):
-        pieces += [Heading(MORE_NODES), Grid(columns=MORE_NODES_COLUMNS, rows=more)]
+        pieces += [Sentence(MORE_NODES, "heading"), Grid(columns=MORE_NODES_COLUMNS, rows=more)]
     caption, objective = CAPTIONS["sensitivity"], report.plan.objective
     for index, item in enumerate(report.sensitivity):
         pieces.append(draw(f"sensitivity-{index}", item.title, caption, figures.sensitivity_chart(item, objective)))
@@ -254,7 +244,7 @@ def comparison_pieces(first: Plan, second: Plan, names: tuple[str, str]) -> Iter
         yield Sentence(f"{PHASE_TITLES[name]}: {sentence(first, second, name, names)}", "strong")
     for name, phases in ((name, (first.phases.get(name), second.phases.get(name))) for name in PHASES):
         if any(phases):
-            yield Heading(PHASE_TITLES[name])
+            yield Sentence(PHASE_TITLES[name], "heading")
             columns = ["", *names, f"{names[1]} of {names[0]}"]
             yield Grid(columns=columns, rows=_compared(name, *phases), right=(3,))
 

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from antiphon.report.document import Grid, Heading, Notes, Piece, Reasons, Sentence
+from antiphon.report.document import Grid, Notes, Pairs, Piece, Sentence
 
 BAR_WIDTH = 20
 BAR_SIGNS = "█▓▒"
@@ -20,13 +20,13 @@ def rendered(pieces: Iterable[Piece]) -> Iterator[RenderableType]:
     """What to print, in order. Pieces that only a page has are a bug here."""
     for piece in pieces:
         match piece:
+            case Sentence(text, "heading"):
+                yield Text(f"\n{text}", style="bold")
             case Sentence(text, style):
                 yield Text(text, style="bold" if style == "strong" else "")
-            case Heading(text):
-                yield Text(f"\n{text}", style="bold")
             case Grid():
                 yield _table(piece)
-            case Reasons(pairs):
+            case Pairs(pairs):
                 yield from (Padding(Text(f"{what}: {why}"), (0, 0, 0, 2)) for what, why in pairs)
             case Notes(items):
                 yield from (Text(f"note: {note}") for note in items)

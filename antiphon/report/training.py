@@ -17,17 +17,7 @@ Rejected: the planner's own parts of an iteration beside these. They say what wo
 from collections.abc import Callable, Iterator, Sequence
 
 from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
-from antiphon.report.document import (
-    Answer,
-    Cards,
-    Grid,
-    Heading,
-    Notes,
-    Piece,
-    Reasons,
-    ReportDocument,
-    Sentence,
-)
+from antiphon.report.document import Grid, Notes, Pairs, Piece, ReportDocument, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.terminal import bar
 from antiphon.report.words import gigabytes, milliseconds, number, plural, time_unit
@@ -88,20 +78,20 @@ PLAN, ALTERNATIVE = "plan", "alternative"
 
 def training_pieces(plan: TrainingPlan, *, explain: bool) -> Iterator[Piece]:
     """For a terminal, in order."""
-    yield from (Sentence(subtitle(plan)), Heading(headline(plan)), Sentence(""))
+    yield from (Sentence(subtitle(plan)), Sentence(headline(plan), "heading"), Sentence(""))
     yield Grid(columns=["", "train"], rows=facts(plan))
-    yield Heading("One step")
+    yield Sentence("One step", "heading")
     yield _shares(step_parts(plan.predicted), plan.predicted.iteration_s, milliseconds, ("time", "of step"))
     yield Sentence(f"work: computation, optimizer, hops between stages; {hidden_summary(plan.predicted)}")
     if summary := memory_summary(plan):
-        yield Heading(f"Memory of the fullest device: {summary}")
+        yield Sentence(f"Memory of the fullest device: {summary}", "heading")
         usable = plan.predicted.memory_bytes["usable"]
         yield _shares(memory_parts(plan.predicted), usable, gigabytes, ("bytes", "of usable"))
     if others := other_strategies(plan):
-        yield Heading("Other ways to divide a layer, the best of each")
+        yield Sentence("Other ways to divide a layer, the best of each", "heading")
         yield from _losers(others, plan)
     if explain and (changes := single_changes(plan)):
-        yield Heading("The plan with one thing changed")
+        yield Sentence("The plan with one thing changed", "heading")
         yield from _losers(changes, plan)
     yield Notes(plan.notes)
     if explain:
@@ -119,7 +109,7 @@ def _losers(losers: Sequence[RejectedTraining], plan: TrainingPlan) -> Iterator[
     yield Sentence(SIZES)
     rows = [loser_row(loser, plan)[:-1] for loser in losers]
     yield Grid(columns=["", "sizes", "step", "tokens/s", "MFU", "of plan"], rows=rows, right=(2, 3, 4, 5))
-    yield Reasons([(loser.name, loser.reason) for loser in losers])
+    yield Pairs([(loser.name, loser.reason) for loser in losers])
 
 
 def training_page(plan: TrainingPlan) -> ReportDocument:
@@ -133,18 +123,18 @@ def training_page(plan: TrainingPlan) -> ReportDocument:
         ("MFU", f"{predicted.mfu:.1%}"),
     ]
     pieces: list[Piece] = [
-        Answer(f"{headline(plan)}.{holds}", "Every number on this page is predicted by a cost model."),
-        Cards(cards),
+        Sentence(f"{headline(plan)}.{holds}", "answer", "Every number on this page is predicted by a cost model."),
+        Pairs(cards, "cards"),
         Sentence(subtitle(plan), "soft"),
         Sentence(hidden_summary(predicted).capitalize(), "soft"),
         Sentence(f"{search_summary(plan)}.", "soft"),
         Grid(rows=facts(plan)),
     ]
     if plan.notes:
-        pieces += [Heading("Notes"), Notes(plan.notes)]
+        pieces += [Sentence("Notes", "heading"), Notes(plan.notes)]
     if plan.rejected:
         rows = [_unbroken(loser_row(rejected, plan)) for rejected in plan.rejected]
-        pieces += [Heading("Other ways to train, and the plan with one thing changed")]
+        pieces += [Sentence("Other ways to train, and the plan with one thing changed", "heading")]
         pieces += [Sentence(SIZES.capitalize(), "soft"), Grid(columns=LOSER_COLUMNS, rows=rows)]
     return ReportDocument(
         title=f"Training plan for {plan.model} on {plan.cluster}",
