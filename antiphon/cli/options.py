@@ -5,6 +5,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,12 +42,16 @@ _PLANNED = (
     "decode_collectives",
 )  # options a plan decides
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
+KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
 ]
 TimelineOption = Annotated[
     Path | None, typer.Option("--timeline", metavar="FILE", help="Write a Perfetto trace at the end.")
 ]
+rare_option = partial(typer.Option, hidden=True)
+"""An option that only `--help-all` and the docs show, because the help fills its screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,7 @@ class CapacityOptions:
 
     max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = 256
     max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = 2048
-    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.", hidden=True)] = 1024
+    max_waiting: Annotated[int, rare_option(metavar="N", help="Requests in line; more: 429.")] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +76,30 @@ class WorkerOptions:
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
     ] = None
     instances: Annotated[
-        int | None,
-        # Out of the help, which fills its screen; plans and docs/ranks.md name it.
-        typer.Option(metavar="N", show_default="1", help="Such groups, if disaggregated.", hidden=True),
+        int | None, rare_option(metavar="N", show_default="1", help="Such groups, if disaggregated.")
     ] = None
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks an attention worker has.")] = 1
     expert_tp: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Ranks an expert worker has.")
     ] = None
-    # Out of the help, which fills its screen; docs/ranks.md has it.
-    pp: Annotated[int, typer.Option(metavar="N", help="Stages of a replica.", hidden=True)] = 1
+    pp: Annotated[int, rare_option(metavar="N", help="Stages of a replica.")] = 1
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
     ] = None
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
-    # Out of the help, which fills its screen; docs/ranks.md has them.
     prefill_collectives: Annotated[
-        Collectives, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+        Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
     ] = "auto"
     decode_collectives: Annotated[
-        Collectives, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+        Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
     ] = "auto"
     device: DeviceOption = "cpu"
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16, float32.")] = "auto"
-    kernels: Annotated[str, typer.Option(metavar="NAME", help="cpu (native), reference.")] = "auto"
+    dtype: DtypeOption = "auto"
+    kernels: KernelsOption = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
     ] = None
-    # Out of the help, which fills its screen; docs/models.md has it.
-    rope_scaling: Annotated[
-        str, typer.Option(metavar="JSON", help="Longer context, in place of the model's.", hidden=True)
-    ] = ""
+    rope_scaling: Annotated[str, rare_option(metavar="JSON", help="Longer context, in place of the model's.")] = ""
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
     ] = None
@@ -111,19 +109,15 @@ class WorkerOptions:
     expert_slots: Annotated[
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
-    # Out of the help, which fills its screen.
-    record_routing: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
-    ] = None
+    record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
     placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
-    # Out of the help, which fills its screen; docs/ranks.md has them.
-    attention_device: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
-    expert_device: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
-    attention_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
-    expert_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
-    attention_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
-    expert_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
+    attention_device: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
+    expert_device: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""
+    attention_dtype: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
+    expert_dtype: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""
+    attention_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
+    expert_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""

@@ -41,8 +41,8 @@ def profile(
         typer.Option("--threads", metavar="N,N", show_default="all cores, half of them", help="Threads of a worker."),
     ] = "",
     max_rows: Annotated[int, typer.Option("--max-rows", metavar="N", help="Most requests of a step.")] = 256,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")] = "auto",
-    kernels: Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")] = "auto",
+    dtype: options.DtypeOption = "auto",
+    kernels: options.KernelsOption = "auto",
     phase: Annotated[
         Literal["serve", "train"], typer.Option("--phase", metavar="NAME", help="serve or train.")
     ] = "serve",
