@@ -14,8 +14,8 @@ from antiphon.cli.output import JsonOption, check_output_file, emit_json, proven
 from antiphon.reproduce.claim import PAPERS, Claim, Row, predictions
 from antiphon.reproduce.claims import reproduce as run_claims
 from antiphon.reproduce.claims import select
-from antiphon.reproduce.components import calibration_page
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
+from antiphon.reproduce.published import calibration_page
 
 COLUMNS = ("", "id", "what", "theirs", "ours", "unit", "tolerance", "kind")
 HOLDS, MISSES = Text("█", style="green"), Text("░ no", style="red")
