@@ -15,10 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from antiphon.report.chart import Axis, Line, LineChart
-from antiphon.report.colours import BATCH_COLOURS
+from antiphon.report.charts import BATCH_COLOURS, Axis, ChartLine, LineChart
 from antiphon.report.draw import draw
-from antiphon.report.run_record import RunRecord, read_run
+from antiphon.report.run import RunRecord, read_run
 
 FILE = Path(__file__).resolve().parents[1] / "examples" / "demo-moe" / "train.toml"
 PLAIN = "uncompressed"
@@ -66,7 +65,7 @@ def figure(records: dict[str, RunRecord]) -> str:
         ends = range(size, len(gaps) + 1, size)
         x = tuple(float(steps[end - 1]) for end in ends)
         y = tuple(statistics.fmean(gaps[end - size : end]) for end in ends)
-        lines.append(Line(name=name, colour=colour, x=x, y=y))
+        lines.append(ChartLine(name=name, colour=colour, x=x, y=y))
     chart = LineChart(
         x=Axis(title="Step"),
         y=Axis(title="Loss minus the uncompressed run's (nats a token)", low=None),

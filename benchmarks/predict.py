@@ -44,7 +44,7 @@ from antiphon.bench.served_plans import (
     serve_and_measure,
     this_machine,
 )
-from antiphon.cli.this_machine import CLUSTER_FILE
+from antiphon.cli.plan_inputs import CLUSTER_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec

@@ -15,6 +15,7 @@ whole. Rejected: every command repeats the list of options and hands each of the
 
 import importlib
 import inspect
+import math
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ import typer
 from typer.core import TyperGroup
 
 from antiphon.base.allowance import allowance, share_of_threads
+from antiphon.base.errors import UserError
 from antiphon.cli.output import EXIT_INTERRUPTED
 
 FILE_METAVARS = ("FILE", "MODEL", "PLAN", "DIR")  # of parameters that are a path, or may be one
@@ -73,7 +75,7 @@ def single_command(function: Any) -> typer.Typer:
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
     """While modules load, Ctrl-C ends the process at once: nothing is begun yet, and `KeyboardInterrupt` is swallowed
-    by whichever library tries an optional import and catches everything. The command would then go on."""
+    by any library that tries an optional import and catches everything. The command would then go on."""
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(2, b"error: interrupted\n")
@@ -162,6 +164,18 @@ def given_options(context: typer.Context, names: Collection[str]) -> frozenset[s
     """Those of the parameters `names` that were written on the command line, be it with their default's value."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def above_zero(unit: str) -> Callable[..., float | None]:
+    """A callback for an option of `unit`: `UserError` unless the value is a finite number above 0. typer's own `min`
+    would let 0 pass."""
+
+    def check(parameter: typer.CallbackParam, value: float | None) -> float | None:
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{parameter.opts[0]} is {value:g}: it must be above 0 {unit}")
+        return value
+
+    return check
 
 
 def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:

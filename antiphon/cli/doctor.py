@@ -4,6 +4,10 @@ Each probe looks at one thing and returns findings; none raises. A finding is "o
 (optional, with the way to get it) or "broken" (nothing works without it: exit code 1). The supported versions come
 from the installed package's own requirements, so they are written once, in `pyproject.toml`.
 Rejected: importing torch at the top, because a broken torch is one of the things to report.
+
+Transports: shared memory travels as memory files of the kernel, which need no mount. TCP works everywhere; what can be
+missing is space in the kernel's buffers, without which a thread of the library has to move bytes while a worker
+computes. All of them wake processes up, which is expensive in a virtual machine whose cores halt when they are idle.
 """
 
 import importlib
@@ -14,9 +18,10 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import typer
@@ -27,9 +32,9 @@ from antiphon import __version__
 from antiphon.base.allowance import allowance
 from antiphon.base.processor import CPUINFO, cpu_fields
 from antiphon.base.units import format_bytes
-from antiphon.cli.doctor_transports import Finding, Status, probe_transports
 from antiphon.cli.output import JsonOption, emit_json, show, table
 
+Status = Literal["ok", "info", "missing", "broken"]
 STYLES: dict[Status, str] = {"ok": "green", "info": "", "missing": "yellow", "broken": "bold red"}
 ISA_FLAGS = (
     "avx2",
@@ -46,6 +51,28 @@ ISA_FLAGS = (
 NAMED_PACKAGES = ("torch", "transformers")
 MIN_PYTHON = (3, 11)
 GPU_LIBRARIES = {"triton": "comes with a CUDA build of torch", "flashinfer": "pip install flashinfer-python"}
+BUFFER_LIMITS = (Path("/proc/sys/net/core/wmem_max"), Path("/proc/sys/net/core/rmem_max"))
+WANTED_BUFFER_BYTES = 4 * 2**20  # a micro-batch of 512 rows of 4096 bf16 values
+HALT_POLL_NS = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
+IDLE_GOVERNOR = Path("/sys/devices/system/cpu/cpuidle/current_governor")
+WANTED_HALT_POLL_NS = 200_000  # the kernel's own default
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+LIBFABRIC_HEADERS = "install libfabric-dev (libfabric-devel) and reinstall: pip install . or make clean setup"
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """One line of the report. `mend` says what to do about it, empty when there is nothing to do."""
+
+    area: str
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+_transport = partial(DoctorFinding, "transports")
 
 
 def doctor(json: JsonOption = None) -> None:
@@ -69,24 +96,24 @@ def run_doctor(json: str | None) -> int:
     return 1 if num_broken else 0
 
 
-def _condense(findings: list[Finding]) -> list[Finding]:
+def _condense(findings: list[DoctorFinding]) -> list[DoctorFinding]:
     """For people: the many packages that are as they should be, as one line."""
     plain = [f for f in findings if f.area == "packages" and f.status == "ok" and f.name not in NAMED_PACKAGES]
     if not plain:
         return findings
     names = ", ".join(finding.name for finding in plain)
-    summary = Finding(area="packages", name=f"{len(plain)} others", status="ok", detail=names)
+    summary = DoctorFinding("packages", f"{len(plain)} others", "ok", names)
     position = findings.index(plain[-1])
     return [f for f in findings[:position] if f not in plain] + [summary] + findings[position + 1 :]
 
 
-def _advice(finding: Finding) -> str:
+def _advice(finding: DoctorFinding) -> str:
     return f"{finding.detail} → {finding.mend}" if finding.mend else finding.detail
 
 
-def examine() -> list[Finding]:
+def examine() -> list[DoctorFinding]:
     """Run every probe. A probe that fails itself becomes a finding."""
-    probes: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
+    probes: tuple[tuple[str, Callable[[], list[DoctorFinding]]], ...] = (
         ("python", probe_python),
         ("packages", probe_packages),
         ("native", probe_native),
@@ -97,31 +124,29 @@ def examine() -> list[Finding]:
         ("gpu libraries", probe_gpu_libraries),
         ("peers", probe_peers),
     )
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
     for area, probe in probes:
         try:
             findings += probe()
         except Exception as error:  # a probe that breaks is a finding too
-            findings.append(Finding(area=area, name="probe", status="info", detail=f"could not look: {error}"))
+            findings.append(DoctorFinding(area, "probe", "info", f"could not look: {error}"))
     return findings
 
 
-def probe_python() -> list[Finding]:
+def probe_python() -> list[DoctorFinding]:
     version = platform.python_version()
     if sys.version_info[:2] >= MIN_PYTHON:
-        return [Finding(area="python", name="python", status="ok", detail=f"{version} ({sys.prefix})")]
+        return [DoctorFinding("python", "python", "ok", f"{version} ({sys.prefix})")]
     mend = "make setup PYTHON=python3.11 (or newer)"
-    return [
-        Finding(area="python", name="python", status="broken", detail=f"{version}, 3.11 or newer is needed", mend=mend)
-    ]
+    return [DoctorFinding("python", "python", "broken", f"{version}, 3.11 or newer is needed", mend=mend)]
 
 
-def probe_packages() -> list[Finding]:
+def probe_packages() -> list[DoctorFinding]:
     try:
         lines = importlib.metadata.requires("antiphon") or []
     except importlib.metadata.PackageNotFoundError:
         detail = "not installed, running from its sources"
-        return [Finding(area="packages", name="antiphon", status="missing", detail=detail, mend="make setup")]
+        return [DoctorFinding("packages", "antiphon", "missing", detail, mend="make setup")]
     requirements = [Requirement(line) for line in lines]
     return [
         check_requirement(requirement)
@@ -130,33 +155,33 @@ def probe_packages() -> list[Finding]:
     ]
 
 
-def check_requirement(requirement: Requirement) -> Finding:
+def check_requirement(requirement: Requirement) -> DoctorFinding:
     """Compare what is installed with what is required."""
     name, supported = requirement.name, f"supported: {requirement.specifier}"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         detail = f"not installed ({supported})"
-        return Finding(area="packages", name=name, status="broken", detail=detail, mend="make setup")
+        return DoctorFinding("packages", name, "broken", detail, mend="make setup")
     if not requirement.specifier.contains(version, prereleases=True):
         detail = f"{version} ({supported})"
-        return Finding(area="packages", name=name, status="broken", detail=detail, mend="make setup")
-    return Finding(area="packages", name=name, status="ok", detail=f"{version} ({supported})")
+        return DoctorFinding("packages", name, "broken", detail, mend="make setup")
+    return DoctorFinding("packages", name, "ok", f"{version} ({supported})")
 
 
-def probe_native() -> list[Finding]:
+def probe_native() -> list[DoctorFinding]:
     try:
         native: Any = importlib.import_module("antiphon._native")
     except ImportError as error:
         detail = f"cannot be loaded: {error}"
-        return [Finding(area="native", name="antiphon._native", status="broken", detail=detail, mend="make setup")]
-    findings = [Finding(area="native", name="antiphon._native", status="ok", detail=Path(str(native.__file__)).name)]
+        return [DoctorFinding("native", "antiphon._native", "broken", detail, mend="make setup")]
+    findings = [DoctorFinding("native", "antiphon._native", "ok", Path(str(native.__file__)).name)]
     if isa := getattr(native, "isa", None):
-        findings.append(Finding(area="native", name="kernels chosen", status="ok", detail=str(isa())))
+        findings.append(DoctorFinding("native", "kernels chosen", "ok", str(isa())))
     return findings
 
 
-def probe_cpu() -> list[Finding]:
+def probe_cpu() -> list[DoctorFinding]:
     model, flags = read_cpuinfo(CPUINFO)
     allowed, physical = allowance(), None
     with suppress(Exception):  # psutil raises what it likes where `/proc` is not whole
@@ -165,9 +190,9 @@ def probe_cpu() -> list[Finding]:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         usable += f", OMP_NUM_THREADS={threads} for each process"
     return [
-        Finding(area="cpu", name="model", status="info", detail=f"{model or platform.machine()}"),
-        Finding(area="cpu", name="cores", status="info", detail=f"{usable}, {physical or 'unknown'} physical"),
-        Finding(area="cpu", name="instructions", status="info", detail=" ".join(flags) or "none of those we use"),
+        DoctorFinding("cpu", "model", "info", f"{model or platform.machine()}"),
+        DoctorFinding("cpu", "cores", "info", f"{usable}, {physical or 'unknown'} physical"),
+        DoctorFinding("cpu", "instructions", "info", " ".join(flags) or "none of those we use"),
     ]
 
 
@@ -178,57 +203,123 @@ def read_cpuinfo(path: Path) -> tuple[str, list[str]]:
     return fields.get("model name", ""), [flag for flag in ISA_FLAGS if flag in present]
 
 
-def probe_devices() -> list[Finding]:
+def probe_devices() -> list[DoctorFinding]:
     torch: Any = importlib.import_module("torch")
     if not torch.accelerator.is_available():
         detail = "none; everything runs on the CPU"
-        return [Finding(area="devices", name="accelerator", status="info", detail=detail)]
+        return [DoctorFinding("devices", "accelerator", "info", detail)]
     kind = torch.accelerator.current_accelerator().type
     findings = []
     for index in range(torch.accelerator.device_count()):
         properties = getattr(torch, kind).get_device_properties(index)
         detail = f"{properties.name}, {format_bytes(properties.total_memory)}"
-        findings.append(Finding(area="devices", name=f"{kind}:{index}", status="ok", detail=detail))
+        findings.append(DoctorFinding("devices", f"{kind}:{index}", "ok", detail))
     return findings
 
 
-def probe_memory() -> list[Finding]:
+def probe_memory() -> list[DoctorFinding]:
     memory = allowance().memory
     detail = f"{format_bytes(memory.left_bytes)} available of {format_bytes(memory.most_bytes)}"
     detail += f" ({memory.name})"
-    return [Finding(area="memory", name="main memory", status="info", detail=detail)]
+    return [DoctorFinding("memory", "main memory", "info", detail)]
 
 
-def probe_gpu_libraries() -> list[Finding]:
+def probe_transports() -> list[DoctorFinding]:
+    return [probe_shared_memory(), probe_tcp(), *probe_libfabric(), *probe_idle_cores(), *probe_collectives()]
+
+
+def probe_shared_memory() -> DoctorFinding:
+    """Workers on one machine write into each other's memory files."""
+    try:
+        os.close(os.memfd_create("antiphon-doctor", os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError) as error:
+        return _transport("shm", "missing", f"no memory files: {error}", "use --transport tcp, or Linux 3.17 or newer")
+    return _transport("shm", "ok", "sealed memory files, futexes")
+
+
+def probe_tcp() -> DoctorFinding:
+    """What the kernel lets a process without privileges ask for."""
+    limits = {path.name: int(path.read_text()) for path in BUFFER_LIMITS if path.exists()}
+    congestion = CONGESTION.read_text(encoding="utf-8").strip() if CONGESTION.exists() else "unknown"
+    words = ", ".join(f"{name} {format_bytes(value)}" for name, value in limits.items())
+    detail = f"{words}; congestion control {congestion}"
+    if limits and min(limits.values()) < WANTED_BUFFER_BYTES:
+        settings = " ".join(f"net.core.{name}={WANTED_BUFFER_BYTES}" for name in limits)
+        return _transport("tcp", "info", detail, f"sysctl -w {settings} (else a thread moves large messages)")
+    return _transport("tcp", "ok", detail)
+
+
+def probe_libfabric() -> list[DoctorFinding]:
+    """The library, if there is one, and a line for each provider."""
+    native: Any = importlib.import_module("antiphon._m2n")
+    info = native.libfabric_info()
+    if not info["built"]:  # whether there is a library does not matter then
+        return [_transport("libfabric", "missing", "built without libfabric's headers", LIBFABRIC_HEADERS)]
+    if info["problem"] or not info["providers"]:  # the problem holds its own advice
+        return [_transport("libfabric", "missing", str(info["problem"] or f"{info['library']} has no usable provider"))]
+    found = [_transport("libfabric", "ok", f"{info['version']} ({info['library']}), would use {info['chosen']}")]
+    domains: dict[tuple[str, str], list[str]] = {}
+    for provider in info["providers"]:
+        waits = "sleeps" if provider["waits_by_descriptor"] else "looks again and again"
+        memory = ", device memory" if provider["device_memory"] else ""
+        what = f"{waits}{memory}; {provider['note']}"
+        domains.setdefault((provider["name"], what), []).append(provider["domain"])
+    for (name, what), where in domains.items():
+        found.append(_transport(f"libfabric {name}", "info", f"{', '.join(where)}: {what}"))
+    return found
+
+
+def probe_idle_cores() -> list[DoctorFinding]:
+    """Whether a virtual machine's idle cores look for work before they halt; nothing where another governor decides."""
+    if (
+        not HALT_POLL_NS.exists()
+        or not IDLE_GOVERNOR.exists()
+        or IDLE_GOVERNOR.read_text(encoding="utf-8").strip() != "haltpoll"
+    ):
+        return []
+    polled_ns = int(HALT_POLL_NS.read_text(encoding="utf-8"))
+    if polled_ns > 0:
+        return [_transport("idle cores", "ok", f"look for work for up to {polled_ns / 1000:.0f} us before they halt")]
+    detail = "this virtual machine's cores halt at once, and its host may keep one that has"
+    return [_transport("idle cores", "info", detail, f"echo {WANTED_HALT_POLL_NS} > {HALT_POLL_NS}")]
+
+
+def probe_collectives() -> list[DoctorFinding]:
+    distributed: Any = importlib.import_module("torch.distributed")
+    if not distributed.is_available():
+        detail = "this torch was built without torch.distributed; training is limited to one process"
+        return [_transport("collectives", "missing", detail, "make setup")]
+    backends = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    names = [name for name, available in backends.items() if available]
+    return [_transport("collectives", "ok", " ".join(names) or "none")]
+
+
+def probe_gpu_libraries() -> list[DoctorFinding]:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return []
     return [_check_gpu_library(name, mend) for name, mend in GPU_LIBRARIES.items()]
 
 
-def _check_gpu_library(name: str, mend: str) -> Finding:
+def _check_gpu_library(name: str, mend: str) -> DoctorFinding:
     if importlib.util.find_spec(name) is None:
-        return Finding(area="gpu libraries", name=name, status="missing", detail="not installed", mend=mend)
-    return Finding(area="gpu libraries", name=name, status="ok", detail="installed")
+        return DoctorFinding("gpu libraries", name, "missing", "not installed", mend=mend)
+    return DoctorFinding("gpu libraries", name, "ok", "installed")
 
 
-def probe_peers() -> list[Finding]:
+def probe_peers() -> list[DoctorFinding]:
     """Engines to compare with, each in its own environment under `.peers` of the checkout or the working folder."""
     folders = [Path.cwd() / ".peers", Path(__file__).parents[2] / ".peers"]
     home = next((folder for folder in folders if folder.is_dir()), None)
     found = sorted(home.iterdir()) if home else []
     findings = [
-        Finding(area="peers", name=folder.name, status="ok", detail=_installed_version(folder))
+        DoctorFinding("peers", folder.name, "ok", _installed_version(folder))
         for folder in found
         if (folder / "bin" / "python").exists()
     ]
     if findings:
         return findings
-    return [
-        Finding(
-            area="peers", name="engines", status="missing", detail="none (only benchmarks use them)", mend="make peers"
-        )
-    ]
+    return [DoctorFinding("peers", "engines", "missing", "none (only benchmarks use them)", mend="make peers")]
 
 
 def _installed_version(environment: Path) -> str:

@@ -1,21 +1,26 @@
-"""What commands that run an engine show of it: how far it has loaded, that it is ready, and where its time went."""
+"""What commands that run an engine show of it: how far it has loaded, that it is ready, what its plan predicts, where
+its time went."""
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from antiphon import __version__, _native
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
+from antiphon.bench.profile.this_machine import THIS_CORE
 from antiphon.cli.output import show, table, whole_file
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
+from antiphon.report.words import plural
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
+from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
 from antiphon.specs.model import ModelSpec
 
@@ -105,15 +110,43 @@ def workers_line(workers: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{worker['name']} {worker['pid']}" for worker in workers)
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    """``plural(2, "replica")`` -> ``"2 replicas"``."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
 def _describe(spec: ModelSpec) -> str:
     """One line about a model, for logs."""
     router = spec.router
     return f"{spec.family}, {spec.num_layers} layers, {router.num_experts} experts, top-{router.top_k}"
+
+
+def machine_name(device: str) -> str:
+    """What a plan would call this machine's devices: a core, as `antiphon profile` does, or a GPU's own name."""
+    return THIS_CORE if device == "cpu" else torch.cuda.get_device_name()
+
+
+def join_lines(config: ServeConfig) -> str:
+    """What to start on the other machines."""
+    role, here = "attention" if config.layout == "disaggregated" else "replica", config.ranks_here
+    attention = config.num_instances * config.joined_attention * config.attention_ranks
+    experts = config.num_instances * config.joined_experts * config.expert_tp
+    wanted = [(role, attention - here)] if attention else []
+    if experts:
+        wanted.append(("experts", experts - (0 if attention else here)))
+    join = f"--join {config.join_address}"
+    lines = [f"  elsewhere antiphon worker --role {role} {join}, {plural(count, 'time')}" for role, count in wanted]
+    return "\n".join(lines)
+
+
+def plan_lines(served: ServedPlan, machine: str) -> str:
+    """What the banner says of a plan. A GPU's own name holds the plan's: ``NVIDIA H20`` is an ``H20``."""
+    predicted = served.predicted
+    promises = []
+    if predicted.tpot_s is not None:
+        promises.append(f"{format_seconds(predicted.tpot_s)} a token")
+    if predicted.tokens_per_s:
+        promises.append(f"{predicted.tokens_per_s:,.0f} tokens/s")
+    said = f"predicts {' and '.join(promises)}" if promises else "predicts nothing"
+    notes = list(served.notes)
+    if others := [device for device in served.devices if device not in machine]:
+        notes.append(f"planned for {', '.join(others)}: what it predicts is not of this machine")
+    return "\n".join([f"  plan      {served.file}: {said}", *(f"            {note}" for note in notes)])
 
 
 def start_with_progress(config: ServeConfig, check: Callable[[], None] = lambda: None) -> Engine:

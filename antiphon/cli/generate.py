@@ -12,7 +12,6 @@ from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import report_timeline, start_with_progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
-from antiphon.cli.serve_plan import check_plan_fits, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
@@ -52,15 +51,13 @@ class PromptOptions:
 class SamplingOptions:
     """How tokens are chosen."""
 
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate.")] = 64
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(metavar="T", help="Randomness; 0: greedy.")] = 0.0
     seed: Annotated[int | None, typer.Option(metavar="N", help="For a temperature above 0.")] = None
     logprobs: Annotated[int | None, typer.Option(metavar="K", help="Report K alternatives a token.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.")] = False
 
     def params(self) -> SamplingParams:
-        if self.max_tokens < 1:
-            raise UserError(f"--max-tokens is {self.max_tokens}: it must be at least 1")
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -83,9 +80,9 @@ def generate(
     """Complete a prompt with MODEL, without a server."""
     check_output_file("--timeline", timeline)
     params = sampling.params()
-    config, served = planned_config(context, model, workers, _CAPACITY, trace=timeline is not None)
+    config, served = options.planned_config(context, model, workers, _CAPACITY, trace=timeline is not None)
     if served is not None:
-        check_plan_fits(config, served)
+        options.check_plan_fits(config, served)
     ids, tokenizer = prompt.read(model)
     engine = start_with_progress(config)
     try:

@@ -1,31 +1,57 @@
-"""Options that several commands share, declared once, and the configuration made from them."""
+"""Options that several commands share, declared once, and the configuration made from them.
+
+`planned_config` makes it of options and a plan (`--plan`), or says in a line why both cannot be obeyed.
+"""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Literal
 
+import torch
 import typer
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
+from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
+from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
+from antiphon.serve.served_plan import ServedPlan, check_workers_fit, obey
 from antiphon.specs.placement import read_placement
-from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
+from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
 
 ModelFolder = Annotated[
     Path,
     typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=model_folder),
 ]
+_PLANNED = (
+    "layout",
+    "instances",
+    "attention",
+    "experts",
+    "tp",
+    "expert_tp",
+    "pp",
+    "micro_batches",
+    "max_running",
+    "prefill_collectives",
+    "decode_collectives",
+)  # options a plan decides
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
+KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
 ]
 TimelineOption = Annotated[
     Path | None, typer.Option("--timeline", metavar="FILE", help="Write a Perfetto trace at the end.")
 ]
+rare_option = partial(typer.Option, hidden=True)
+"""An option that only `--help-all` and the docs show, because the help fills its screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,72 +60,64 @@ class CapacityOptions:
 
     max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = 256
     max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = 2048
-    max_waiting: Annotated[int, typer.Option(metavar="N", help="Requests in line; more: 429.", hidden=True)] = 1024
+    max_waiting: Annotated[int, rare_option(metavar="N", help="Requests in line; more: 429.")] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
     """Which workers run a model, and how. What is None (or "auto") was left out: the choice is ours."""
 
-    layout: Annotated[str, typer.Option(metavar="NAME", help="colocated, disaggregated, hybrid.")] = "auto"
+    layout: Annotated[
+        Literal["auto", "colocated", "disaggregated", "hybrid"],
+        typer.Option(metavar="NAME", help="colocated, disaggregated, hybrid."),
+    ] = "auto"
     attention: Annotated[int, typer.Option(metavar="N", help="Attention workers, or replicas.")] = 1
     experts: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Expert workers, if disaggregated.")
     ] = None
     instances: Annotated[
-        int | None,
-        # Out of the help, which fills its screen; plans and docs/ranks.md name it.
-        typer.Option(metavar="N", show_default="1", help="Such groups, if disaggregated.", hidden=True),
+        int | None, rare_option(metavar="N", show_default="1", help="Such groups, if disaggregated.")
     ] = None
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks an attention worker has.")] = 1
     expert_tp: Annotated[
         int | None, typer.Option(metavar="N", show_default="1", help="Ranks an expert worker has.")
     ] = None
-    # Out of the help, which fills its screen; docs/ranks.md has it.
-    pp: Annotated[int, typer.Option(metavar="N", help="Stages of a replica.", hidden=True)] = 1
+    pp: Annotated[int, rare_option(metavar="N", help="Stages of a replica.")] = 1
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
     ] = None
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
-    # Out of the help, which fills its screen; docs/ranks.md has them.
     prefill_collectives: Annotated[
-        str, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+        Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
     ] = "auto"
     decode_collectives: Annotated[
-        str, typer.Option(metavar="FORM", help="fused, synchronous, auto; if hybrid.", hidden=True)
+        Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
     ] = "auto"
     device: DeviceOption = "cpu"
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16, float32.")] = "auto"
-    kernels: Annotated[str, typer.Option(metavar="NAME", help="cpu (native), reference.")] = "auto"
+    dtype: DtypeOption = "auto"
+    kernels: KernelsOption = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
     ] = None
-    # Out of the help, which fills its screen; docs/models.md has it.
-    rope_scaling: Annotated[
-        str, typer.Option(metavar="JSON", help="Longer context, in place of the model's.", hidden=True)
-    ] = ""
+    rope_scaling: Annotated[str, rare_option(metavar="JSON", help="Longer context, in place of the model's.")] = ""
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[str, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
+    balance: Annotated[Policy, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
     expert_slots: Annotated[
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
-    # Out of the help, which fills its screen.
-    record_routing: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what experts rows chose.", hidden=True)
-    ] = None
+    record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
     placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
-    # Out of the help, which fills its screen; docs/ranks.md has them.
-    attention_device: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
-    expert_device: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
-    attention_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of attention workers.", hidden=True)] = ""
-    expert_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of expert workers.", hidden=True)] = ""
-    attention_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
-    expert_threads: Annotated[int | None, typer.Option(metavar="N", help="Of one.", hidden=True)] = None
+    attention_device: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
+    expert_device: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""
+    attention_dtype: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
+    expert_dtype: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""
+    attention_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
+    expert_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
@@ -115,8 +133,8 @@ class WorkerOptions:
             num_stages=self.pp,
             num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
-            prefill_collectives=cast(Collectives, self.prefill_collectives),
-            decode_collectives=cast(Collectives, self.decode_collectives),
+            prefill_collectives=self.prefill_collectives,
+            decode_collectives=self.decode_collectives,
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
@@ -129,7 +147,7 @@ class WorkerOptions:
             num_threads=self.threads,
             timeout_s=self.timeout,
             trace=trace,
-            balance=cast(Policy, self.balance),
+            balance=self.balance,
             expert_slots=self.expert_slots,
             placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
@@ -145,9 +163,6 @@ class WorkerOptions:
         return 2 if layout == "disaggregated" else min(self.pp, MAX_MICRO_BATCHES)
 
     def _resolve_layout(self) -> Layout:
-        if self.layout not in {"auto", *get_args(Layout)}:
-            *first, last = get_args(Layout)
-            raise UserError(f"--layout {self.layout} does not exist: use auto, {', '.join(first)} or {last}")
         if self.layout == "disaggregated":
             return "disaggregated"
         if self.layout == "hybrid":
@@ -191,6 +206,48 @@ class WorkerOptions:
     @staticmethod
     def _refuse_in_colocated(option: str) -> None:
         raise UserError(f"{option} does not apply to --layout colocated: leave it out or use disaggregated")
+
+
+def planned_config(
+    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
+) -> tuple[ServeConfig, ServedPlan | None]:
+    """The configuration that was asked for, and the plan it obeys if one was given. An option that contradicts the
+    plan is a `UserError`; `context` knows which options were written and which are defaults."""
+    if workers.plan is None:
+        return workers.config(model, capacity, trace=trace), None
+    served = obey(read_plan(workers.plan), load_model_spec(model), workers.plan)
+    values = {**vars(workers), **vars(capacity)}
+    served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
+    planned = replace(
+        workers,
+        layout=served.layout,
+        instances=served.num_instances if served.layout != "colocated" else None,
+        attention=served.num_attention,
+        experts=served.num_experts if served.layout == "disaggregated" else None,
+        tp=served.attention_tp,
+        expert_tp=served.expert_tp if served.layout != "colocated" else None,
+        pp=served.num_stages,
+        micro_batches=served.num_micro_batches,
+        prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
+        decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
+    )
+    room = capacity.max_batch_tokens
+    if not given_options(context, ["max_batch_tokens"]):
+        room = max(room, served.max_running)
+    planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=room)
+    config = planned.config(model, planned_capacity, trace=trace)
+    return replace(config, placement=config.placement or served.placement), served
+
+
+def _decided(planned: Collectives, asked: Collectives) -> Collectives:
+    """What the plan says, unless it leaves the choice open."""
+    return asked if planned == "auto" else planned
+
+
+def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
+    """`UserError` if this machine cannot carry the plan's workers, those that join from other machines not counted."""
+    num_devices = allowance().num_cores if config.device == "cpu" else max(1, torch.cuda.device_count())
+    check_workers_fit(config, num_devices, served.file)
 
 
 def words_of(text: str) -> list[str]:

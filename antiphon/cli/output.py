@@ -2,9 +2,13 @@
 
 Exit codes: 0 done, 1 could not do it, 2 asked wrongly, 130 interrupted. Results go to standard output, everything else
 (progress, logs, errors) to standard error, so that `--json -` can be piped.
+
+Commands run for long with standard streams that are closed, full or without Unicode (`ready_standard_streams`).
+Rejected: to catch errors wherever something is printed, because libraries print as well.
 """
 
 import errno
+import io
 import json as jsonlib
 import os
 import subprocess
@@ -24,7 +28,6 @@ from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.processor import cpu_name
-from antiphon.cli.streams import ready_standard_streams
 
 _log = get_logger("cli")
 
@@ -70,7 +73,7 @@ def emit_json(destination: str | None, payload: object) -> None:
 def whole_file(option: str, path: Path) -> Iterator[Path]:
     """Yields the path to write; afterwards `path` has it, whole or not at all. `UserError` if that cannot be.
 
-    Pipes, devices and links are written as they are: a new file in the place of `/dev/null` would help nobody."""
+    Pipes, devices and links are written as they are: a new file in the place of `/dev/null` would be of no use."""
     special = path.is_symlink() or (path.exists() and not path.is_file())
     partial = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -234,14 +237,21 @@ def _explain(error: BaseException, debug: bool) -> tuple[int, str]:
 
 
 def _usage_message(error: Any) -> str:
-    """What the argument parser refuses, in one line."""
+    """What the argument parser refuses, in one line, in the words of the project's own checks."""
     path = error.ctx.command_path if error.ctx is not None else "antiphon"
     options: list[str] = getattr(getattr(error, "param", None), "opts", [])
     value = _value_of(options, sys.argv)
-    if value is not None and error.message:
-        reason = error.message.partition(",")[0].removeprefix("Input should be ").rstrip(".")
-        return f"{options[0]} is {value!r}: it must be {reason}; see '{path} --help'"
-    return f"{' '.join(error.format_message().split()).rstrip('.')}; see '{path} --help'"
+    if value is None or not error.message:
+        return f"{' '.join(error.format_message().split()).rstrip('.')}; see '{path} --help'"
+    if choices := error.message.partition(" is not one of ")[2]:
+        return f"{options[0]} is {value}: it must be one of {choices.rstrip('.').replace(chr(39), '')}"
+    for bound, words in (("greater than or equal to ", "at least "), ("less than or equal to ", "at most ")):
+        if limit := error.message.partition(bound)[2]:
+            return f"{options[0]} is {value}: it must be {words}{limit}"
+    if limits := error.message.partition(" is not in the range ")[2]:
+        return f"{options[0]} is {value}: it must be in the range {limits.rstrip('.')}"
+    reason = error.message.partition(",")[0].removeprefix("Input should be ").rstrip(".")
+    return f"{options[0]} is {value!r}: it must be {reason}; see '{path} --help'"
 
 
 def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
@@ -268,3 +278,37 @@ def _print_error(message: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
     print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def ready_standard_streams() -> None:
+    """A terminal that is not one of Unicode shows ``?`` for what it does not have; that must not end a command. A
+    standard stream that was closed takes everything and shows nothing, and so does a standard error that is full."""
+    _open_closed_descriptors()
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if sys.stderr is None or (sys.stderr is sys.__stderr__ and not os.isatty(2)):  # not what a test put there
+        writer = io.BufferedWriter(_LossyFile(2, "wb", closefd=False))
+        sys.stderr = io.TextIOWrapper(writer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _open_closed_descriptors() -> None:
+    """Else the next file or socket would get the number of a standard stream, and what is written to that stream."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)
+            if opened != number:
+                os.close(opened)
+
+
+class _LossyFile(io.FileIO):
+    """Drops what cannot be written: a log on a full disk must not end what is being logged."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or 0
+        return len(data)

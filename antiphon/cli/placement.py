@@ -33,15 +33,14 @@ def placement(
         str | None, typer.Option("--speeds", metavar="A,B,...", help="Rows/s of the workers, or only their ratios.")
     ] = None,
     knee: Annotated[
-        int, typer.Option("--knee", metavar="ROWS", help="Rows up to which an expert takes no longer than for one.")
+        int,
+        typer.Option("--knee", metavar="ROWS", min=1, help="Rows up to which an expert takes no longer than for one."),
     ] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement, as JSON.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Place experts by recorded routing: copies of the popular ones, and how even the load becomes."""
     check_output_file("--out", out)
-    if knee < 1:
-        raise UserError(f"--knee is {knee}: it must be at least 1 row")
     recorded = read_routing_trace(trace)
     counts = recorded.counts_of_steps()
     if len(counts) < 2:

@@ -5,7 +5,7 @@ A plan is also put in the terms of what runs it (this engine, vLLM, SGLang, Kube
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import RenderableType
@@ -15,19 +15,18 @@ from antiphon.base.progress import progress
 from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import TRAIN, OverrideOptions, PlanInputs, SearchOptions, read_inputs
-from antiphon.cli.plan_training import TrainingOptions, find_training_plan, read_training_inputs
+from antiphon.cli.plan_training import TrainingOptions, find_training_plan
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
-from antiphon.report.colocated import Target
-from antiphon.report.emit_engines import sglang_command, vllm_command
+from antiphon.report.emit_engines import Target, sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
-from antiphon.report.page import html_page
-from antiphon.report.terminal import comparison_report, terminal_report
-from antiphon.report.training_page import training_page
-from antiphon.report.training_terminal import training_report
+from antiphon.report.page import html
+from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
+from antiphon.report.terminal import rendered
+from antiphon.report.training import training_page, training_pieces
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import Plan, plan_to_json, read_plan
@@ -38,11 +37,15 @@ SERVING_ONLY = (
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
 )
 TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
-EMITTERS = ("vllm", "sglang", "k8s")
-TITLES = {"vllm": "vLLM, the nearest settings", "sglang": "SGLang, the nearest settings", "k8s": "Kubernetes"}
+Emitter = Literal["vllm", "sglang", "k8s"]
+TITLES: dict[Emitter, str] = {
+    "vllm": "vLLM, the nearest settings",
+    "sglang": "SGLang, the nearest settings",
+    "k8s": "Kubernetes",
+}
 
 
-def emitted(name: str, found: Plan, inputs: PlanInputs) -> str:
+def emitted(name: Emitter, found: Plan, inputs: PlanInputs) -> str:
     """The plan in the terms of another engine, or as objects for Kubernetes."""
     if name == "k8s":
         kinds = {group.device.name: group.device.kind for group in inputs.cluster.groups}
@@ -64,11 +67,11 @@ def launch(found: Plan, inputs: PlanInputs) -> list[tuple[str, str]]:
     """(what starts the plan, its commands), this engine first; those that cannot run it, and why, come last."""
     note = "# starts, or names what of the plan this engine does not run"
     own = f"{note}\nantiphon serve {served_path(inputs)} --plan plan.json"
-    ways = [("This engine", own), *((TITLES[name], _or_why_not(name, found, inputs)) for name in EMITTERS)]
+    ways = [("This engine", own), *((TITLES[name], _or_why_not(name, found, inputs)) for name in TITLES)]
     return sorted(ways, key=lambda way: all(line.startswith("#") for line in way[1].splitlines()))
 
 
-def _or_why_not(name: str, found: Plan, inputs: PlanInputs) -> str:
+def _or_why_not(name: Emitter, found: Plan, inputs: PlanInputs) -> str:
     try:
         return emitted(name, found, inputs)
     except UserError as error:
@@ -86,7 +89,7 @@ def _print_comparison(files: tuple[Path, Path] | None) -> None:
         return
     first, second = (read_plan(file) for file in files)
     names = (files[0].stem, files[1].stem) if files[0].stem != files[1].stem else (str(files[0]), str(files[1]))
-    for item in comparison_report(first, second, names):
+    for item in rendered(comparison_pieces(first, second, names)):
         show(item)
     raise typer.Exit
 
@@ -98,9 +101,9 @@ class AnswerOptions:
     size: Annotated[bool, typer.Option("--size", help="Smallest cluster for the rate, not all of it.")] = False
     explain: Annotated[bool, typer.Option("--explain", help="Also say why, in detail.")] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None
-    emit: Annotated[str | None, typer.Option(metavar="NAME", help="Print settings instead: vllm, sglang or k8s.")] = (
-        None
-    )
+    emit: Annotated[
+        Emitter | None, typer.Option(metavar="NAME", help="Print settings instead: vllm, sglang or k8s.")
+    ] = None
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
@@ -115,8 +118,6 @@ class AnswerOptions:
     def check(self, json: str | None) -> None:
         """`UserError` now for what would fail after the search."""
         check_output_file("--html", self.html)
-        if self.emit is not None and self.emit not in EMITTERS:
-            raise UserError(f"--emit is {self.emit}: it must be one of {', '.join(EMITTERS)}")
         if self.emit is not None and json == "-":
             raise UserError("--emit and --json - both write to standard output: write the JSON to a file")
 
@@ -153,12 +154,12 @@ def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
 def _training(
     model: str, search: SearchOptions, options: TrainingOptions, answer: AnswerOptions, json: str | None
 ) -> None:
-    found = find_training_plan(read_training_inputs(model, search, options))
+    found = find_training_plan(model, search, options)
     emit_json(json, training_plan_to_json(found))
-    for item in training_report(found, explain=answer.explain):
+    for item in rendered(training_pieces(found, explain=answer.explain)):
         show(item, json=json)
     if answer.html is not None:
-        write_whole("--html", answer.html, training_page(found))
+        write_whole("--html", answer.html, html(training_page(found)))
 
 
 def _serving(
@@ -174,10 +175,10 @@ def _serving(
     with progress("reporting") as step:
         report = gather(result, for_page=answer.html is not None, with_more_nodes=answer.explain, on_progress=step)
     if answer.emit is None:
-        for item in terminal_report(report, explain=answer.explain):
+        for item in rendered(plan_pieces(report, explain=answer.explain)):
             show(item, json=json)
     if answer.html is not None:
-        write_whole("--html", answer.html, html_page(report, launch(result.plan, inputs)))
+        write_whole("--html", answer.html, html(plan_page(report, launch(result.plan, inputs))))
 
 
 def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:

@@ -1,8 +1,6 @@
-"""From the words behind `antiphon plan` to the specs a search takes; long because it has many options.
+"""From the options of `antiphon plan` to the specs a search takes.
 
-Names and files are loaded, values checked once.
-
-Whatever can be refused is refused here, before any search, in the terms of the option that was written.
+Names and files are loaded and values checked once, before any search, in the terms of the option that was written.
 """
 
 import math
@@ -10,12 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
-from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE, check_is_here
+from antiphon.cli.commands import above_zero
 from antiphon.models.checkpoint_folder import model_folder, model_name
 from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
@@ -26,7 +25,7 @@ from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.nearest import canonical, did_you_mean
-from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, OBJECTIVES, Layout, Objective, PhaseName
+from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
 from antiphon.specs.precision import BYTES_OF, FOUR_BITS, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
@@ -36,9 +35,18 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
     "both": ("prefill", "decode"),
 }
 TRAIN = "train"
+CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"  # of `antiphon profile`, in one folder
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
+_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder for each
 Values = list[str] | None  # an option that may be given several times
+TokenTarget = Annotated[
+    str | None, typer.Option(metavar="TIME", show_default=False, help="Target per token, e.g. 50ms.")
+]
+FirstTokenTarget = Annotated[
+    str | None, typer.Option(metavar="TIME", show_default=False, help="Target for the first token.")
+]
+ProfileFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +56,28 @@ class SearchOptions:
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
     routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity by serve.", hidden=True)] = None
-    phase: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill, both or train.")] = "decode"
+    phase: Annotated[
+        Literal["decode", "prefill", "both", "train"],
+        typer.Option(metavar="NAME", help="decode, prefill, both or train."),
+    ] = "decode"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
-    objective: Annotated[str, typer.Option(metavar="NAME", help="per-gpu, per-cost or per-power.")] = "per-gpu"
+    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu, per-cost or per-power.")] = "per-gpu"
     precision: Annotated[
         Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
     ] = None
     model_set: Annotated[
         Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
     ] = None
-    max_micro_batches: Annotated[int, typer.Option(metavar="N", help="Most micro-batches tried.")] = 4
+    max_micro_batches: Annotated[
+        int, typer.Option(metavar="N", min=1, max=MAX_MICRO_BATCHES, help="Most micro-batches tried.")
+    ] = 4
     pin: Annotated[
         Values,
         typer.Option(metavar="NAME=N", show_default=False, help="Fix attention.tp, .dp, experts.tp, .ep, pp, ..."),
     ] = None
-    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
+    profile: ProfileFile = None
     runnable_here: Annotated[bool, typer.Option("--runnable-here", help="Only what serve can run on this machine.")] = (
         False
     )
@@ -73,13 +86,11 @@ class SearchOptions:
     ] = None
 
     def trains(self) -> bool:
-        """Whether the plan is one to train; `UserError` if the phase is none."""
-        if self.phase not in (*PHASES, TRAIN):
-            raise UserError(f"--phase is {self.phase}: it must be one of {', '.join((*PHASES, TRAIN))}")
+        """Whether the plan is one to train."""
         return self.phase == TRAIN
 
     def phases(self) -> tuple[PhaseName, ...]:
-        """Of a plan to serve."""
+        """The phases of a plan to serve."""
         assert not self.trains()
         return PHASES[self.phase]
 
@@ -114,14 +125,6 @@ class SearchOptions:
             raise UserError(f"--layout {unknown[0]} does not exist: use auto or some of {', '.join(LAYOUTS)}")
         return tuple(layout for layout in LAYOUTS if "auto" in asked or layout in asked)
 
-    def checked_objective(self) -> Objective:
-        if self.objective not in OBJECTIVES:
-            raise UserError(f"--objective is {self.objective}: it must be one of {', '.join(OBJECTIVES)}")
-        return self.objective
-
-    def precision_spec(self) -> PrecisionSpec:
-        return parse_precision(split_list(self.precision))
-
     def pins(self) -> Pins:
         """What was fixed of a layout."""
         found = parse_pins(split_list(self.pin))
@@ -132,7 +135,7 @@ class SearchOptions:
     def search_limits(self) -> SearchLimits:
         pins = self.pins()
         return SearchLimits(
-            max_micro_batches=max(self.num_micro_batches(), min(pins.micro_batches or 1, MAX_MICRO_BATCHES)),
+            max_micro_batches=max(self.max_micro_batches, min(pins.micro_batches or 1, MAX_MICRO_BATCHES)),
             micro_batches=pins.only("micro_batches"),
             attention_dp=pins.only("attention_dp"),
             attention_tp=pins.only("attention_tp"),
@@ -144,47 +147,35 @@ class SearchOptions:
             pins=pins,
         )
 
-    def num_micro_batches(self) -> int:
-        if not 1 <= self.max_micro_batches <= MAX_MICRO_BATCHES:
-            raise UserError(f"--max-micro-batches is {self.max_micro_batches}: it must be 1 to {MAX_MICRO_BATCHES}")
-        return self.max_micro_batches
-
 
 @dataclass(frozen=True, kw_only=True)
 class OverrideOptions:
     """Numbers that take the place of those in the files."""
 
-    slo_tpot: Annotated[
-        str | None, typer.Option(metavar="TIME", show_default=False, help="Target per token, e.g. 50ms.")
-    ] = None
-    slo_ttft: Annotated[
-        str | None, typer.Option(metavar="TIME", show_default=False, help="Target for the first token.")
-    ] = None
+    slo_tpot: TokenTarget = None
+    slo_ttft: FirstTokenTarget = None
     percentile: Annotated[
         float | None, typer.Option(metavar="P", show_default=False, help="Of requests that keep them, e.g. 0.99.")
     ] = None
-    rate: Annotated[float | None, typer.Option(metavar="R", show_default=False, help="Requests per second.")] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", show_default=False, callback=above_zero("requests per second"), help="Requests per second."
+        ),
+    ] = None
     price: Annotated[
         Values, typer.Option(metavar="DEVICE=X", show_default=False, help="A device's price; any unit.")
     ] = None
 
     def apply_to_workload(self, workload: WorkloadSpec) -> WorkloadSpec:
         """`workload` with the given targets and rate; "none" takes a target away."""
-        slo = workload.slo
-        values: dict[str, Any] = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "percentile": slo.percentile}
-        for name, text in (("tpot", self.slo_tpot), ("ttft", self.slo_ttft)):
-            if text is not None:
-                values[f"{name}_s"] = parse_target(f"--slo-{name}", text)
+        slo = with_targets(workload.slo, tpot=self.slo_tpot, ttft=self.slo_ttft)
         if self.percentile is not None:
             if not 0 < self.percentile < 1:
                 raise UserError(f"--percentile is {self.percentile}: it must lie between 0 and 1, for example 0.99")
-            values["percentile"] = self.percentile
-        rate = workload.requests_per_s
-        if self.rate is not None:
-            if not (self.rate > 0 and math.isfinite(self.rate)):
-                raise UserError(f"--rate is {self.rate:g}: it must be above 0 requests per second")
-            rate = self.rate
-        return replace(workload, slo=SloSpec(**values), requests_per_s=rate)
+            slo = replace(slo, percentile=self.percentile)
+        rate = workload.requests_per_s if self.rate is None else self.rate
+        return replace(workload, slo=slo, requests_per_s=rate)
 
     def apply_to_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
         """`cluster` with the given prices; a device that is not in it is refused."""
@@ -242,8 +233,8 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         workload=workload,
         phases=search.phases(),
         layouts=search.layouts(),
-        objective=search.checked_objective(),
-        precision=search.precision_spec(),
+        objective=search.objective,
+        precision=parse_precision(split_list(search.precision)),
         limits=search.search_limits(),
         profile=search.profile,
     )
@@ -253,6 +244,25 @@ def model_name_of(path: Path) -> str:
     """A folder's name, or that of the file; of a file called config.json the folder it lies in."""
     resolved = path.resolve()
     return model_name(resolved) if resolved.is_dir() else resolved.parent.name if path.stem == "config" else path.stem
+
+
+def check_is_here(cluster: ClusterSpec) -> None:
+    """`UserError` unless this machine has the cluster's devices. Asks the system: planning needs no torch."""
+    for group in cluster.groups:
+        here = allowance().num_cores if group.device.kind == "cpu" else len(list(_GPUS.glob("*")))
+        if group.num_devices > here:
+            what = "core(s)" if group.device.kind == "cpu" else "GPU(s)"
+            raise UserError(
+                f"--cluster {cluster.name} has {group.num_devices} devices of {group.device.name}, this machine has "
+                f"{here} {what}: give a smaller cluster, or its file as --nodes FILE if these machines are to run it"
+            )
+
+
+def with_targets(slo: SloSpec, *, tpot: str | None, ttft: str | None) -> SloSpec:
+    """`slo` with what `--slo-tpot` and `--slo-ttft` say in place of its own targets."""
+    if tpot is not None:
+        slo = replace(slo, tpot_s=parse_target("--slo-tpot", tpot))
+    return slo if ttft is None else replace(slo, ttft_s=parse_target("--slo-ttft", ttft))
 
 
 def parse_target(option: str, text: str) -> float | None:
@@ -283,8 +293,8 @@ def parse_price(text: str) -> tuple[str, float]:
 def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
     """``["fp8"]`` is fp8 for all; ``["weights=fp8", "kv=fp8"]`` changes these and leaves the rest in bfloat16.
 
-    ``wire=`` is dispatch and combine. A format of four bits alone is for weights: nobody computes, sends or caches in
-    it without saying so. Later entries win."""
+    ``wire=`` is dispatch and combine. A format of four bits alone is for weights: computing, sending or caching
+    in it takes a part's name. Later entries win."""
     values: dict[str, str] = {}
     for text in parts:
         part, _, name = text.rpartition("=")

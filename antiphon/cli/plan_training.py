@@ -13,7 +13,7 @@ from antiphon.base.progress import progress
 from antiphon.cli.plan_inputs import FORMAT_ALIASES, TRAIN, SearchOptions, model_name_of, split_list
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.measured import machine_of_ranks
-from antiphon.cost.training.setup import OVERLAP_LEVELS, OverlapLevel, TrainingPrecision, trained_in
+from antiphon.cost.training.setup import OverlapLevel, TrainingPrecision, trained_in
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
@@ -31,7 +31,6 @@ PRECISION_FORMATS: dict[str, tuple[str, ...]] = {
     "compute": ("float32", "bfloat16", "fp8"),
 }
 UNNAMED_PARTS = ("weights", "wire", "compute")  # of `--precision fp8`; sums of gradients keep theirs
-ZERO_STAGES = range(4)
 LARGEST = 10**9  # of a length or batch: more is a slip of the finger, and would be divided for minutes
 
 
@@ -40,56 +39,32 @@ class TrainingOptions:
     """What `--phase train` is asked, and the choices that are not searched."""
 
     sequence_length: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="train: tokens of a sequence; required.")
+        int | None,
+        typer.Option(metavar="N", min=1, show_default=False, help="train: tokens of a sequence; required."),
     ] = None
     global_batch: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="train: sequences of a step; required.")
+        int | None,
+        typer.Option(metavar="N", min=1, show_default=False, help="train: sequences of a step; required."),
     ] = None
     devices: Annotated[
-        int | None, typer.Option(metavar="N", show_default="all", help="train: at most so many devices.")
+        int | None, typer.Option(metavar="N", min=1, show_default="all", help="train: at most N devices.")
     ] = None
     device: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="fastest", help="train: on this kind only.")
     ] = None
-    zero: Annotated[int, typer.Option(metavar="N", help="train: ZeRO stage, 0 to 3.")] = 1
-    overlap: Annotated[str, typer.Option(metavar="NAME", help="train: none, inter or intra.")] = "intra"
+    zero: Annotated[int, typer.Option(metavar="N", min=0, max=3, help="train: ZeRO stage, 0 to 3.")] = 1
+    overlap: Annotated[OverlapLevel, typer.Option(metavar="NAME", help="train: none, inter or intra.")] = "intra"
     deduplicate: Annotated[bool, typer.Option("--deduplicate", help="train: a token goes to a rank once.")] = False
     no_compress: Annotated[bool, typer.Option("--no-compress", help="train: gradients are sent as kept.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingInputs:
-    """Everything the search is given. `config`: the model's `config.json`; `notes`: on how it was read; `device` None:
-    whichever kind is fastest; `num_devices` None: all of them. With a `profile` the cluster is the measured machine."""
-
-    model: ModelSpec
-    model_name: str
-    config: dict[str, Any]
-    notes: tuple[str, ...]
-    cluster: ClusterSpec
-    device: str | None
-    num_devices: int | None
-    sequence_length: int
-    global_batch: int
-    precision: TrainingPrecision
-    overlap: OverlapLevel
-    zero: int
-    deduplicate: bool
-    compress: bool
-    profile: Profile | None
-
-
-def read_training_inputs(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingInputs:
-    """Load and check all of it; `UserError` names the option."""
+def find_training_plan(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingPlan:
+    """Load and check all of it (`UserError` names the option), then search, with progress where it lasts. With a
+    profile the cluster is the measured machine. The plan knows the `config.json` it was made for."""
     sequence_length = _required("--sequence-length", options.sequence_length, 8192)
     global_batch = _required("--global-batch", options.global_batch, 720)
     profile = None if search.profile is None else _read_profile(search, options)
     cluster = search.cluster_spec() if profile is None else machine_of_ranks(profile, sequence_length)
-    if options.zero not in ZERO_STAGES:
-        raise UserError(f"--zero is {options.zero}: it must be one of {', '.join(map(str, ZERO_STAGES))}")
-    overlaps = [level for level in OVERLAP_LEVELS if level == options.overlap]
-    if not overlaps:
-        raise UserError(f"--overlap is {options.overlap}: it must be one of {', '.join(OVERLAP_LEVELS)}")
     groups = _groups(cluster, options.device)
     _check_num_devices(cluster, groups, options.devices)
     path = model_folder(shipped_model_config(model))
@@ -98,28 +73,29 @@ def read_training_inputs(model: str, search: SearchOptions, options: TrainingOpt
     if profile is not None and profile.model_config:
         refuse_other_model(profile.model_config, planned.spec, f"--profile {search.profile}")
     measured = None if profile is None else profile.training_tables(sequence_length)
-    precision = parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype)
-    return TrainingInputs(
-        model=planned.spec,
-        model_name=model_name_of(path),
-        config=planned.config,
-        notes=planned.notes,
-        cluster=cluster,
-        device=None if options.device is None else groups[0].device.name,
-        num_devices=options.devices,
-        sequence_length=sequence_length,
-        global_batch=global_batch,
-        precision=precision,
-        overlap=overlaps[0] if profile is None else "none",
-        zero=options.zero,
-        deduplicate=options.deduplicate or profile is not None,
-        compress=not options.no_compress and profile is None,
-        profile=profile,
-    )
+    with progress("planning") as report:
+        found = plan_training(
+            planned.spec,
+            cluster,
+            sequence_length=sequence_length,
+            global_batch=global_batch,
+            num_devices=options.devices,
+            device=None if options.device is None else groups[0].device.name,
+            model_name=model_name_of(path),
+            precision=parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype),
+            compress=not options.no_compress and profile is None,
+            deduplicate=options.deduplicate or profile is not None,
+            overlap=options.overlap if profile is None else "none",
+            zero=options.zero,
+            profile=profile,
+            on_progress=report,
+        )
+    notes = (*found.notes, *planned.notes, *_congestion_note(cluster, found))
+    return replace(found, notes=notes, model_config=planned.config)
 
 
 def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
-    """What was measured of this machine's trainer, which leaves nothing to be said of machine, formats and overlap."""
+    """Measurements of this machine's trainer. They fix machine, formats and overlap, so those options are refused."""
     said = {
         "--cluster": bool(search.cluster),
         "--precision": search.precision is not None,
@@ -129,29 +105,6 @@ def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
         raise UserError(f"{given[0]} beside --profile: with --phase {TRAIN} the profile says it: leave it out")
     assert search.profile is not None
     return read_profile(search.profile)
-
-
-def find_training_plan(inputs: TrainingInputs) -> TrainingPlan:
-    """Search, with progress where it lasts; the plan knows the `config.json` it was made for."""
-    with progress("planning") as report:
-        found = plan_training(
-            inputs.model,
-            inputs.cluster,
-            sequence_length=inputs.sequence_length,
-            global_batch=inputs.global_batch,
-            num_devices=inputs.num_devices,
-            device=inputs.device,
-            model_name=inputs.model_name,
-            precision=inputs.precision,
-            compress=inputs.compress,
-            deduplicate=inputs.deduplicate,
-            overlap=inputs.overlap,
-            zero=inputs.zero,
-            profile=inputs.profile,
-            on_progress=report,
-        )
-    notes = (*found.notes, *inputs.notes, *_congestion_note(inputs.cluster, found))
-    return replace(found, notes=notes, model_config=inputs.config)
 
 
 def parse_training_precision(values: list[str] | None) -> TrainingPrecision:
@@ -190,8 +143,6 @@ def _check_attention(model: ModelSpec) -> None:
 def _required(option: str, value: int | None, example: int) -> int:
     if value is None:
         raise UserError(f"{option} is missing: --phase {TRAIN} needs it, for example {option} {example}")
-    if value < 1:
-        raise UserError(f"{option} is {value}: it must be at least 1")
     if value > LARGEST:
         raise UserError(f"{option} is {value}: it must be at most {LARGEST}")
     return value
@@ -212,8 +163,6 @@ def _check_num_devices(cluster: ClusterSpec, groups: tuple[NodeGroup, ...], want
     """A plan has devices of one kind, so more than the largest group can never be used."""
     if wanted is None:
         return
-    if wanted < 1:
-        raise UserError(f"--devices is {wanted}: it must be at least 1")
     largest = max(groups, key=lambda group: group.num_devices)
     if wanted > largest.num_devices:
         have = f"{largest.num_devices} {largest.device.name}"
@@ -221,7 +170,7 @@ def _check_num_devices(cluster: ClusterSpec, groups: tuple[NodeGroup, ...], want
 
 
 def _congestion_note(cluster: ClusterSpec, plan: TrainingPlan) -> tuple[str, ...]:
-    """What the model of costs leaves out where a layer's group is wider than the fast links."""
+    """What the cost model leaves out where a layer's group is wider than the fast links."""
     domain = max(group.scale_up_domain for group in cluster.groups if group.device.name == plan.device)
     degree = plan.layout.model_parallel
     if degree <= domain:

@@ -8,7 +8,7 @@ import json as jsonlib
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,7 +21,7 @@ from antiphon.bench.profile.this_machine import cost_profile, this_cluster, trai
 from antiphon.bench.profile.training_tables import WantedTraining, measure_training
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
-from antiphon.cli.this_machine import CLUSTER_FILE, PROFILE_FILE
+from antiphon.cli.plan_inputs import CLUSTER_FILE, PROFILE_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import Profile, read_profile
 from antiphon.cost.training.tables import TrainingTables
@@ -29,8 +29,6 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 from antiphon.specs.cluster import cluster_to_json
 from antiphon.specs.device import ComputeDtype
-
-PHASES = ("serve", "train")
 
 
 def profile(
@@ -43,9 +41,11 @@ def profile(
         typer.Option("--threads", metavar="N,N", show_default="all cores, half of them", help="Threads of a worker."),
     ] = "",
     max_rows: Annotated[int, typer.Option("--max-rows", metavar="N", help="Most requests of a step.")] = 256,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")] = "auto",
-    kernels: Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")] = "auto",
-    phase: Annotated[str, typer.Option("--phase", metavar="NAME", help="serve or train.")] = "serve",
+    dtype: options.DtypeOption = "auto",
+    kernels: options.KernelsOption = "auto",
+    phase: Annotated[
+        Literal["serve", "train"], typer.Option("--phase", metavar="NAME", help="serve or train.")
+    ] = "serve",
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", metavar="N", help="train: tokens of a sequence.")
     ] = 256,
@@ -60,8 +60,6 @@ def profile(
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
     if folder is not None:
         _make_folder(folder)
-    if phase not in PHASES:
-        raise UserError(f"--phase is {phase}: it must be one of {', '.join(PHASES)}")
     effort = QUICK if quick else NORMAL
     if phase == "train":
         counts = parse_counts("--ranks", ranks)
@@ -127,7 +125,7 @@ def _write(folder: Path, name: str, content: object) -> None:
 
 
 def training_dtype(name: str) -> ComputeDtype:
-    """Of `--dtype`; the trainer's own default is float32."""
+    """What `--dtype` means in training; the trainer's own default is float32."""
     known: dict[str, ComputeDtype] = {"auto": "float32", "float32": "float32", "bfloat16": "bfloat16"}
     if name not in known:
         raise UserError(f"--dtype is {name}: to train it must be float32 or bfloat16")

@@ -14,7 +14,6 @@ from antiphon.cli.output import JsonOption, check_output_file, emit_json, proven
 from antiphon.reproduce.claim import PAPERS, Claim, Row, predictions
 from antiphon.reproduce.claims import reproduce as run_claims
 from antiphon.reproduce.claims import select
-from antiphon.reproduce.components import calibration_page
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.measured_servers import COLUMNS as COLUMNS_OF_SLICES
 from antiphon.reproduce.measured_servers import (
@@ -24,6 +23,7 @@ from antiphon.reproduce.measured_servers import (
     measured_points,
     slices,
 )
+from antiphon.reproduce.published import calibration_page
 from antiphon.specs import catalog
 from antiphon.specs.engine import load_engine
 

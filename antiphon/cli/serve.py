@@ -12,10 +12,17 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
-from antiphon.cli.engine_run import banner, report_timeline, server_facts, start_with_progress
-from antiphon.cli.options import check_not_empty
+from antiphon.cli.engine_run import (
+    banner,
+    join_lines,
+    machine_name,
+    plan_lines,
+    report_timeline,
+    server_facts,
+    start_with_progress,
+)
+from antiphon.cli.options import check_not_empty, check_plan_fits, planned_config
 from antiphon.cli.output import check_json, check_output_file, emit_json, tell
-from antiphon.cli.serve_plan import check_plan_fits, join_lines, machine_name, plan_lines, planned_config
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.key_file import read_api_keys

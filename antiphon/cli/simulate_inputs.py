@@ -1,4 +1,4 @@
-"""From the words behind `antiphon simulate` to what a simulation takes: the plan's own cluster and workload, or others.
+"""From the options of `antiphon simulate` to what a simulation takes: the plan's own cluster and workload, or others.
 
 A plan holds its model, cluster and workload; each may be replaced. What would make the comparison with
 the plan's prediction meaningless (another precision or cluster) is noticed by computing the prediction anew.
@@ -13,7 +13,16 @@ from typing import Annotated
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.cli.plan_inputs import Values, parse_precision, parse_target
+from antiphon.cli.commands import above_zero
+from antiphon.cli.plan_inputs import (
+    FirstTokenTarget,
+    ProfileFile,
+    TokenTarget,
+    Values,
+    parse_precision,
+    split_list,
+    with_targets,
+)
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.planned import load_planned_model, planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
@@ -30,7 +39,6 @@ from antiphon.specs.plan import PhaseName, Plan
 from antiphon.specs.strict_table import Table
 from antiphon.specs.workload import WorkloadSpec, load_workload, workload_from_table
 
-PREFILLS = ("mixed", "elsewhere")
 _OTHERWISE = 0.01  # relative difference from which the plan's times are of something else
 
 
@@ -44,20 +52,25 @@ class DemandOptions:
     ] = None
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests of a trace (JSONL, CSV).")] = None
     requests: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="How many; 1000, all of a trace.")
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="How many; 1000, all of a trace.")
     ] = None
     rate: Annotated[
         float | None,
-        typer.Option(metavar="R", show_default=False, help="Poisson arrivals a second, not the workload's."),
+        typer.Option(
+            metavar="R",
+            show_default=False,
+            callback=above_zero("requests per second"),
+            help="Poisson arrivals a second, not the workload's.",
+        ),
     ] = None
     all_at_once: Annotated[bool, typer.Option("--all-at-once", help="All requests come at time 0.")] = False
     skew: Annotated[
         float | None, typer.Option(metavar="X", show_default=False, help="Zipf exponent of expert popularity.")
     ] = None
     routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity as recorded by serve.")] = None
-    slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Target for the first token.")] = None
-    slo_tpot: Annotated[str | None, typer.Option(metavar="TIME", help="Target per token, e.g. 50ms.")] = None
-    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same run.")] = 0
+    slo_ttft: FirstTokenTarget = None
+    slo_tpot: TokenTarget = None
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Same seed, same run.")] = 0
 
     def read(self, plan: Plan) -> WorkloadSpec:
         """The workload with what is given in place of its own."""
@@ -75,24 +88,13 @@ class DemandOptions:
             )
         if self.rate is not None and self.all_at_once:
             raise UserError(f"--rate {self.rate:g} and --all-at-once contradict each other: leave one of them out")
-        slo = found.slo
-        if self.slo_ttft is not None:
-            slo = replace(slo, ttft_s=parse_target("--slo-ttft", self.slo_ttft))
-        if self.slo_tpot is not None:
-            slo = replace(slo, tpot_s=parse_target("--slo-tpot", self.slo_tpot))
         if self.skew is not None:
             found = replace(found, expert_skew=self.skew, expert_loads=())
         if self.routing is not None:
             found = with_recorded_popularity(found, self.routing)
-        return replace(found, slo=slo)
+        return replace(found, slo=with_targets(found.slo, tpot=self.slo_tpot, ttft=self.slo_ttft))
 
     def draw(self, workload: WorkloadSpec) -> Demand:
-        if self.seed < 0:
-            raise UserError(f"--seed is {self.seed}: it must be at least 0")
-        if self.requests is not None and self.requests < 1:
-            raise UserError(f"--requests is {self.requests}: it must be at least 1")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise UserError(f"--rate is {self.rate:g}: it must be above 0 requests per second")
         return draw_demand(
             workload, num_requests=self.requests, rate=self.rate, all_at_once=self.all_at_once, seed=self.seed
         )
@@ -108,16 +110,19 @@ class SystemOptions:
     precision: Annotated[
         Values, typer.Option(metavar="PART=F", show_default=False, help="As in antiphon plan; the plan's own.")
     ] = None
-    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Measurements instead of rooflines.")] = None
-    prefill: Annotated[str, typer.Option(metavar="NAME", help="Of a decode plan: mixed or elsewhere.")] = "mixed"
-    max_batch_tokens: Annotated[
-        int | None, typer.Option(metavar="N", show_default="2048", help="Rows of a mixed step of a worker.")
+    profile: ProfileFile = None
+    prefill: Annotated[
+        Prefill | None,
+        typer.Option(metavar="NAME", show_default="elsewhere", help="Of a decode plan: mixed or elsewhere."),
     ] = None
-    shared_prefix: Annotated[int, typer.Option(metavar="N", help="Equal first tokens of all prompts.")] = 0
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, show_default="2048", help="Rows of a mixed step of a worker.")
+    ] = None
+    shared_prefix: Annotated[int, typer.Option(metavar="N", min=0, help="Equal first tokens of all prompts.")] = 0
 
     def setting(self, plan: Plan, workload: WorkloadSpec) -> Setting:
-        """Of the decode phase, or of the only one."""
-        parts = [part.strip() for text in self.precision or () for part in text.split(",") if part.strip()]
+        """The setting of the decode phase, or of the only one."""
+        parts = split_list(self.precision)
         return Setting(
             model=plan_model(plan),
             cluster=_cluster(self.cluster, plan),
@@ -128,17 +133,14 @@ class SystemOptions:
         )
 
     def pools(self, plan: Plan, setting: Setting, demand: Demand) -> list[Pool]:
-        if self.prefill not in PREFILLS:
-            raise UserError(f"--prefill is {self.prefill}: it must be one of {', '.join(PREFILLS)}")
-        if self.max_batch_tokens is not None:
-            if self.max_batch_tokens < 1:
-                raise UserError(f"--max-batch-tokens is {self.max_batch_tokens}: it must be at least 1")
-            if list(plan.phases) != ["decode"] or self.prefill == "elsewhere":
-                raise UserError(
-                    "--max-batch-tokens does not apply: no prompt is computed in a decode step; leave it out"
-                )
-        mode: Prefill = "elsewhere" if self.prefill == "elsewhere" else "mixed"
-        return pools_of(plan, setting, demand, prefill=mode, max_batch_tokens=self.max_batch_tokens)
+        """The plan's pools. Prompts of a decode plan come computed, as its prediction assumes, unless `--prefill mixed`
+        or `--max-batch-tokens`, which bounds a mixed step, says otherwise."""
+        alone = list(plan.phases) == ["decode"]
+        if self.max_batch_tokens is not None and (not alone or self.prefill == "elsewhere"):
+            raise UserError("--max-batch-tokens does not apply: no prompt is computed in a decode step; leave it out")
+        default: Prefill = "elsewhere" if alone and self.max_batch_tokens is None else "mixed"
+        prefill = self.prefill or default
+        return pools_of(plan, setting, demand, prefill=prefill, max_batch_tokens=self.max_batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,23 +148,22 @@ class EventOptions:
     """What happens while they are served."""
 
     kill: Annotated[Values, typer.Option(metavar="NAME@S", help="A worker dies: attention[0]@12.5.")] = None
-    restart_s: Annotated[float, typer.Option(metavar="S", help="It is back after this long.")] = 20.0
+    restart_s: Annotated[float, typer.Option(metavar="S", min=0, help="It is back after this long.")] = 20.0
     rebalance_every: Annotated[
-        float | None, typer.Option(metavar="S", show_default=False, help="Place experts anew by their counts.")
+        float | None,
+        typer.Option(
+            metavar="S", show_default=False, callback=above_zero("s"), help="Place experts anew by their counts."
+        ),
     ] = None
     shift_every: Annotated[
-        float | None, typer.Option(metavar="S", show_default=False, help="Other experts become popular.")
+        float | None,
+        typer.Option(metavar="S", show_default=False, callback=above_zero("s"), help="Other experts become popular."),
     ] = None
 
     def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int) -> ServingOptions:
         counts = [pool.counts for pool in pools]
-        if not 0 <= self.restart_s < math.inf:
-            raise UserError(f"--restart-s is {self.restart_s:g}: it must be at least 0")
-        for name, value in (("rebalance-every", self.rebalance_every), ("shift-every", self.shift_every)):
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name} is {value:g}: it must be above 0 s")
-        if shared_prefix < 0:
-            raise UserError(f"--shared-prefix is {shared_prefix}: it must be at least 0")
+        if not math.isfinite(self.restart_s):
+            raise UserError(f"--restart-s is {self.restart_s:g}: it must be a finite number of seconds")
         return ServingOptions(
             seed=seed,
             shared_prefix_tokens=shared_prefix,

@@ -1,10 +1,12 @@
 """`antiphon top`: what a running server does, in a terminal. It shows what the page `/dashboard` draws.
 
-Rejected: reading `/metrics`. It has neither steps nor events, and rates need two scrapes.
+One frame is a reading of the server as text for 80 columns and more. A step is a line of characters for each worker:
+what took most of a character's time stands there. Rejected: reading `/metrics`. It has neither steps nor events, and
+rates need two scrapes.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -12,29 +14,35 @@ from typing import Annotated
 import httpx
 import pydantic
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from antiphon.base.errors import UserError
-from antiphon.cli.output import JsonOption, emit_json, show
-from antiphon.cli.top_frame import frame
-from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.base.units import format_seconds
+from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.report.charts import BATCH_COLOURS, HEAT_COLOURS
+from antiphon.serve.api.dashboard_reading import DashboardReading, LastSteps, WorkerSpans
 from antiphon.serve.api.key_file import read_api_keys
 
 _PATIENCE_S = 6.0
-_LONGEST_INTERVAL_S = 3600.0
+_MOST_LAYERS = 8
+_MOST_EVENTS = 6
+_NAME_WIDTH = 22
+_BARS = "▁▂▃▄▅▆▇█"
+_MARKS = {"waiting": ("·", "dim"), "to experts": (">", "dim"), "to attention": ("<", "dim"), "sampling": ("s", "cyan")}
+_EVENT_STYLES = {"ready": "green", "going on": "green", "lost": "bold red", "failed": "red", "standstill": "yellow"}
 
 
 def top(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="The server.")] = "http://127.0.0.1:8000",
     api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")] = None,
-    interval: Annotated[float, typer.Option(metavar="S", help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(metavar="S", min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     json: JsonOption = None,
 ) -> None:
     """Show what the server at URL does, until Ctrl-C: throughput, waiting, the last step, load of experts, events."""
-    if not 0.1 <= interval <= _LONGEST_INTERVAL_S:
-        raise UserError(f"--interval is {interval:g}: it must be 0.1 to {_LONGEST_INTERVAL_S:.0f} s")
     key = read_api_keys(api_key_file)[0] if api_key_file is not None else None
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(headers=headers, timeout=_PATIENCE_S, trust_env=False) as client:  # no proxy knows our servers
@@ -51,7 +59,7 @@ def top(
 
 
 def _readings(client: httpx.Client, url: str, interval_s: float) -> Iterator[tuple[DashboardReading | None, str]]:
-    """(a reading, or None, and why there is none), for ever."""
+    """(a reading, or None, and why there is none), without end."""
     while True:
         time.sleep(interval_s)
         try:
@@ -78,3 +86,157 @@ def read(client: httpx.Client, url: str) -> DashboardReading:
         return DashboardReading.model_validate_json(answer.content)
     except (ValueError, pydantic.ValidationError) as error:
         raise UserError(f"{url} answers, but not as this version of `antiphon serve` does: see its /version") from error
+
+
+def frame(reading: DashboardReading, problem: str) -> RenderableType:
+    """Everything, top to bottom; `problem` says why the reading is old, if it is."""
+    return Group(*_parts(reading, problem))
+
+
+def _parts(reading: DashboardReading, problem: str) -> Iterator[RenderableType]:
+    up = f"up {reading.up_s / 60:,.0f} min, {reading.now.num_steps:,} steps"
+    yield Text(f"Antiphon: {reading.model}", style="bold")
+    yield Text(f"Version {reading.version}, layout {reading.layout}, {up}")
+    yield Text("Serving", style="green") if reading.status == "ok" else Text(reading.status, style="bold red")
+    if problem:
+        yield Text(problem, style="bold red")
+    yield Text("")
+    yield _numbers(reading)
+    yield Text("\nThe last minutes", style="bold")
+    yield from _history(reading)
+    yield from _steps(reading)
+    yield from _load(reading)
+    yield Text("\nEvents", style="bold")
+    for event in reversed(reading.events[-_MOST_EVENTS:]):
+        clock = time.strftime("%H:%M:%S", time.localtime(event.time_s))
+        style = _EVENT_STYLES.get(event.kind, "")
+        yield Text.assemble(f"{clock} ", (f"{event.worker} {event.kind}".strip(), style), f": {event.text}")
+
+
+def _numbers(reading: DashboardReading) -> Table:
+    now, history = reading.now, reading.history
+    pairs = (
+        ("requests running", f"{now.num_requests_running:,}"),
+        ("requests waiting", f"{now.num_requests_waiting:,}"),
+        ("answers/s", f"{_last(history.answers_per_s):,.1f}"),
+        ("tokens/s generated", f"{_last(history.generation_tokens_per_s):,.0f}"),
+        ("prompt tokens/s", f"{_last(history.prompt_tokens_per_s):,.0f}"),
+        ("KV cache in use", f"{now.kv_cache_usage_ratio:.1%}"),
+        ("attention waits", f"{now.attention_idle_ratio:.1%}"),
+        ("experts wait", _share(now.expert_idle_ratio)),
+        ("exposed communication", f"{_last(history.exposed_ratio):.1%}"),
+        ("prompts from the cache", _share(now.prefix_cache_hit_ratio)),
+    )
+    grid = Table.grid(padding=(0, 2))
+    for column in range(4):
+        grid.add_column(justify="right" if column % 2 else "left", min_width=(_NAME_WIDTH, 9)[column % 2])
+    for left, right in zip(pairs[::2], pairs[1::2], strict=True):
+        grid.add_row(left[0], Text(left[1], style="bold"), right[0], Text(right[1], style="bold"))
+    return grid
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1] if values else 0.0
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+class _Wide:
+    """What is drawn anew for the width there is, behind a name."""
+
+    def __init__(self, name: str, draw: Callable[[int], Text]) -> None:
+        self._name = name
+        self._draw = draw
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        room = max(10, options.max_width - _NAME_WIDTH - 2)
+        yield Text(f"{self._name:<{_NAME_WIDTH}}").append_text(self._draw(room))
+
+
+def _history(reading: DashboardReading) -> Iterator[RenderableType]:
+    history = reading.history
+    highest = max(history.generation_tokens_per_s, default=0.0)
+    yield _Wide(f"tokens/s, to {highest:,.0f}", lambda room: _curve(history.generation_tokens_per_s, highest, room))
+    yield _Wide("attention waits, to 1", lambda room: _curve(history.attention_idle_ratio, 1.0, room))
+    if reading.now.expert_idle_ratio is not None:
+        yield _Wide("experts wait, to 1", lambda room: _curve(history.expert_idle_ratio, 1.0, room))
+        yield _Wide("exposed comm., to 1", lambda room: _curve(history.exposed_ratio, 1.0, room))
+
+
+def _curve(values: Sequence[float], highest: float, room: int) -> Text:
+    """The newest `room` values, a character each; nothing is a blank."""
+    levels = [value / highest if highest else 0.0 for value in values[-room:]]
+    return Text("".join(_BARS[min(7, int(8 * level))] if level > 0 else " " for level in levels))
+
+
+def _steps(reading: DashboardReading) -> Iterator[RenderableType]:
+    steps = reading.last_steps
+    yield Text("\nThe last step", style="bold")
+    if steps is None:
+        yield Text("No step yet.")
+        return
+    last = steps.steps[-1]
+    ended = "just now" if steps.ended_s_ago < 2 else f"{steps.ended_s_ago:,.0f} s ago"
+    yield Text(
+        f"Step {last.number:,} took {format_seconds(last.length_us * 1e-6)} and ended {ended}. Digits: micro-batches; "
+        "· waits, > < sends, s samples"
+    )
+    for worker in steps.workers:
+        yield _Wide(worker.name, lambda room, worker=worker: _line(worker, steps, room))  # type: ignore[misc]
+    if steps.left_out:
+        yield Text(f"not drawn: {', '.join(steps.left_out)}")
+
+
+def _line(worker: WorkerSpans, steps: LastSteps, room: int) -> Text:
+    """The last step in `room` characters: each shows the span that fills most of it."""
+    start_us, cell_us = steps.steps[-1].start_us, max(1e-9, steps.steps[-1].length_us / room)
+    filled: list[tuple[float, int]] = [(0.0, -1)] * room  # (microseconds, span)
+    for index, (begin_us, length_us) in enumerate(zip(worker.starts_us, worker.lengths_us, strict=True)):
+        begin, end = (begin_us - start_us) / cell_us, (begin_us + length_us - start_us) / cell_us
+        for cell in range(max(0, int(begin)), min(room, int(end) + 1)):
+            share = min(end, cell + 1.0) - max(begin, float(cell))
+            if share > filled[cell][0]:
+                filled[cell] = (share, index)
+    return Text().join(_mark(worker, index) for _, index in filled)
+
+
+def _mark(worker: WorkerSpans, index: int) -> Text:
+    if index < 0:
+        return Text(" ")
+    if worker.kinds[index] in _MARKS:
+        character, style = _MARKS[worker.kinds[index]]
+        return Text(character, style=style)
+    batch = max(0, worker.micro_batches[index])
+    return Text(str((batch + 1) % 10), style=BATCH_COLOURS[batch % 5])
+
+
+def _load(reading: DashboardReading) -> Iterator[RenderableType]:
+    """The layers that are balanced worst."""
+    yield Text("\nLoad of each expert worker lately, times the layer's mean", style="bold")
+    if not reading.load:
+        apart = reading.now.expert_idle_ratio is not None
+        yield Text("No rows yet." if apart else "Each worker holds all experts here.")
+        return
+    worst = sorted(
+        sorted(reading.load, key=lambda layer: layer.balancedness)[:_MOST_LAYERS], key=lambda each: each.layer
+    )
+    workers = [load.name for load in worst[0].workers]
+    yield table(
+        ("layer", "balancedness", *workers),
+        (
+            (layer.layer, round(layer.balancedness, 3), *_heat([sum(load.rows) for load in layer.workers]))
+            for layer in worst
+        ),
+    )
+    if len(worst) < len(reading.load):
+        yield Text(f"the {len(worst)} worst of {len(reading.load)} layers")
+
+
+def _heat(rows: Sequence[float]) -> Iterator[Text]:
+    mean = sum(rows) / len(rows)
+    for value in rows:
+        ratio = value / mean if mean else 0.0
+        shade = HEAT_COLOURS[min(len(HEAT_COLOURS) - 1, int(ratio / 2 * len(HEAT_COLOURS)))]
+        yield Text(f"{ratio:5.2f}", style=f"black on {shade}")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -24,8 +24,7 @@ from antiphon.base.units import format_bytes
 from antiphon.cli import options
 from antiphon.cli.output import DEBUG, JsonOption, check_output_file, emit_json, run_command, show, table
 from antiphon.models.config import load_model_spec, model_spec
-from antiphon.report.run_page import comparisons, write_run_page
-from antiphon.report.run_record import read_run
+from antiphon.report.run import comparisons, read_run, write_run_page
 from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
@@ -51,7 +50,9 @@ def train(
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace of some of the first steps.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(metavar="N", help="Start N ranks on this machine.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Start N ranks on this machine.")
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Obey a plan of 'antiphon plan --phase train'.")
     ] = None,
@@ -201,12 +202,12 @@ def _show_step(result: StepResult, config: TrainConfig, json: str | None) -> Non
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-…, or a run's output.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder in Hugging Face format.")],
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")
+    ] = "bfloat16",
     json: JsonOption = None,
 ) -> None:
     """Write a training checkpoint as a folder that transformers loads and 'antiphon serve' serves."""
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise UserError(f"--dtype is {dtype!r}: use bfloat16, float16 or float32")
     found = checkpoints.find_checkpoints(checkpoint / "checkpoints")
     source = found[-1] if found else checkpoint
     facts = checkpoints.read_facts(source)

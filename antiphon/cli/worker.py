@@ -1,12 +1,11 @@
 """`antiphon worker`: one worker on this machine for an engine on another. One plain command a node."""
 
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 
-from antiphon.base.errors import UserError
-from antiphon.cli.options import check_count, check_not_empty, check_timeout
+from antiphon.cli.options import check_not_empty, check_timeout
 from antiphon.cli.output import show
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.serve.config import MAX_THREADS
@@ -15,7 +14,7 @@ from antiphon.serve.worker.joined import JoinOrder, run_joined_worker
 
 
 def worker(
-    role: Annotated[str, typer.Option("--role", metavar="NAME", help="attention, experts or replica.")],
+    role: Annotated[JoinRole, typer.Option("--role", metavar="NAME", help="attention, experts or replica.")],
     join: Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="The engine's --join-address.")],
     model: Annotated[
         Path | None, typer.Option("--model", metavar="MODEL", show_default="the engine's path", help="Checkpoint here.")
@@ -28,26 +27,23 @@ def worker(
         Path | None, typer.Option("--secret-file", metavar="FILE", help="The secret shared with the engine.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", show_default="all cores", help="Threads.")
+        int | None,
+        typer.Option("--threads", metavar="N", min=1, max=MAX_THREADS, show_default="all cores", help="Threads."),
     ] = None,
-    patience: Annotated[float, typer.Option("--patience", metavar="S", help="Wait for the engine so long.")] = 60.0,
+    patience: Annotated[float, typer.Option("--patience", metavar="S", help="How long to wait for the engine.")] = 60.0,
 ) -> None:
     """Join an engine as a worker, or as one rank of one; ends when the engine ends, or says so.
 
     The secret comes from --secret-file or from ANTIPHON_JOIN_SECRET."""
-    if role not in get_args(JoinRole):
-        raise UserError(f"--role is {role}: it must be attention, experts or replica")
-    check_count("--threads", threads, MAX_THREADS)
     check_timeout("--patience", patience)
     check_not_empty("--host", host)
-    checked = cast(JoinRole, role)
     order = JoinOrder(
         address=join,
-        role=checked,
+        role=role,
         host=host or "",
         model="" if model is None else str(model_folder(model)),
         num_threads=threads or 0,
         patience_s=patience,
     )
     secret = read_join_secret(secret_file)
-    raise typer.Exit(run_joined_worker(order, secret, lambda: show(f"joined {join} as {checked}", json=None)))
+    raise typer.Exit(run_joined_worker(order, secret, lambda: show(f"joined {join} as {role}", json=None)))

@@ -3,10 +3,11 @@
 Nothing here computes. A figure's numbers are these numbers, so a test can hold the one against the other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from antiphon.cost.parts import Parts
 from antiphon.cost.profile import Profile
+from antiphon.planner.smallest_cluster import OneMoreNode
 from antiphon.sim.gantt import Bar
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.model import ModelSpec
@@ -66,16 +67,6 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoreNodes:
-    """The most tokens/s a phase reaches on the whole cluster with one more node of a kind; `gain` over that without."""
-
-    phase: PhaseName
-    device: str
-    tokens_per_s: float
-    gain: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PhaseContents:
     """One phase. `tokens_per_request`: those that it computes, on average; `parts`: seconds of a layer and micro-batch
     by part; `fronts` and `bars`, a stretch of the pipeline, are empty where no page is made."""
@@ -105,4 +96,4 @@ class Report:
     phases: tuple[PhaseContents, ...]
     profile: Profile | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
-    more_nodes: tuple[MoreNodes, ...] = ()
+    more_nodes: dict[PhaseName, list[OneMoreNode]] = field(default_factory=dict)

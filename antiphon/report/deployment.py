@@ -10,9 +10,8 @@ Rejected: a drawing of the whole cluster. Devices that the plan does not use hid
 
 from dataclasses import dataclass
 
-from antiphon.report.chart import Drawing
-from antiphon.report.colours import FREE, ROLE_COLOURS
-from antiphon.report.svg import WIDTH, element, label, picture, width_of
+from antiphon.report.charts import FREE, ROLE_COLOURS, Drawing
+from antiphon.report.draw import WIDTH, element, label, picture, width_of
 from antiphon.report.words import PHASE_TITLES, number, plural
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.plan import PhaseName, PhasePlan
@@ -27,7 +26,7 @@ TIP_OF_IDLE = "not used by this instance"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class DeviceSeat:
     """What one device of a node does. `number`: what it shows."""
 
     role: str
@@ -35,7 +34,7 @@ class Seat:
     tip: str
 
 
-Node = list[Seat]
+Node = list[DeviceSeat]
 
 
 def deployment_drawing(name: PhaseName, phase: PhasePlan, cluster: ClusterSpec) -> Drawing:
@@ -79,10 +78,10 @@ def _caption(phase: PhasePlan) -> str:
     return f"Numbers are {shown}. Point at a device for what it holds."
 
 
-def _workers(phase: PhasePlan) -> dict[str, list[list[Seat]]]:
+def _workers(phase: PhasePlan) -> dict[str, list[list[DeviceSeat]]]:
     """Workers by device kind, each a list of its devices; the wider ones first."""
     parallel, experts = phase.parallel, experts_of_workers(phase)
-    found: dict[str, list[list[Seat]]] = {}
+    found: dict[str, list[list[DeviceSeat]]] = {}
     for use in phase.devices:
         if use.role == "attention":
             tp, count, role = parallel.attention_tp, parallel.attention_dp, "attention worker"
@@ -94,11 +93,11 @@ def _workers(phase: PhasePlan) -> dict[str, list[list[Seat]]]:
         held = experts if use.role == "experts" else {}
         for worker in range(count):
             tips = (f"{role} {worker}{_of(place, tp)}{_held(held.get(worker))}" for place in range(tp))
-            found.setdefault(use.device, []).append([Seat(role=use.role, number=worker, tip=tip) for tip in tips])
+            found.setdefault(use.device, []).append([DeviceSeat(role=use.role, number=worker, tip=tip) for tip in tips])
     return {device: sorted(workers, key=len, reverse=True) for device, workers in found.items()}
 
 
-def _colocated(phase: PhasePlan, experts: dict[int, list[int]]) -> list[list[Seat]]:
+def _colocated(phase: PhasePlan, experts: dict[int, list[int]]) -> list[list[DeviceSeat]]:
     """Attention's tensor-parallel groups, stage by stage; their devices numbered by stage, or by expert rank
     where there is one stage."""
     parallel = phase.parallel
@@ -112,7 +111,7 @@ def _colocated(phase: PhasePlan, experts: dict[int, list[int]]) -> list[list[Sea
                 attention = f"attention copy {copy}{_of(place, parallel.attention_tp)}"
                 share = (copy * parallel.attention_tp + place) % parallel.expert_tp
                 tip = f"{head}{attention}\nexpert rank {rank}{_of(share, parallel.expert_tp)}{_held(experts.get(rank))}"
-                seats.append(Seat(role="both", number=stage + 1 if parallel.pp > 1 else rank, tip=tip))
+                seats.append(DeviceSeat(role="both", number=stage + 1 if parallel.pp > 1 else rank, tip=tip))
             groups.append(seats)
     return groups
 
@@ -141,7 +140,7 @@ def _held(experts: list[int] | None) -> str:
     return f"\n{'expert' if len(experts) == 1 else 'experts'} {shown}{more}"
 
 
-def _packed(workers: list[list[Seat]], group: NodeGroup) -> list[Node]:
+def _packed(workers: list[list[DeviceSeat]], group: NodeGroup) -> list[Node]:
     """Nodes filled one after the other; a worker that a node could hold is not split."""
     size = group.devices_per_node
     nodes: list[Node] = [[]]
@@ -170,7 +169,7 @@ def _column(nodes: list[Node], group: NodeGroup, left: float, width: float) -> t
         x = left + (index % across) * (node_width + 14)
         y = HEAD + (index // across) * (node_height + 14)
         parts.append(element("rect", x=x, y=y, width=node_width, height=node_height, rx=6, css="node"))
-        idle = [Seat(role="", number=0, tip=TIP_OF_IDLE)] * (group.devices_per_node - len(node))
+        idle = [DeviceSeat(role="", number=0, tip=TIP_OF_IDLE)] * (group.devices_per_node - len(node))
         parts += [_device(seat, x + EDGE, y + EDGE, place, per_row) for place, seat in enumerate([*node, *idle])]
     drawn_rows = -(-len(shown) // across)
     bottom = HEAD + drawn_rows * (node_height + 14) - 14
@@ -189,7 +188,7 @@ def _inside(group: NodeGroup) -> str:
     return f"{group.scale_up_domain} devices joined{how} at {rate} GB/s each, each way"
 
 
-def _device(seat: Seat, left: float, top: float, place: int, per_row: int) -> str:
+def _device(seat: DeviceSeat, left: float, top: float, place: int, per_row: int) -> str:
     x, y = left + (place % per_row) * (CELL + GAP), top + (place // per_row) * (CELL + GAP)
     colour = ROLE_COLOURS.get(seat.role, FREE)
     square = element("rect", x=x, y=y, width=CELL, height=CELL, rx=3, fill=colour, tip=seat.tip)

@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 
 from antiphon.base.errors import UserError
-from antiphon.report.colocated import chosen_phase, commented
-from antiphon.report.words import LAYOUT_TITLES, degrees_text, devices_text, plural
-from antiphon.specs.plan import PhasePlan, Plan
+from antiphon.report.words import LAYOUT_TITLES, commented, degrees_text, devices_text, plural
+from antiphon.specs.plan import PhaseName, PhasePlan, Plan
 
 IMAGE = "antiphon:latest"
 JOIN_PORT = 7700
@@ -48,6 +47,12 @@ def kubernetes_manifest(plan: Plan, *, model: str, num_experts: int, device_kind
     deployment = _Deployment(plan=plan, phase=phase, sizes=sizes, model=model, device_kinds=device_kinds)
     objects: str = yaml.dump_all(deployment.objects(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return head + objects
+
+
+def chosen_phase(plan: Plan) -> tuple[PhaseName, PhasePlan]:
+    """The phase that one engine for both is configured for: decode if it was planned."""
+    name: PhaseName = "decode" if "decode" in plan.phases else "prefill"
+    return name, plan.phases[name]
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

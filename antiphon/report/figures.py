@@ -10,12 +10,33 @@ Rejected: all candidates as dots. Thousands of them hide the few that anybody co
 """
 
 from antiphon.cost.parts import BOUND_NAMES, Parts
-from antiphon.report.chart import Axis, Block, BlockChart, Line, LineChart, Spot, stacked
-from antiphon.report.colours import BATCH_COLOURS, LAYOUT_COLOURS, MARK, MEMORY_COLOURS, PART_COLOURS
+from antiphon.report.charts import (
+    BATCH_COLOURS,
+    LAYOUT_COLOURS,
+    MARK,
+    MEMORY_COLOURS,
+    PART_COLOURS,
+    Axis,
+    BlockChart,
+    ChartBlock,
+    ChartLine,
+    LineChart,
+    Spot,
+    stacked,
+)
 from antiphon.report.contents import MemoryUse, PhaseContents, Points, Sensitivity
-from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, milliseconds, number, score, short_degrees, time_unit
+from antiphon.report.words import (
+    LAYOUT_TITLES,
+    OBJECTIVE_UNITS,
+    latency_s,
+    milliseconds,
+    number,
+    score,
+    short_degrees,
+    time_unit,
+)
 from antiphon.sim.gantt import Bar, span_s
-from antiphon.specs.plan import Layout, Objective, Parallel, PhaseName, Predicted
+from antiphon.specs.plan import Layout, Objective, Parallel, Predicted
 from antiphon.specs.workload import SloSpec
 
 WINDOW = (0.5, 1.5)
@@ -52,15 +73,15 @@ def rate_title(objective: Objective) -> str:
     return OBJECTIVE_UNITS[objective][0].upper() + OBJECTIVE_UNITS[objective][1:]
 
 
-def _front(points: Points, high: float) -> Line:
+def _front(points: Points, high: float) -> ChartLine:
     """A staircase: until the next point is reached, nothing better than this one can be had."""
-    x = tuple(latency_s * 1e3 for latency_s in points.latency_s)
+    x = tuple(seconds * 1e3 for seconds in points.latency_s)
     tips = tuple(
-        f"{label}\n{milliseconds(latency_s)}, {number(value)}"
-        for label, latency_s, value in zip(points.labels, points.latency_s, points.scores, strict=True)
+        f"{label}\n{milliseconds(seconds)}, {number(value)}"
+        for label, seconds, value in zip(points.labels, points.latency_s, points.scores, strict=True)
     )
     kept = max(1, sum(value <= high for value in x))
-    return Line(
+    return ChartLine(
         name=LAYOUT_TITLES[points.layout],
         colour=LAYOUT_COLOURS[points.layout],
         x=x[:kept],
@@ -75,25 +96,22 @@ def _spots(contents: PhaseContents, objective: Objective) -> list[Spot]:
     phase = contents.phase
     losers = [loser for loser in phase.rejected if loser.predicted is not None and loser.parallel is not None]
     losers.sort(key=lambda loser: -(score(loser.predicted, objective) or 0.0 if loser.predicted else 0.0))
-    found = [_spot("chosen: ", contents.name, phase.layout, phase.parallel, phase.predicted, objective)]
+    found = [_spot("chosen: ", phase.layout, phase.parallel, phase.predicted, objective)]
     for index, loser in enumerate(losers):
         assert loser.predicted is not None
         assert loser.parallel is not None
         head = "" if index else "runner-up: "
-        found.append(_spot(head, contents.name, loser.layout, loser.parallel, loser.predicted, objective))
+        found.append(_spot(head, loser.layout, loser.parallel, loser.predicted, objective))
     return [spot for spot in found if spot is not None]
 
 
-def _spot(
-    head: str, phase: PhaseName, layout: Layout, parallel: Parallel, predicted: Predicted, objective: Objective
-) -> Spot | None:
-    latency_s = predicted.tpot_s if phase == "decode" else predicted.ttft_s
-    rate = score(predicted, objective)
-    if latency_s is None or rate is None:
+def _spot(head: str, layout: Layout, parallel: Parallel, predicted: Predicted, objective: Objective) -> Spot | None:
+    seconds, rate = latency_s(predicted), score(predicted, objective)
+    if seconds is None or rate is None:
         return None
     is_chosen = head.startswith("chosen")
     return Spot(
-        x=latency_s * 1e3,
+        x=seconds * 1e3,
         y=rate,
         words=f"{head}{LAYOUT_TITLES[layout]}, {short_degrees(layout, parallel)}: {number(rate)}",
         colour=MARK if is_chosen else LAYOUT_COLOURS[layout],
@@ -108,7 +126,7 @@ def pipeline_chart(bars: tuple[Bar, ...]) -> BlockChart:
     start_s, end_s = span_s(bars)
     scale_s, unit = time_unit(end_s - start_s)
     blocks = tuple(
-        Block(
+        ChartBlock(
             row=bar.track,
             start=(bar.start_s - start_s) / scale_s,
             length=bar.duration_s / scale_s,
@@ -129,9 +147,6 @@ def _group(bar: Bar) -> str:
     return f"micro-batch {bar.micro_batch + 1}" if bar.micro_batch >= 0 else bar.kind or bar.label
 
 
-PART_FIELDS = ("compute_s", "memory_s", "scale_up_s", "scale_out_s", "fixed_s")
-
-
 def memory_chart(memory: tuple[MemoryUse, ...]) -> BlockChart:
     """One bar per role of device, in GB, as long as the device's memory."""
     rows = {
@@ -150,19 +165,23 @@ def parts_chart(parts: dict[str, Parts]) -> BlockChart:
     """One bar per part of a layer; the widest colour is what bounds it."""
     scale_s, unit = time_unit(max((float(part.total_s) for part in parts.values()), default=0.0))
     rows = {
-        name: {
-            bound: float(getattr(part, field)) / scale_s for bound, field in zip(BOUND_NAMES, PART_FIELDS, strict=True)
-        }
+        name: {bound: seconds / scale_s for bound, seconds in seconds_by_bound(part).items()}
         for name, part in parts.items()
     }
     title = f"Time of one layer and micro-batch ({unit})"
     return BlockChart(x=Axis(title=title), blocks=stacked(rows, unit), colours=PART_COLOURS)
 
 
+def seconds_by_bound(part: Parts) -> dict[str, float]:
+    """What a part's time is spent on."""
+    times = (part.compute_s, part.memory_s, part.scale_up_s, part.scale_out_s, part.fixed_s)
+    return dict(zip(BOUND_NAMES, map(float, times), strict=True))
+
+
 def sensitivity_chart(sensitivity: Sensitivity, objective: Objective) -> LineChart:
     """A line per layout; a gap where the layout cannot run. The plan's own value is marked."""
     lines = tuple(
-        Line(
+        ChartLine(
             name=LAYOUT_TITLES[layout],
             colour=LAYOUT_COLOURS[layout],
             x=sensitivity.values,

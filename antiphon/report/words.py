@@ -32,6 +32,16 @@ def score(predicted: Predicted, objective: Objective) -> float | None:
     return value
 
 
+def latency_s(predicted: Predicted) -> float | None:
+    """The latency that a phase promises: seconds a token in decode, to the first token in prefill."""
+    return predicted.ttft_s if predicted.tpot_s is None else predicted.tpot_s
+
+
+def latency_text(predicted: Predicted) -> str:
+    """``12.3 ms a token`` or ``1.2 s to the first token``."""
+    return f"{milliseconds(latency_s(predicted))} {'to the first token' if predicted.tpot_s is None else 'a token'}"
+
+
 def number(value: float | None, unit: str = "") -> str:
     """Three significant digits, thousands grouped, no exponent; ``"unknown"`` for None."""
     if value is None:
@@ -101,3 +111,8 @@ def short_degrees(layout: Layout, parallel: Parallel) -> str:
 
 def _tp(degree: int) -> str:
     return f" of TP {degree}" if degree > 1 else ""
+
+
+def commented(*lines: str) -> str:
+    """Lines of a shell script or YAML file that are comments."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)

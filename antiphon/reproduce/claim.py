@@ -6,15 +6,22 @@
    digit only, a modelled or simulated one by 15 to 25% (gains near 1: 10%), text not at all.
 4. A row that does not hold, or holds loosely, stays with `reason`: what was found when it was looked into.
 
-Rejected: expected results as tests. A test that fails is mended or removed; a row that fails is a result.
+Rejected: expected results as tests. A test that fails is repaired or removed; a row that fails is a result.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from antiphon.base.errors import UserError
+from antiphon.models.config import load_model_spec
+from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.cluster import load_cluster
+from antiphon.specs.device import load_device
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.workload import load_workload
 
 Paper = Literal["MSI", "MIX", "MSM", "LINA"]
 Kind = Literal["counted", "simulated", "modelled", "measured"]
@@ -31,6 +38,13 @@ GAINS = (0.9, 10.0)  # numbers without a unit in this range are ratios to someth
 CALIBRATING = "chose the calibration"
 """In the note of rows by which a cluster's calibration was chosen: that they hold predicts nothing."""
 NOT_ANALYSED = "not analysed: the row held when the reasons were written"
+shipped_cluster, shipped_device, shipped_workload = cache(load_cluster), cache(load_device), cache(load_workload)
+
+
+@cache
+def shipped_model(name: str) -> ModelSpec:
+    """A model that is shipped, read once."""
+    return load_model_spec(shipped_model_config(name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES
 from antiphon.cost.network import network
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_cluster
 from antiphon.sim.expert_packing import PackingNetwork, choose_packing, packed_layer
 from antiphon.sim.schedules import SCHEDULES, Contention, Schedule
 from antiphon.sim.training_step import BackwardLayer, BackwardOptions, BackwardTimeline, Gradient, simulate_backward
@@ -189,7 +189,7 @@ PACKED = {2: (2, 2, 2), 4: (2, 2, 2), 8: (2, 2, 2), 16: (4, 2, 2)}
 
 def packing_network(num_devices: int) -> PackingNetwork:
     """The cluster's two networks as they are reached, with fewer devices."""
-    cluster = shipped.cluster(CLUSTER)
+    cluster = shipped_cluster(CLUSTER)
     net = network(cluster, cluster.groups[0])
     return PackingNetwork(
         num_devices=num_devices,

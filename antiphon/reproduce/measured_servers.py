@@ -26,7 +26,7 @@ from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerDegrees, ServerLoad, server_load
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_device
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
@@ -113,7 +113,7 @@ def _model(name: str) -> ModelSpec:
 def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
     """Of points that are alike. A pool that decodes takes no prompts."""
     first = points[0]
-    device = shipped.device(first.device)
+    device = shipped_device(first.device)
     num_devices = first.degrees.attention_tp * first.degrees.attention_dp
     in_node = min(device.scale_up_domain, 8)
     group = NodeGroup(

@@ -1,4 +1,4 @@
-"""MixServe: equations as printed, counted volumes, its evaluation (long because it is a whole paper).
+"""MixServe: equations as printed, counted volumes, its evaluation.
 
 A section a source, whose assumptions stand at its head; `OURS` has what rows of `data/mix.toml` name.
 """
@@ -17,7 +17,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_cluster, shipped_model, shipped_workload
 from antiphon.sim.collectives import Exchange, simulate_exchange
 from antiphon.specs.plan import Layout, PhaseName
 from antiphon.specs.precision import PrecisionSpec
@@ -220,10 +220,10 @@ def _prepared(model: str, cluster_name: str, case: Case, phase: PhaseName) -> tu
         extra_slots=(0,),
     )
     precision = PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()
-    workload = replace(shipped.workload(WORKLOAD), requests_per_s=None)
+    workload = replace(shipped_workload(WORKLOAD), requests_per_s=None)
     setting = settings_of(
-        shipped.model(model),
-        shipped.cluster(cluster_name),
+        shipped_model(model),
+        shipped_cluster(cluster_name),
         workload,
         phases=(phase,),
         precision=precision,
@@ -258,7 +258,7 @@ def ttft_s(model: str, cluster_name: str, name: str, *, fused: bool | None = Non
 
 def tokens_per_s(model: str, cluster_name: str, name: str, *, fused: bool | None = None) -> float:
     """Eq. 11, of sixteen requests side by side."""
-    workload = shipped.workload(WORKLOAD)
+    workload = shipped_workload(WORKLOAD)
     prefill_s = ttft_s(model, cluster_name, name, fused=fused)
     decode_s = itl_s(model, cluster_name, name, fused=fused)
     one = throughput(workload.input_tokens.mean, workload.output_tokens.mean, 0.0, prefill_s, decode_s)
@@ -275,13 +275,13 @@ BASELINES = ("TP+PP", "DP+EP TP8", "DP+EP TP4", "Tutel TP8", "Tutel TP4")
 
 
 def _net() -> Network:
-    cluster = shipped.cluster(ASCEND)
+    cluster = shipped_cluster(ASCEND)
     return network(cluster, cluster.groups[0])
 
 
 def _rows_bytes() -> float:
-    model = shipped.model(R1)
-    return IN_FLIGHT * shipped.workload(WORKLOAD).input_tokens.mean * model.hidden_size * 2.0
+    model = shipped_model(R1)
+    return IN_FLIGHT * shipped_workload(WORKLOAD).input_tokens.mean * model.hidden_size * 2.0
 
 
 def _all_reduce_s(degree: int) -> float:
@@ -290,7 +290,7 @@ def _all_reduce_s(degree: int) -> float:
 
 def _exchange_s(degree: int) -> float:
     """Dispatch and combine; each rank holds its share of the rows, top-k copies of each."""
-    copies = _rows_bytes() / degree * shipped.model(R1).router.top_k
+    copies = _rows_bytes() / degree * shipped_model(R1).router.top_k
     return 2 * float(_net().all_to_all(copies, degree).total_s)
 
 

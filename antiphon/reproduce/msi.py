@@ -26,7 +26,7 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.table import CandidateTable, Outcome
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_cluster, shipped_device, shipped_model, shipped_workload
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters
@@ -48,14 +48,14 @@ READ: dict[str, Callable[[DeviceSpec], float]] = {
 
 
 def _message_bytes() -> float:
-    model = shipped.model("mixtral-8x22b")
+    model = shipped_model("mixtral-8x22b")
     rows = 128 * model.router.top_k / model.router.num_experts
     return float(message_bytes(rows, model.hidden_size * PrecisionSpec().dispatch_bytes, 2, 1))
 
 
 def _expert_utilization() -> float:
     """Arithmetic of one projection of all experts over the time its bytes take, 156 tokens spread evenly."""
-    model = shipped.model("mixtral-8x22b")
+    model = shipped_model("mixtral-8x22b")
     hidden, width, num_experts = model.hidden_size, model.feed_forward.intermediate, model.router.num_experts
     traffic, rows = Roof(flops_per_s=math.inf, bytes_per_s=2e12), 156 * model.router.top_k
     parts = grouped_gemm(traffic, float(rows), num_experts, hidden, width, PrecisionSpec().weight_bytes, 2.0)
@@ -70,7 +70,7 @@ def _eq6_us() -> float:
 
 
 def _per_price(name: str, quantity: str) -> float:
-    device = shipped.device(name)
+    device = shipped_device(name)
     assert device.price is not None, f"Table 3 prices {name}"
     return READ[quantity](device) / device.price
 
@@ -89,7 +89,7 @@ OURS: dict[str, Callable[..., Any]] = {
     "eq8": lambda *case: msi_memory_bytes(*case) / 1e9,
     "throughput per cost": throughput_per_cost,
     "per price": _per_price,
-    "parameters": lambda name: count_parameters(shipped.model(name)).total,
+    "parameters": lambda name: count_parameters(shipped_model(name)).total,
 }
 
 # --- Deployments as our planner sees them ---
@@ -108,7 +108,7 @@ PING_PONG = 3  # micro-batches of Figure 13, and Algorithm 1's least
 
 
 @dataclass(frozen=True)
-class Found:
+class Pick:
     """One candidate of a table."""
 
     setting: Setting
@@ -138,19 +138,19 @@ def best(
     objective: Objective = "per-gpu",
     limits: SearchLimits | None = None,
     kind: str = "",
-) -> Found | None:
+) -> Pick | None:
     """The planner's best candidate of `layout`, on devices of `kind` alone if given; None if there is none."""
-    cluster = shipped.cluster(cluster_name)
+    cluster = shipped_cluster(cluster_name)
     setting = settings_of(
-        shipped.model(model),
+        shipped_model(model),
         only(cluster, kind) if kind else cluster,
-        shipped.workload("msi-production"),
+        shipped_workload("msi-production"),
         objective=objective,
         limits=limits,
     )["decode"]
     table = evaluate_phase(setting, (layout,))
     index = table.best(objective)
-    return None if index is None else Found(setting, table, index)
+    return None if index is None else Pick(setting, table, index)
 
 
 def only(cluster: ClusterSpec, kind: str) -> ClusterSpec:
@@ -158,19 +158,19 @@ def only(cluster: ClusterSpec, kind: str) -> ClusterSpec:
     return replace(cluster, groups=tuple(group for group in cluster.groups if group.device.name == kind))
 
 
-def score(found: Found | None, objective: Objective = "per-gpu") -> float:
+def score(found: Pick | None, objective: Objective = "per-gpu") -> float:
     """Tokens/s per GPU or price; 0 if there is no such plan."""
     return 0.0 if found is None else float(found.table.score(objective)[found.index])
 
 
-def colocated(model: str, cluster_name: str = AMPERE, objective: Objective = "per-gpu", kind: str = "") -> Found | None:
+def colocated(model: str, cluster_name: str = AMPERE, objective: Objective = "per-gpu", kind: str = "") -> Pick | None:
     """TP over the node (and PP where one node is too small): how the baselines are deployed."""
     pp = BASELINE_PP[model] if not kind or kind == "H20" else None
     limits = SearchLimits(attention_tp=(NODE,), expert_tp=(NODE,), pp=() if pp is None else (pp,))
     return best(model, "tp_pp", cluster_name, objective, limits, kind)
 
 
-def throughput(found: Found, micro_batches: int) -> float:
+def throughput(found: Pick, micro_batches: int) -> float:
     """Tokens per second of one instance with that many micro-batches of the plan's size."""
     return float(found.alone(micro_batches=micro_batches).capacity[0])
 
@@ -202,7 +202,7 @@ def _fewest_busy(ratio: float) -> float:
 
 
 @cache
-def _pipelined(model: str) -> Found:
+def _pipelined(model: str) -> Pick:
     found = best(model, "disaggregated", limits=SearchLimits(micro_batches=(PING_PONG,)))
     assert found is not None, f"{model} fits on the Ampere cluster"
     return found
@@ -262,7 +262,7 @@ def _over_colocated(model: str) -> float:
 
 
 @cache
-def _mixed(model: str) -> Found | None:
+def _mixed(model: str) -> Pick | None:
     return best(model, "disaggregated", MIXED, "per-cost")
 
 

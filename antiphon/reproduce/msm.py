@@ -1,4 +1,4 @@
-"""MegaScale-MoE: rows by counting, training speed by the cost model, figures (long because it is a whole paper).
+"""MegaScale-MoE: rows by counting, training speed by the cost model, figures.
 
 A section a source, whose assumptions stand at its head; `OURS` has what rows of `data/msm.toml` name.
 """
@@ -41,7 +41,7 @@ from antiphon.cost.training.volumes import (
     layer_ratio,
     sequence_to_tensor_ratio,
 )
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_cluster, shipped_model
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters
 
@@ -91,7 +91,7 @@ def _line(system: Name, num_devices: int) -> Measured:
 
 def _printed_mfu(num_devices: int) -> float:
     """The MFU that follows from Table 3's printed throughput; a GPU does 989 TFLOP/s."""
-    rate, model = _line("megascale", num_devices).printed_tokens_per_s, shipped.model("msm-internal-352b")
+    rate, model = _line("megascale", num_devices).printed_tokens_per_s, shipped_model("msm-internal-352b")
     return float(model_flops_utilization(model, SEQUENCE_LENGTH, rate, num_devices, 989e12))
 
 
@@ -105,7 +105,7 @@ def _volume(part: str, name: str) -> float:
 
 
 OURS: dict[str, Callable[..., Any]] = {
-    "parameters": lambda name: count_parameters(shipped.model(name)).total,
+    "parameters": lambda name: count_parameters(shipped_model(name)).total,
     "parameters as printed": lambda: count_parameters(INTERNAL_352B_AS_PRINTED.model()).total,
     "volume": _volume,
     "elements": _ulysses_elements,
@@ -150,9 +150,9 @@ SETUPS: dict[Variant, TrainingSetup] = {
 @cache
 def step_352b(variant: Variant, num_devices: int, batch: int = TABLE_3_BATCH) -> StepEstimate:
     """One iteration of the 352B model, pipeline 15, the rest of the devices in data parallelism."""
-    cluster = shipped.cluster(H800)
+    cluster = shipped_cluster(H800)
     training = Training(
-        model=shipped.model("msm-internal-352b"),
+        model=shipped_model("msm-internal-352b"),
         cluster=cluster,
         group=cluster.groups[0],
         sequence_length=SEQUENCE_LENGTH,
@@ -174,7 +174,7 @@ def step_one_node(
 ) -> StepEstimate:
     """One iteration of a Table 2 model without pipeline, nothing made again (section 6.2: one node, batch 32; section
     6.1, Figure 13: four nodes). Layers are left as they are: time per layer does not depend on how many there are."""
-    training = training_of(name, shipped.cluster(cluster_name), batch)
+    training = training_of(name, shipped_cluster(cluster_name), batch)
     return estimate_step(training, setup_of_one_node(SETUPS[variant], data_parallel), "none")
 
 
@@ -192,13 +192,13 @@ def step_for_memory(name: str, num_devices: int, rematerialize: Rematerialize) -
 
 
 def _fits(name: str, num_devices: int, pipeline: int) -> bool:
-    cluster = shipped.cluster(H800)
+    cluster = shipped_cluster(H800)
     usable = training_of(name, cluster, num_devices).usable_bytes
     return float(np.max(_with_pipeline(name, num_devices, pipeline, "none").memory.total)) <= usable
 
 
 def _with_pipeline(name: str, num_devices: int, pipeline: int, rematerialize: Rematerialize) -> StepEstimate:
-    training = training_of(name, shipped.cluster(H800), num_devices)
+    training = training_of(name, shipped_cluster(H800), num_devices)
     setup = replace(
         SETUPS["megascale"],
         model_parallel=NODE_DEVICES,
@@ -234,7 +234,7 @@ FIGURE_13 = {"H800": H800, "A100": "msm-a100", "H20": "msm-h20"}
 
 
 def _crossover() -> float:
-    cluster, hidden = shipped.cluster(H800), TABLE_2["Mixtral-8x7B"].hidden_size
+    cluster, hidden = shipped_cluster(H800), TABLE_2["Mixtral-8x7B"].hidden_size
     return float(crossover_top_k(network(cluster, cluster.groups[0]), SEQUENCE_LENGTH, 2.0 * hidden, NODE_DEVICES))
 
 
@@ -338,7 +338,7 @@ def _state_ratios() -> tuple[float, ...]:
 @cache
 def _sync_ratios() -> tuple[float, ...]:
     """10 GB of experts per GPU; attention of P bytes on each GPU (SP) or P / 8 (TP)."""
-    cluster = shipped.cluster(H800)
+    cluster = shipped_cluster(H800)
     net = network(cluster, cluster.groups[0])
     found = []
     for data_parallel in (4, 8):
@@ -357,7 +357,7 @@ def _sync_ratios() -> tuple[float, ...]:
 
 
 def _gradient_time(element_bytes: float) -> float:
-    cluster = shipped.cluster(H800)
+    cluster = shipped_cluster(H800)
     size = SyncBytes(sharded=5e9 * element_bytes, replicated=0.0)
     return number(
         sync_time(
@@ -369,7 +369,7 @@ def _gradient_time(element_bytes: float) -> float:
 @cache
 def _pair_speedups() -> tuple[float, ...]:
     """Figure 16, forward, all pairs of all models: time one after the other over time fused."""
-    cluster = shipped.cluster(H800)
+    cluster = shipped_cluster(H800)
     group, efficiency = cluster.groups[0], cluster.efficiency
     found = []
     for row in TABLE_2.values():

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from antiphon.cli import doctor, doctor_transports
+from antiphon.cli import doctor
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16 avx512_bf16\n\nprocessor\t: 1\n"
 
 
-def broken_probe() -> list[doctor.Finding]:
+def broken_probe() -> list[doctor.DoctorFinding]:
     raise OSError("no such thing")
 
 
@@ -59,7 +59,7 @@ def test_a_system_without_memory_files_is_sent_to_tcp(monkeypatch: pytest.Monkey
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("os.memfd_create", refuse)
-    finding = doctor_transports.probe_shared_memory()
+    finding = doctor.probe_shared_memory()
     assert finding.status == "missing"
     assert "Function not implemented" in finding.detail
     assert "--transport tcp" in finding.mend
@@ -68,8 +68,8 @@ def test_a_system_without_memory_files_is_sent_to_tcp(monkeypatch: pytest.Monkey
 def test_small_socket_buffers_are_said_with_their_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("wmem_max", "rmem_max"):
         (tmp_path / name).write_text("212992\n")
-    monkeypatch.setattr(doctor_transports, "BUFFER_LIMITS", (tmp_path / "wmem_max", tmp_path / "rmem_max"))
-    finding = doctor_transports.probe_tcp()
+    monkeypatch.setattr(doctor, "BUFFER_LIMITS", (tmp_path / "wmem_max", tmp_path / "rmem_max"))
+    finding = doctor.probe_tcp()
     assert finding.status == "info"
     assert "wmem_max 208.0 KiB" in finding.detail
     assert "net.core.rmem_max=4194304" in finding.mend
@@ -83,18 +83,18 @@ def test_idle_cores_that_halt_at_once_are_said_with_their_mend(
 ) -> None:
     for name, text in (("HALT_POLL_NS", polled_ns), ("IDLE_GOVERNOR", governor)):
         (tmp_path / name).write_text(f"{text}\n")
-        monkeypatch.setattr(doctor_transports, name, tmp_path / name)
-    findings = doctor_transports.probe_idle_cores()
+        monkeypatch.setattr(doctor, name, tmp_path / name)
+    findings = doctor.probe_idle_cores()
     assert [finding.status for finding in findings] == ([status] if status else [])
     assert [finding.mend for finding in findings if finding.mend] == (
         [f"echo 200000 > {tmp_path / 'HALT_POLL_NS'}"] if status == "info" else []
     )
     (tmp_path / "HALT_POLL_NS").unlink()
-    assert doctor_transports.probe_idle_cores() == []
+    assert doctor.probe_idle_cores() == []
 
 
 def test_libfabric_is_reported_with_its_providers_or_with_the_way_to_it() -> None:
-    first, *providers = doctor_transports.probe_libfabric()
+    first, *providers = doctor.probe_libfabric()
     if first.status == "ok":
         assert "would use" in first.detail
         assert providers
@@ -106,12 +106,12 @@ def test_a_build_without_libfabric_is_told_from_a_missing_library(monkeypatch: p
     native = importlib.import_module("antiphon._m2n")
     info = {"built": False, "problem": "", "library": "/usr/lib/libfabric.so.1", "providers": []}
     monkeypatch.setattr(native, "libfabric_info", lambda: info)
-    (finding,) = doctor_transports.probe_libfabric()
+    (finding,) = doctor.probe_libfabric()
     assert (finding.status, finding.detail) == ("missing", "built without libfabric's headers")
     assert finding.mend.startswith("install libfabric-dev (libfabric-devel) and reinstall: pip install .")
     monkeypatch.undo()
     monkeypatch.setenv("ANTIPHON_LIBFABRIC", "/nowhere/libfabric.so.1")
-    (finding,) = doctor_transports.probe_libfabric()
+    (finding,) = doctor.probe_libfabric()
     if "libfabric" in native.transports():
         assert finding.detail.startswith("library libfabric.so.1 not found (/nowhere/libfabric.so.1: ")
         assert "ANTIPHON_LIBFABRIC=" in finding.detail

@@ -76,7 +76,6 @@ def test_the_table_names_its_columns(trace: Path, capsys: pytest.CaptureFixture[
         (("--workers", "2", "--slots", "3"), "8 experts do not fit in 2 x 3 slots: give each worker at least 4"),
         (("--workers", "4", "--slots", "2", "--speeds", "1,2"), "--speeds 1,2: give 4 numbers above 0"),
         (("--workers", "4", "--slots", "2", "--speeds", "1,x,1,1"), "--speeds 1,x,1,1: write one number"),
-        (("--workers", "4", "--slots", "2", "--knee", "0"), "--knee is 0"),
     ],
 )
 def test_mistakes_are_named(

@@ -72,7 +72,6 @@ def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monk
         ("--threads 0", "--threads '0': give different numbers of 1 to 256"),
         ("--threads 2,2", "--threads '2,2': give different numbers of 1 to 256"),
         ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
-        ("--phase both", "--phase is both: it must be one of serve, train"),
         ("--phase train --ranks 1,two", "--ranks '1,two' is not a list of numbers: write for example 2,1"),
         ("--phase train --dtype float16", "--dtype is float16: to train it must be float32 or bfloat16"),
         ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),

@@ -124,10 +124,14 @@ def test_json_holds_all_of_it_and_is_the_same_again(antiphon: Cli) -> None:
     assert series["decode"]["running"][-1] == series["decode"]["waiting"][-1] == 0
     assert series["decode"]["kv_usage"][-1] == 0
     assert first["notes"] == [
+        "prompts come computed, as the prediction assumes (--prefill mixed computes them in the steps)"
+    ]
+    elsewhere = antiphon.json_of("decode.json", "--prefill", "elsewhere", "--seed", "3")
+    assert elsewhere == first | {"notes": []}
+    assert antiphon.json_of("decode.json", "--prefill", "mixed")["notes"] == [
         "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out "
         "(--prefill elsewhere leaves them out here too)"
     ]
-    assert antiphon.json_of("decode.json", "--prefill", "elsewhere")["notes"] == []
 
 
 def test_json_on_standard_output_is_alone_there(antiphon: Cli) -> None:

@@ -8,7 +8,7 @@ import pytest
 from antiphon.cost.layers import attention_decode, attention_prefill, expert_feed_forward
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes, kv_bytes_per_token, tokens_of_state
 from antiphon.cost.roofline import roofs
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_model
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import load_device
@@ -21,7 +21,7 @@ BF16 = PrecisionSpec()
 
 @pytest.fixture
 def model() -> ModelSpec:
-    return shipped.model("qwen3-30b-a3b")
+    return shipped_model("qwen3-30b-a3b")
 
 
 def with_states(model: ModelSpec, num_layers: int) -> ModelSpec:
@@ -51,7 +51,7 @@ def test_states_take_the_place_of_keys_and_values_in_memory(model: ModelSpec) ->
 
 
 def test_sparse_attention_reads_no_more_than_its_tokens_and_pays_for_the_search() -> None:
-    model = shipped.model("deepseek-v3")
+    model = shipped_model("deepseek-v3")
     attention = replace(model.attention, sparse=SparseSpec(heads=64, dim=128, top_tokens=2048))
     sparse = replace(model, attention=attention)
     assert decode_s(sparse, 64, 128_000) < decode_s(model, 64, 128_000) / 2

@@ -12,7 +12,7 @@ from antiphon.planner.candidates import MANY_DOMAINS, stage_sizes
 from antiphon.planner.rate_match import _packed
 from antiphon.planner.search import make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
-from antiphon.reproduce import shipped
+from antiphon.reproduce.claim import shipped_cluster, shipped_model, shipped_workload
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.plan import PhaseName
 from antiphon.specs.precision import PrecisionSpec
@@ -26,13 +26,13 @@ slow = pytest.mark.slow
 
 
 def cluster_of(num_devices: int) -> ClusterSpec:
-    cluster = shipped.cluster("h800-h20-64")
+    cluster = shipped_cluster("h800-h20-64")
     half = num_devices // 2 // 8
     return replace(cluster, groups=tuple(replace(group, num_nodes=half) for group in cluster.groups))
 
 
 def workload(requests_per_s: float | None) -> WorkloadSpec:
-    return replace(shipped.workload("chat"), requests_per_s=requests_per_s, slo=SloSpec(tpot_s=0.1))
+    return replace(shipped_workload("chat"), requests_per_s=requests_per_s, slo=SloSpec(tpot_s=0.1))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def workload(requests_per_s: float | None) -> WorkloadSpec:
 def test_a_million_devices_in_seconds(skew: float, phases: tuple[PhaseName, ...]) -> None:
     started_s = time.process_time()
     result = make_plan(
-        shipped.model("deepseek-v3"),
+        shipped_model("deepseek-v3"),
         model_name="deepseek-v3",
         cluster=cluster_of(1_000_000),
         workload=replace(workload(None), expert_skew=skew),
@@ -59,7 +59,7 @@ def test_a_million_devices_in_seconds(skew: float, phases: tuple[PhaseName, ...]
 def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, ...]) -> None:
     started_s = time.process_time()
     found = smallest_cluster(
-        shipped.model("deepseek-v3"),
+        shipped_model("deepseek-v3"),
         model_name="deepseek-v3",
         cluster=cluster_of(1_000_000),
         workload=workload(1e6),
@@ -71,7 +71,7 @@ def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, 
 
 
 def test_rates_grow_with_the_cluster() -> None:
-    model = shipped.model("deepseek-v3")
+    model = shipped_model("deepseek-v3")
     rates = [
         make_plan(
             model, model_name="deepseek-v3", cluster=cluster_of(num_devices), workload=workload(None), precision=FP8

@@ -10,8 +10,7 @@ from antiphon.planner import predict
 from antiphon.planner.search import evaluate_phase, make_plan, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
-from antiphon.reproduce.components import spread_of_errors
-from antiphon.reproduce.deployments import deployments
+from antiphon.reproduce.published import deployments, spread_of_errors
 from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_cluster
 from antiphon.specs.device import load_device
 from antiphon.specs.workload import LengthSpec, WorkloadSpec

@@ -6,10 +6,10 @@ import pytest
 
 from antiphon.cost.parts import Parts
 from antiphon.models.config import load_model_spec
+from antiphon.planner.smallest_cluster import OneMoreNode
 from antiphon.report.contents import (
     Condition,
     MemoryUse,
-    MoreNodes,
     PhaseContents,
     Points,
     Report,
@@ -191,5 +191,5 @@ def report() -> Report:
                 current=150.0,
             ),
         ),
-        more_nodes=(MoreNodes(phase="decode", device="H20", tokens_per_s=2600.0, gain=1.08),),
+        more_nodes={"decode": [OneMoreNode(device="H20", tokens_per_s=2600.0, gain=1.08)]},
     )

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.report.chart import Axis, Block, BlockChart, Chart, HeatMap, Line, LineChart, Spot
-from antiphon.report.draw import apart, draw
-from antiphon.report.svg import Scale, tick_text
+from antiphon.report.charts import Axis, BlockChart, Chart, ChartBlock, ChartLine, HeatMap, LineChart, Spot
+from antiphon.report.draw import Scale, apart, draw, tick_text
 
 
 def drawn(chart: Chart) -> ElementTree.Element:
@@ -24,7 +23,7 @@ def drawn(chart: Chart) -> ElementTree.Element:
 
 
 def line_chart(y: tuple[float | None, ...], **more: object) -> LineChart:
-    line = Line(name="a & b", colour="#123456", x=tuple(map(float, range(len(y)))), y=y)
+    line = ChartLine(name="a & b", colour="#123456", x=tuple(map(float, range(len(y)))), y=y)
     return LineChart(x=Axis(title="x (s)"), y=Axis(title="y"), lines=(line,), **more)  # type: ignore[arg-type]
 
 
@@ -38,13 +37,13 @@ def test_a_missing_value_is_a_gap() -> None:
 
 
 def test_steps_hold_until_the_next_point() -> None:
-    line = Line(name="a", colour="#123456", x=(1.0, 2.0), y=(1.0, 3.0), style="steps")
+    line = ChartLine(name="a", colour="#123456", x=(1.0, 2.0), y=(1.0, 3.0), style="steps")
     chart = LineChart(x=Axis(title="x", high=4.0), y=Axis(title="y"), lines=(line,))
     assert re.findall("[A-Z]", path_of(chart)) == ["M", "H", "V", "H"]
 
 
 def test_logarithmic_axes_leave_out_what_has_no_logarithm() -> None:
-    line = Line(name="a", colour="#123456", x=(1.0, 2.0, 3.0), y=(0.0, 1.0, 10.0))
+    line = ChartLine(name="a", colour="#123456", x=(1.0, 2.0, 3.0), y=(0.0, 1.0, 10.0))
     chart = LineChart(x=Axis(title="x"), y=Axis(title="y", low=None, is_logarithmic=True), lines=(line,))
     assert re.findall("[A-Z]", path_of(chart)) == ["M", "L"]
 
@@ -69,7 +68,7 @@ def test_a_band_reaches_from_low_to_high_within_the_plot() -> None:
 
 def test_names_cannot_break_a_drawing() -> None:
     nasty = '<b>"&'
-    block = Block(row=nasty, start=0.0, length=1.0, group=nasty, text=nasty, tip=f"{nasty}\nsecond line")
+    block = ChartBlock(row=nasty, start=0.0, length=1.0, group=nasty, text=nasty, tip=f"{nasty}\nsecond line")
     picture = drawn(BlockChart(x=Axis(title=nasty), blocks=(block,), colours={nasty: "#123456"}))
     tips = [element.attrib["data-tip"] for element in picture.iter() if "data-tip" in element.attrib]
     assert tips == [f"{nasty}\nsecond line"]
@@ -77,9 +76,9 @@ def test_names_cannot_break_a_drawing() -> None:
 
 def test_bars_are_in_proportion() -> None:
     blocks = (
-        Block(row="a", start=0.0, length=1.0, group="one"),
-        Block(row="a", start=1.0, length=3.0, group="two"),
-        Block(row="b", start=0.0, length=0.0, group="one"),
+        ChartBlock(row="a", start=0.0, length=1.0, group="one"),
+        ChartBlock(row="a", start=1.0, length=3.0, group="two"),
+        ChartBlock(row="b", start=0.0, length=0.0, group="one"),
     )
     picture = drawn(BlockChart(x=Axis(title="x"), blocks=blocks, colours={"one": "#111111", "two": "#222222"}))
     widths = [float(rect.attrib["width"]) for rect in picture.iter("rect")]

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import ResourceError
-from antiphon.report.colocated import Target, nearest_colocated
 from antiphon.report.contents import Report
-from antiphon.report.emit_engines import sglang_command, vllm_command
+from antiphon.report.emit_engines import Target, nearest_colocated, sglang_command, vllm_command
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec

@@ -9,11 +9,12 @@ from html.parser import HTMLParser
 import pytest
 
 from antiphon.cost.profile import MachineFacts, Profile
-from antiphon.report.answer import answer, sources, three_numbers
-from antiphon.report.chart import LineChart
+from antiphon.report.charts import LineChart
 from antiphon.report.contents import Points, Report
 from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
-from antiphon.report.page import html_page
+from antiphon.report.page import html
+from antiphon.report.serving import plan_page
+from antiphon.report.summary import answer, sources, three_numbers
 from antiphon.report.words import LAYOUT_TITLES
 from antiphon.specs.plan import plan_from_json
 
@@ -64,7 +65,7 @@ LAUNCH = [("This engine", "antiphon serve /models/mixtral --plan plan.json"), ("
 
 @pytest.fixture(scope="module")
 def text(report: Report) -> str:
-    return html_page(report, LAUNCH)
+    return html(plan_page(report, LAUNCH))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_it_is_small_and_prints_no_exponents(text: str, page: Page, report: Repo
         labels=tuple(f"A 16×TP1, E 16×TP1, PP2, batch {step}; 32 × H20" for step in many),
     )
     phases = tuple(replace(contents, fronts=(front,) * 4) for contents in report.phases)
-    assert len(html_page(replace(report, phases=phases), LAUNCH)) < 1_500_000
+    assert len(html(plan_page(replace(report, phases=phases), LAUNCH))) < 1_500_000
 
 
 def decode_frontier(report: Report) -> LineChart:
@@ -238,5 +239,5 @@ def test_the_words_are_there(page: Page, report: Report) -> None:
 
 
 def test_one_phase_says_that_it_is_one(report: Report) -> None:
-    assert "Decode only: prefill is not counted." in html_page(replace(report, phases=report.phases[1:]), LAUNCH)
-    assert "Prefill only: decode is not counted." in html_page(replace(report, phases=report.phases[:1]), LAUNCH)
+    assert "Decode only: prefill is not counted." in html(plan_page(replace(report, phases=report.phases[1:]), LAUNCH))
+    assert "Prefill only: decode is not counted." in html(plan_page(replace(report, phases=report.phases[:1]), LAUNCH))

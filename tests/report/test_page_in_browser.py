@@ -8,11 +8,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from antiphon.report.colours import BATCH_COLOURS, LAYOUT_COLOURS, MARK, MEMORY_COLOURS, PART_COLOURS, ROLE_COLOURS
+from antiphon.report.charts import BATCH_COLOURS, LAYOUT_COLOURS, MARK, MEMORY_COLOURS, PART_COLOURS, ROLE_COLOURS
 from antiphon.report.contents import Report
-from antiphon.report.page import html_page
-from antiphon.report.training_page import MEMORY_COLOURS as TRAINING_MEMORY_COLOURS
-from antiphon.report.training_page import STEP_COLOURS, training_page
+from antiphon.report.page import html
+from antiphon.report.serving import plan_page
+from antiphon.report.training import MEMORY_COLOURS as TRAINING_MEMORY_COLOURS
+from antiphon.report.training import STEP_COLOURS, training_page
 from tests.specs.training_specimen import PLAN
 
 
@@ -48,7 +49,9 @@ def num_pixels(region: np.ndarray, colour: str) -> int:
 @pytest.fixture(scope="module")
 def page(report: Report) -> str:
     """The decode phase alone: pictures take long to unpack."""
-    return html_page(replace(report, phases=report.phases[1:]), [("This engine", "antiphon serve . --plan plan.json")])
+    return html(
+        plan_page(replace(report, phases=report.phases[1:]), [("This engine", "antiphon serve . --plan plan.json")])
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_every_figure_is_drawn(page: str, tmp_path: Path, dark: bool, width: int
 
 def test_the_figures_of_a_training_plan_are_drawn(tmp_path: Path) -> None:
     width, height = 1200, 2600
-    shot = chromium.photograph(training_page(PLAN), tmp_path, width=width, height=height)
+    shot = chromium.photograph(html(training_page(PLAN)), tmp_path, width=width, height=height)
     assert shot.console == []
     assert shot.size[0] <= width, "the page is wider than its window"
     assert shot.size[1] <= height, "the picture does not hold the whole page"

@@ -6,20 +6,23 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.report.run_figures import (
+from antiphon.report.page import html
+from antiphon.report.run import (
     BACKWARD_COLOUR,
     MOST_COLUMNS,
     MOST_POINTS,
     TRAIN_COLOUR,
+    RunRecord,
     balance_chart,
     bytes_chart,
     dropped_chart,
     load_chart,
     loss_chart,
+    read_run,
+    run_page,
     time_chart,
+    write_run_page,
 )
-from antiphon.report.run_page import run_page, write_run_page
-from antiphon.report.run_record import RunRecord, read_run
 from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.train.trainer import Trainer
 from tests.report import chromium
@@ -68,7 +71,7 @@ def test_the_charts_of_a_run_are_its_numbers(folder: Path) -> None:
 def test_a_plan_stands_beside_what_was_measured(folder: Path) -> None:
     record = read_run(folder)
     record.facts["plan"] = training_plan_to_json(PLAN)
-    page = run_page(record)
+    page = html(run_page(record))
     for name in ("a step", "tokens/s", "MFU"):
         assert f"<tr><th>{name}</th>" in page
 
@@ -79,7 +82,7 @@ def test_bytes_drops_and_alarms_where_metrics_hold_them(folder: Path) -> None:
         row |= {"collective_bytes": {"all-to-all": 3e6, "all-reduce": 1e6}, "dropped_rows": [0, 4]}
         row["exposed_comm_s"] = 0.25
     record.alarms.extend((step, f"layer 1 <{step}>") for step in range(30))
-    page = run_page(record)
+    page = html(run_page(record))
     assert 'id="run-bytes"' in page
     assert [block.length for block in bytes_chart(record).blocks] == [3.0, 1.0]
     assert [line.y[0] for line in dropped_chart(record).lines] == [0, 4]
@@ -98,11 +101,11 @@ def test_a_long_run_is_thinned(folder: Path) -> None:
     balance = balance_chart(long)
     assert len(balance.columns) <= MOST_COLUMNS
     assert max(balance.values[1]) == 2.5, "a block shows its worst"
-    assert len(run_page(long)) < 1_500_000
+    assert len(html(run_page(long))) < 1_500_000
 
 
 def test_a_run_that_logged_nothing_and_a_folder_that_is_none(folder: Path, tmp_path: Path) -> None:
-    page = run_page(RunRecord(facts=read_run(folder).facts))
+    page = html(run_page(RunRecord(facts=read_run(folder).facts)))
     assert "No step was logged." in page
     assert "<svg" not in page
     with pytest.raises(UserError, match="not the output of a training run"):
@@ -111,7 +114,7 @@ def test_a_run_that_logged_nothing_and_a_folder_that_is_none(folder: Path, tmp_p
 
 @pytest.mark.skipif(not chromium.BINARY.exists(), reason=f"no browser: {chromium.BINARY} is not installed")
 def test_the_page_in_a_browser(folder: Path, tmp_path: Path) -> None:
-    shot = chromium.photograph(run_page(read_run(folder)), tmp_path, width=1200, height=3600)
+    shot = chromium.photograph(html(run_page(read_run(folder))), tmp_path, width=1200, height=3600)
     assert sorted(shot.places) == sorted(FIGURES)
     assert not [line for line in shot.console if not line.startswith(("PLACE", "WIDTH"))]
     assert shot.size[0] <= 1200, "nothing sticks out"

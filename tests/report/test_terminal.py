@@ -4,13 +4,14 @@ import pytest
 from rich.console import Console
 
 from antiphon.report.contents import MemoryUse, Report
-from antiphon.report.terminal import BAR_WIDTH, memory_bar, terminal_report
+from antiphon.report.serving import memory_bar, plan_pieces
+from antiphon.report.terminal import BAR_WIDTH, rendered
 
 
 def printed(report: Report, width: int, *, explain: bool) -> str:
     console = Console(width=width, highlight=False, record=True, file=None, quiet=False)
     with console.capture() as captured:
-        for item in terminal_report(report, explain=explain):
+        for item in rendered(plan_pieces(report, explain=explain)):
             console.print(item, markup=False)
     return captured.get()
 

@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from antiphon.report.training_page import memory_chart, mfu_chart, step_chart, training_page
-from antiphon.report.training_summary import (
+from antiphon.report.page import html
+from antiphon.report.terminal import bar, rendered
+from antiphon.report.training import (
     LOSER_COLUMNS,
     facts,
     fits,
     hidden_summary,
     loser_row,
+    memory_chart,
     memory_summary,
+    mfu_chart,
     other_strategies,
     short_sizes,
     single_changes,
+    step_chart,
     step_parts,
+    training_page,
+    training_pieces,
 )
-from antiphon.report.training_terminal import share_bar, training_report
 from antiphon.specs.training_plan import TrainingPlan, training_plan_from_json
 from tests.specs.training_specimen import LAYOUT, PLAN, PREDICTED
 
@@ -29,7 +34,7 @@ from tests.specs.training_specimen import LAYOUT, PLAN, PREDICTED
 def printed(plan: TrainingPlan, width: int, *, explain: bool) -> str:
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
-        for item in training_report(plan, explain=explain):
+        for item in rendered(training_pieces(plan, explain=explain)):
             console.print(item, markup=False)
     return captured.get()
 
@@ -87,9 +92,8 @@ def test_what_does_not_fit_has_no_rate() -> None:
 
 def test_the_parts_of_a_step_add_up() -> None:
     parts = step_parts(PREDICTED)
-    assert sum(part.seconds for part in parts) == pytest.approx(PREDICTED.iteration_s)
-    assert sum(part.share for part in parts) == pytest.approx(1)
-    assert {part.name: part.seconds for part in parts}["exposed exchanges in layers"] == 0.5
+    assert sum(parts.values()) == pytest.approx(PREDICTED.iteration_s)
+    assert parts["exposed exchanges in layers"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_a_plan_that_says_little_still_has_a_report() -> None:
     assert "layers exchange nothing" in " ".join(text.split())
     assert memory_summary(bare) == ""
     assert dict(facts(bare))["step waits for"] == "unknown"
-    assert 'id="train-memory"' not in training_page(bare)
+    assert 'id="train-memory"' not in html(training_page(bare))
 
 
 def test_sizes_in_a_few_columns() -> None:
@@ -142,7 +146,7 @@ def test_sizes_in_a_few_columns() -> None:
 
 @pytest.mark.parametrize(("share", "filled"), [(-0.1, 0), (0, 0), (0.02, 0), (0.5, 10), (1, 20), (1.2, 20)])
 def test_bars_are_in_proportion(share: float, filled: int) -> None:
-    assert share_bar(share) == "█" * filled + "·" * (20 - filled)
+    assert bar([share]) == "█" * filled + "·" * (20 - filled)
 
 
 def test_hidden_communication_is_a_share_of_all() -> None:
@@ -157,7 +161,7 @@ def element(page: str, name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return training_page(PLAN)
+    return html(training_page(PLAN))
 
 
 def test_the_plan_is_in_the_page(page: str) -> None:
@@ -188,6 +192,6 @@ def test_every_alternative_is_in_the_pages_table(page: str) -> None:
 
 def test_names_cannot_break_the_page() -> None:
     nasty = "</script><b>x</b>"
-    page = training_page(replace(PLAN, model=nasty))
+    page = html(training_page(replace(PLAN, model=nasty)))
     assert nasty not in page
     assert element(page, "plan")["model"] == nasty

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from antiphon.report.colours import BATCH_COLOURS, HEAT_COLOURS, MARK
+from antiphon.report.charts import BATCH_COLOURS, HEAT_COLOURS, MARK
 from antiphon.report.page import render
 from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard
@@ -60,7 +60,7 @@ def test_the_page_has_the_colours_of_the_reports() -> None:
     assert str(list(HEAT_COLOURS)).replace("'", '"') in page
     assert f'MARK = "{MARK}"' in page
     schemes = re.findall(r":root \{ (.*?) \}", page)
-    frame = re.findall(r":root \{ (.*?) \}", render("frame.html.jinja", title=""))
+    frame = re.findall(r":root \{ (.*?) \}", render("frame.html.jinja"))
     assert [scheme.partition(" --bad")[0] for scheme in schemes] == frame
 
 

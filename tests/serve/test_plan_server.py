@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.cli.commands import single_command
+from antiphon.cli.engine_run import plan_lines
 from antiphon.cli.generate import generate
 from antiphon.cli.serve import serve as serve_command
-from antiphon.cli.serve_plan import plan_lines
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.serve.served_plan import obey
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, plan_to_json

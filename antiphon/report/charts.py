@@ -1,11 +1,35 @@
-"""What a chart shows, as plain data: the figures of all pages are made of these three kinds and drawn by `draw.py`.
+"""What a chart shows, as plain data, and the colours of all drawings. `draw.py` draws the three kinds of chart.
 
-A test compares a chart's numbers with the report's, without a browser. Rejected: plotly. Its bundle made a page of 5 MB
-of which the figures were a tenth, and none of its editing is of use in a report.
+A test compares a chart's numbers with the report's, without a browser. Colours are Okabe and Ito's, which colour-blind
+readers can tell apart, on white and on dark grey. Rejected: plotly. Its bundle made a page of 5 MB of which the figures
+were a tenth, and its editing is of no use in a report.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from antiphon.specs.plan import Layout
+
+LAYOUT_COLOURS: dict[Layout, str] = {
+    "disaggregated": "#0088cc",
+    "hybrid": "#e69f00",
+    "tp_pp": "#009e73",
+    "dp_ep": "#cc79a7",
+}
+PART_COLOURS = {
+    "compute": "#0088cc",
+    "memory bandwidth": "#e69f00",
+    "scale-up network": "#009e73",
+    "scale-out network": "#d55e00",
+    "fixed cost": "#999999",
+}
+FREE = "rgba(150,150,150,0.25)"
+MEMORY_COLOURS = {"weights": "#0088cc", "KV cache": "#e69f00", "reserve": "#999999", "free": FREE}
+BATCH_COLOURS = ("#0088cc", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a800", "#999999")
+ROLE_COLOURS = {"attention": "#0088cc", "experts": "#e69f00", "both": "#009e73"}
+MARK = "#d62728"
+# From even use to a collapsed router: a value between two of them takes the nearer one's colour.
+HEAT_COLOURS = ("#2c7bb6", "#6baed6", "#abd9e9", "#d5ecd4", "#ffffbf", "#fed98e", "#fdae61", "#ea633e", "#d7191c")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +45,7 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ChartLine:
     """A curve. A `y` of None is a gap. ``steps``: a value holds until the next one. `tips`: words per point."""
 
     name: str
@@ -52,14 +76,14 @@ class LineChart:
 
     x: Axis
     y: Axis
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     spots: tuple[Spot, ...] = ()
     mark: tuple[float, str] | None = None
     height: int = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ChartBlock:
     """A bar in `row` from `start` on. `group` gives its colour; `text` stands in it, `tip` beside the pointer."""
 
     row: str
@@ -76,7 +100,7 @@ class BlockChart:
     order."""
 
     x: Axis
-    blocks: tuple[Block, ...]
+    blocks: tuple[ChartBlock, ...]
     colours: dict[str, str]
     row_height: int = 34
 
@@ -112,13 +136,13 @@ class Drawing:
     legend: tuple[tuple[str, str], ...] = field(default=())
 
 
-def stacked(rows: dict[str, dict[str, float]], unit: str) -> tuple[Block, ...]:
+def stacked(rows: dict[str, dict[str, float]], unit: str) -> tuple[ChartBlock, ...]:
     """Bars laid end to end: row -> group -> length."""
     blocks = []
     for row, lengths in rows.items():
         start = 0.0
         for group, length in lengths.items():
             tip = f"{row}\n{group}: {length:.4g} {unit}" if row else f"{group}: {length:.4g} {unit}"
-            blocks.append(Block(row=row, start=start, length=length, group=group, tip=tip))
+            blocks.append(ChartBlock(row=row, start=start, length=length, group=group, tip=tip))
             start += length
     return tuple(blocks)

@@ -1,13 +1,33 @@
-"""What a training plan says in words and rows: the part of its report that terminal and page share.
+"""The report of a training plan: its words and rows, and what a terminal and a page show of them.
+
+Terminal:
+
+1. the answer in a sentence, the chosen layout and its predicted rate
+2. the step in parts, and the fullest device's memory in parts, as bars
+3. the best of every other way to divide a layer, and why it lost
+4. with `explain`: the plan with one thing changed at a time, and what was searched
+
+The page has three figures: the step, the fullest device's memory, and MFU of the plan and of every alternative that
+fits.
 
 An iteration is split in four: what the pipeline's bubble, exposed exchanges and exposed synchronisation leave is work.
 Rejected: the planner's own parts of an iteration beside these. They say what work waits for, which `bound_by` says too.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-from antiphon.report.words import gigabytes, milliseconds, number, plural
-from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPlan, TrainingPredicted
+from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
+from antiphon.report.document import Grid, Notes, Pairs, Piece, ReportDocument, Sentence
+from antiphon.report.draw import draw
+from antiphon.report.terminal import bar
+from antiphon.report.words import gigabytes, milliseconds, number, plural, time_unit
+from antiphon.specs.training_plan import (
+    RejectedTraining,
+    TrainingLayout,
+    TrainingPlan,
+    TrainingPredicted,
+    training_plan_to_json,
+)
 
 Row = tuple[str, ...]
 FORMAT_TITLES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", "fp8": "FP8", "int4": "INT4"}
@@ -32,19 +52,150 @@ OVERLAPS = {
 LOSER_COLUMNS = ("alternative", "sizes", "step", "tokens/s", "MFU", "of plan", "why it lost")
 WHOLE = "whole on each device"
 SIZES = "sizes: n devices share a layer, p stages (x chunks), d copies, b sequences"
+STEP_COLOURS = {
+    "work": "#0088cc",
+    "pipeline bubble": "#999999",
+    "exposed exchanges in layers": "#009e73",
+    "exposed synchronisation": "#d55e00",
+}
+MEMORY_COLOURS = {
+    "parameters": "#0088cc",
+    "gradients": "#e69f00",
+    "optimizer": "#009e73",
+    "activations": "#cc79a7",
+    "workspace": "#d55e00",
+    "free": FREE,
+}
+LOSER_COLOUR = "#0088cc"
+CAPTIONS = {
+    "step": "The fullest stage: what computes, what stands, and what is waited for.",
+    "memory": "Of the fullest device, without what the runtime keeps.",
+    "mfu": "The plan, the best of every other way to divide a layer, and the plan with one thing changed. What does "
+    "not fit in memory is left out.",
+}
+PLAN, ALTERNATIVE = "plan", "alternative"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPart:
-    """One part of an iteration."""
+def training_pieces(plan: TrainingPlan, *, explain: bool) -> Iterator[Piece]:
+    """For a terminal, in order."""
+    yield from (Sentence(subtitle(plan)), Sentence(headline(plan), "heading"), Sentence(""))
+    yield Grid(columns=["", "train"], rows=facts(plan))
+    yield Sentence("One step", "heading")
+    yield _shares(step_parts(plan.predicted), plan.predicted.iteration_s, milliseconds, ("time", "of step"))
+    yield Sentence(f"work: computation, optimizer, hops between stages; {hidden_summary(plan.predicted)}")
+    if summary := memory_summary(plan):
+        yield Sentence(f"Memory of the fullest device: {summary}", "heading")
+        usable = plan.predicted.memory_bytes["usable"]
+        yield _shares(memory_parts(plan.predicted), usable, gigabytes, ("bytes", "of usable"))
+    if others := other_strategies(plan):
+        yield Sentence("Other ways to divide a layer, the best of each", "heading")
+        yield from _losers(others, plan)
+    if explain and (changes := single_changes(plan)):
+        yield Sentence("The plan with one thing changed", "heading")
+        yield from _losers(changes, plan)
+    yield Notes(plan.notes)
+    if explain:
+        yield from (Sentence(""), Sentence(search_summary(plan)))
 
-    name: str
-    seconds: float
-    share: float
+
+def _shares(parts: dict[str, float], whole: float, text: Callable[[float], str], columns: tuple[str, str]) -> Grid:
+    """A row a part, with a bar that is its share of the whole."""
+    rows = [[name, bar([part], whole), text(part), f"{part / whole:.1%}"] for name, part in parts.items()]
+    return Grid(columns=["", "", *columns], rows=rows, right=(2, 3))
 
 
-def title(plan: TrainingPlan) -> str:
-    return f"Training plan for {plan.model} on {plan.cluster}"
+def _losers(losers: Sequence[RejectedTraining], plan: TrainingPlan) -> Iterator[Piece]:
+    """Numbers in a table; the reasons, which are sentences, below it."""
+    yield Sentence(SIZES)
+    rows = [loser_row(loser, plan)[:-1] for loser in losers]
+    yield Grid(columns=["", "sizes", "step", "tokens/s", "MFU", "of plan"], rows=rows, right=(2, 3, 4, 5))
+    yield Pairs([(loser.name, loser.reason) for loser in losers])
+
+
+def training_page(plan: TrainingPlan) -> ReportDocument:
+    """The page."""
+    predicted = plan.predicted
+    summary = memory_summary(plan)
+    holds = f" The fullest device holds {summary}." if summary else ""
+    cards = [
+        ("a step", milliseconds(predicted.iteration_s)),
+        ("tokens/s per device", number(predicted.tokens_per_s_per_device)),
+        ("MFU", f"{predicted.mfu:.1%}"),
+    ]
+    pieces: list[Piece] = [
+        Sentence(f"{headline(plan)}.{holds}", "answer", "Every number on this page is predicted by a cost model."),
+        Pairs(cards, "cards"),
+        Sentence(subtitle(plan), "soft"),
+        Sentence(hidden_summary(predicted).capitalize(), "soft"),
+        Sentence(f"{search_summary(plan)}.", "soft"),
+        Grid(rows=facts(plan)),
+    ]
+    if plan.notes:
+        pieces += [Sentence("Notes", "heading"), Notes(plan.notes)]
+    if plan.rejected:
+        rows = [_unbroken(loser_row(rejected, plan)) for rejected in plan.rejected]
+        pieces += [Sentence("Other ways to train, and the plan with one thing changed", "heading")]
+        pieces += [Sentence(SIZES.capitalize(), "soft"), Grid(columns=LOSER_COLUMNS, rows=rows)]
+    return ReportDocument(
+        title=f"Training plan for {plan.model} on {plan.cluster}",
+        pieces=[*pieces, *_drawings(plan)],
+        footer="The plan itself is in this page's source (element `plan`).",
+        data_name="plan",
+        data=training_plan_to_json(plan),
+    )
+
+
+def _unbroken(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Only the reason, the last cell, may take several lines."""
+    return (*(cell.replace(" ", "\u00a0") for cell in row[:-1]), row[-1])
+
+
+def _drawings(plan: TrainingPlan) -> list[Drawing]:
+    drawn = [("step", "One step", step_chart(plan)), ("mfu", "Model FLOPs utilization", mfu_chart(plan))]
+    if memory_summary(plan):
+        drawn.insert(1, ("memory", "Memory of a device", memory_chart(plan)))
+    return [draw(f"train-{name}", words, CAPTIONS[name], chart) for name, words, chart in drawn]
+
+
+def step_chart(plan: TrainingPlan) -> BlockChart:
+    """One bar, as long as the step."""
+    scale_s, unit = time_unit(plan.predicted.iteration_s)
+    parts = {name: seconds / scale_s for name, seconds in step_parts(plan.predicted).items()}
+    x = Axis(title=f"Time of one step ({unit})")
+    return BlockChart(x=x, blocks=stacked({"": parts}, unit), colours=STEP_COLOURS)
+
+
+def memory_chart(plan: TrainingPlan) -> BlockChart:
+    """One bar, as long as the memory that can be used."""
+    memory = plan.predicted.memory_bytes
+    parts = memory_parts(plan.predicted) | {"free": max(0.0, memory["usable"] - memory["total"])}
+    scaled = {name: num_bytes / 1e9 for name, num_bytes in parts.items()}
+    colours = {name: MEMORY_COLOURS[name] for name in scaled}
+    return BlockChart(
+        x=Axis(title="Memory of one device (GB)"), blocks=stacked({plan.device: scaled}, "GB"), colours=colours
+    )
+
+
+def mfu_chart(plan: TrainingPlan) -> BlockChart:
+    """One bar per way to train, the plan's first."""
+    alternatives = [
+        (rejected.name, rejected.predicted.mfu)
+        for rejected in plan.rejected
+        if rejected.predicted is not None and fits(rejected)
+    ]
+    bars = [(f"plan: {strategy(plan.layout)}", plan.predicted.mfu), *alternatives]
+    blocks = tuple(
+        ChartBlock(
+            row=name,
+            start=0.0,
+            length=100 * mfu,
+            group=ALTERNATIVE if index else PLAN,
+            text=f"{mfu:.1%}",
+            tip=f"{name}\nMFU {mfu:.1%}",
+        )
+        for index, (name, mfu) in enumerate(bars)
+    )
+    return BlockChart(x=Axis(title="MFU (%)"), blocks=blocks, colours={PLAN: MARK, ALTERNATIVE: LOSER_COLOUR})
 
 
 def subtitle(plan: TrainingPlan) -> str:
@@ -100,16 +251,14 @@ def facts(plan: TrainingPlan) -> list[tuple[str, str]]:
     ]
 
 
-def step_parts(predicted: TrainingPredicted) -> tuple[StepPart, ...]:
-    """The iteration in parts that add up to it. "work": computation, optimizer, and hops between stages."""
-    total_s = predicted.iteration_s
+def step_parts(predicted: TrainingPredicted) -> dict[str, float]:
+    """Seconds of the iteration in parts that add up to it. "work": computation, optimizer, and hops between stages."""
     waits = {
         "pipeline bubble": predicted.bubble_s,
         "exposed exchanges in layers": predicted.exposed_s,
         "exposed synchronisation": predicted.sync_exposed_s,
     }
-    parts = {"work": total_s - sum(waits.values()), **waits}
-    return tuple(StepPart(name=name, seconds=value, share=value / total_s) for name, value in parts.items())
+    return {"work": predicted.iteration_s - sum(waits.values()), **waits}
 
 
 def hidden_summary(predicted: TrainingPredicted) -> str:
@@ -120,9 +269,9 @@ def hidden_summary(predicted: TrainingPredicted) -> str:
     return f"layers exchange rows for {milliseconds(total_s)}, {1 - predicted.exposed_s / total_s:.0%} of it hidden"
 
 
-def memory_parts(predicted: TrainingPredicted) -> list[tuple[str, float]]:
+def memory_parts(predicted: TrainingPredicted) -> dict[str, float]:
     """Bytes of the fullest device by part, those that are known."""
-    return [(part, predicted.memory_bytes[part]) for part in MEMORY_PARTS if part in predicted.memory_bytes]
+    return {part: predicted.memory_bytes[part] for part in MEMORY_PARTS if part in predicted.memory_bytes}
 
 
 def memory_summary(plan: TrainingPlan) -> str:
