@@ -28,13 +28,11 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
-from antiphon.bench.peers.api import Workload
-from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.bench.harness.quiet import CpuWatch, rounds_of, wait_for_quiet
+from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
-from antiphon.bench.quiet import CpuWatch, rounds_of, wait_for_quiet
-from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
 from antiphon.bench.served_plans import (
     PinnedLayout,
     layouts_of,
@@ -44,6 +42,7 @@ from antiphon.bench.served_plans import (
     serve_and_measure,
     this_machine,
 )
+from antiphon.bench.serving_peers import Workload
 from antiphon.cli.this_machine import CLUSTER_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
@@ -211,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--patience", type=float, default=30.0, help="seconds to wait for other programs, each point")
     parser.add_argument("--plans", type=int, metavar="N", help="serve plans for N requests instead of the grid")
-    parser.add_argument("--mbit", type=float, help="with --plans: on nodes in a box, links of so many 10^6 bits/s")
+    parser.add_argument("--mbit", type=float, help="with --plans: on nodes in a box, links of this many 10^6 bits/s")
     parser.add_argument("--nodes", type=int, default=2, help="with --mbit: nodes that share out the cores")
     parser.add_argument("--only", help="with --plans: layouts whose names contain this")
     parser.add_argument("--json", type=Path)

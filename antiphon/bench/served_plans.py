@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from antiphon.base.errors import UserError
 from antiphon.base.programs import python_module
 from antiphon.bench.box import Box
-from antiphon.bench.peers.openai_peer import OpenAIPeer
+from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.served_plan import ServedPlan, obey

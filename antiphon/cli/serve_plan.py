@@ -9,7 +9,7 @@ import typer
 
 from antiphon.base.allowance import allowance
 from antiphon.base.units import format_seconds
-from antiphon.bench.profile.this_machine import THIS_CORE
+from antiphon.bench.profile.profile import THIS_CORE
 from antiphon.cli.commands import given_options
 from antiphon.cli.engine_run import plural
 from antiphon.cli.options import CapacityOptions, WorkerOptions

@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .process import ROOT, RUN_TIMEOUT_S, CheckError, read_json, run
-from .runs import CLIENTS, TORCH, Client, Target
+from .runs import CLIENTS, ROOT, RUN_TIMEOUT_S, TORCH, CheckError, Client, Target, read_json, run
 
 INSTALL_TIMEOUT_S = 3600.0
 START_TIMEOUT_S = 180.0

@@ -19,12 +19,10 @@ import typer
 
 from antiphon.base.errors import ResourceError
 from antiphon.bench import serve
-from antiphon.bench.limits import MachineLimits, ThreadLimits
-from antiphon.bench.peers.api import Peer
-from antiphon.bench.peers.engine_process import EngineProcess
-from antiphon.bench.peers.local_peers import vllm_peer
-from antiphon.bench.peers.openai_peer import OpenAIPeer
+from antiphon.bench.harness.limits import MachineLimits, ThreadLimits
+from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, bench_serve
+from antiphon.bench.serving_peers import EngineProcess, Peer, vllm_peer
 from antiphon.cli import bench as command
 
 WORKS = """
@@ -47,7 +45,7 @@ def model(checkpoint: Path) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MachineLimits(per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e9, gemm_flops_per_s=1e9),))
     monkeypatch.setattr(serve, "measure_limits", lambda device: limits)
-    monkeypatch.setattr("antiphon.bench.quiet.wait_for_quiet", lambda *args, **options: True)
+    monkeypatch.setattr("antiphon.bench.harness.quiet.wait_for_quiet", lambda *args, **options: True)
 
 
 @pytest.fixture
@@ -135,7 +133,7 @@ def test_antiphon_is_measured_though_the_default_peers_are_missing(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("antiphon.bench.peers.local_peers.TRANSFORMERS_FILE", tmp_path / "absent.py")
+    monkeypatch.setattr("antiphon.bench.serving_peers.ENGINES_FILE", tmp_path / "absent.py")
     sizes = ("--concurrency=1", "--input-tokens=4", "--output-tokens=2", "--prefill=", "--rounds=1")
     bench(monkeypatch, checkpoint, *sizes, "--json", str(tmp_path / "rows.json"))
     assert [row["engine"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["antiphon colocated"]

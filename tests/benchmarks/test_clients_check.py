@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clients import check, runs
-from benchmarks.clients.process import CheckError, run
-from benchmarks.clients.runs import Client, Target
+from benchmarks.clients.runs import CheckError, Client, Target, run
 
 TARGET = Target("http://127.0.0.1:9", "tiny", Path("tiny"), Path())
 
