@@ -239,7 +239,10 @@ class EngineProcess:
         try:
             yield
         except (ChildFailed, PeerLost, PeerTimeout) as error:
-            reason = str(error) if isinstance(error, ChildFailed) else f"{self._name}: {error}"
+            if isinstance(error, PeerLost):
+                reason = f"{self._name}: it ended unexpectedly, {error.reason}"
+            else:
+                reason = str(error) if isinstance(error, ChildFailed) else f"{self._name}: {error}"
             tail = self._children.last_lines(LOG_TAIL_LINES)
             raise PeerError(reason + ("; its last lines:\n" + "\n".join(tail) if tail else "")) from None
 

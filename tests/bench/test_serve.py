@@ -27,11 +27,15 @@ from antiphon.cli import bench as command
 
 WORKS = """
 import time
-def load(options):
-    def engine(prompts, output_tokens):
+class Engine:
+    def details(self):
+        return {"version": "1"}
+    def timed_run(self, prompts, output_tokens):
         time.sleep(0.001 * output_tokens)
-        return {"ttft_s": [0.001], "itl_s": [0.001] * (output_tokens - 1), "token_ids": None}
-    return engine, {"version": "1"}
+        times = {"prefill_s": 0.001, "total_s": 0.001 * output_tokens, "ttft_s": [0.001]}
+        return {**times, "itl_s": [0.001] * (output_tokens - 1), "token_ids": None}
+def load(options):
+    return Engine()
 """
 FAILS_LATER = WORKS.replace("time.sleep", "assert len(prompts) == 1, 'out of pages'; time.sleep")
 
@@ -104,8 +108,8 @@ def test_peers_that_cannot_start_are_left_out_in_one_line_each(model: Path, peer
         f"without unreadable: {no_program} cannot be started (Permission denied); build it",
         f"without vllm: {broken}/python cannot be started (No such file or directory); run `make peers` to build it",
         "without no-package: ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
-        "without dies: it ended unexpectedly, with status 7; its last lines: no huge pages",
-        "without killed: it ended unexpectedly, with status -9",
+        "without dies: it ended unexpectedly, exited with 7; its last words: no huge pages",
+        "without killed: it ended unexpectedly, killed by SIGKILL: is there enough memory?",
     ]
     assert said[6].startswith("without openai: http://127.0.0.1:9/v1/models does not answer as it should: ")
     assert said[7].startswith("without no-url: nonsense/v1/models does not answer as it should: ")

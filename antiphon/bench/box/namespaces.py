@@ -7,7 +7,7 @@ mount, host-name and IPC namespaces of its own. Commands are forked here, moved 
 
 Nothing has a name on disk. The kernel removes network namespaces, devices and shaping with the last process and
 descriptor, and kills everything in a process namespace, daemons too, with its process 1. So there are three ends and
-no leftovers: the owner closes the socket; the owner dies (its pidfd wakes us, whatever killed it and whatever else still
+no leftovers: the owner closes the socket; the owner dies (its pidfd wakes us, whatever killed it and what else still
 holds the socket); or we are killed (PR_SET_PDEATHSIG kills the inits).
 
 Requests are one JSON object per packet, with descriptors beside it; each gets one answer with its number: {"error":
