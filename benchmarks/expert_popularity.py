@@ -68,7 +68,7 @@ class Routed:
     ahead: Ids
 
 
-class Recorder:
+class RoutingRecorder:
     """The demo model, and a cache for one batch of windows."""
 
     def __init__(self, folder: Path) -> None:
@@ -197,7 +197,7 @@ def print_table(profiles: dict[int, PathProfile], steps: list[Routed], num_exper
 
 
 def estimate(arguments: argparse.Namespace) -> None:
-    recorder = Recorder(FOLDER)
+    recorder = RoutingRecorder(FOLDER)
     library = ['data.files=["${PYTHON_LIBRARY}/**/*.py"]']
     files = find_files(read_config(FOLDER / "train.toml", library).data)
     random.Random(0).shuffle(files)

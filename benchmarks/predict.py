@@ -74,7 +74,7 @@ class Point:
 
 
 @dataclass
-class Measured:
+class MeasuredRound:
     """One round of one point. `parts_s`: of one step, from the spans, under the prediction's names."""
 
     tpot_s: float
@@ -98,21 +98,21 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     return points
 
 
-def measure_point(engine: AntiphonEngine, workload: Workload, patience_s: float) -> Measured:
+def measure_point(engine: AntiphonEngine, workload: Workload, patience_s: float) -> MeasuredRound:
     """One run of an engine whose prefix cache has the prompts."""
     wait_for_quiet(timeout_s=patience_s)
     engine.take_spans()
     watch = CpuWatch()
     tokens_per_s = engine.steady_decode_tokens_per_s(workload)
     share, concurrency = watch.foreign_share(), len(workload.prompts)
-    return Measured(concurrency / tokens_per_s, tokens_per_s, step_parts(engine.take_spans(), concurrency), share)
+    return MeasuredRound(concurrency / tokens_per_s, tokens_per_s, step_parts(engine.take_spans(), concurrency), share)
 
 
-def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[Measured]]:
+def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[MeasuredRound]]:
     """All points in turn, `--rounds` times; every other round in the opposite order."""
     model, sizes = arguments.model, (arguments.input_tokens, arguments.output_tokens)
     vocab_size = load_model_spec(model).vocab_size
-    results: dict[Point, list[Measured]] = {point: [] for point in points}
+    results: dict[Point, list[MeasuredRound]] = {point: [] for point in points}
     with progress("running the engines") as report:
         for names in rounds_of(list(dict.fromkeys(point.contestant for point in points)), arguments.rounds):
             for name in names:
@@ -131,7 +131,7 @@ def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Poi
     return results
 
 
-def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured]) -> dict[str, Any]:
+def row_of(point: Point, predicted: Sequence[float], measured: Sequence[MeasuredRound]) -> dict[str, Any]:
     """What the table and the JSON say of a point; `predicted`: seconds of a token, by each profile."""
     tpot_s = median(each.tpot_s for each in measured)
     predicted_s = sum(predicted) / len(predicted)
@@ -148,7 +148,7 @@ def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured
     }
 
 
-def parts_of(predictions: Sequence[LocalPrediction], measured: Sequence[Measured]) -> dict[str, Any]:
+def parts_of(predictions: Sequence[LocalPrediction], measured: Sequence[MeasuredRound]) -> dict[str, Any]:
     """The parts of a step, for the row of an engine with spans."""
     names = {name for each in measured for name in each.parts_s}
     return {
@@ -261,13 +261,13 @@ def run_plans(arguments: argparse.Namespace) -> None:
         machines = stack.enter_context(where)
         layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
         served = {layout: make_plan(machines, arguments.model, profile, layout, size, folder) for layout in layouts}
-        measured: dict[PinnedLayout, list[Measured]] = {layout: [] for layout in layouts}
+        measured: dict[PinnedLayout, list[MeasuredRound]] = {layout: [] for layout in layouts}
         for number, in_turn in enumerate(rounds_of(layouts, arguments.rounds), start=1):
             for layout in in_turn:
                 wait_for_quiet(timeout_s=arguments.patience)
                 watch = CpuWatch()
                 rate = serve_and_measure(machines, arguments.model, served[layout], size, folder)
-                measured[layout].append(Measured(size.concurrency / rate, rate, {}, watch.foreign_share()))
+                measured[layout].append(MeasuredRound(size.concurrency / rate, rate, {}, watch.foreign_share()))
                 print(f"round {number}, {layout.name}: {rate:.1f} tokens/s", flush=True)
         predicted = [served]
         if not arguments.profile:

@@ -23,7 +23,7 @@ from antiphon import _m2n
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Children, forked, join_gloo, seconds_of_calls
-from antiphon.bench.harness.contest import Columns, OneOf, Patience, Turns, UpTo, num_bytes, seconds, times
+from antiphon.bench.harness.contest import Columns, ContestTurns, OneOf, Patience, UpTo, num_bytes, seconds, times
 from antiphon.bench.harness.quiet import Repetitions, foreign_words
 from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
 from antiphon.comm.collectives import reduce_scatter_single
@@ -175,7 +175,7 @@ def _measure(ranks: Children, case: CollectiveCase, settings: CollectiveSettings
         probed_s = ranks.slowest_median_s("run", name, 5)
         num_calls = max(5, min(_MOST_CALLS, int(_BLOCK_S / probed_s)))
         contestants[name] = partial(ranks.slowest_median_s, "run", name, num_calls)
-    turns = Turns(num_repetitions=settings.repetitions, quiet_timeout_s=settings.quiet_timeout)
+    turns = ContestTurns(num_repetitions=settings.repetitions, quiet_timeout_s=settings.quiet_timeout)
     return _row(case, settings, turns.take(contestants))
 
 

@@ -31,7 +31,7 @@ from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box, box_unavailable
 from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
 from antiphon.bench.harness.children import Children, forked, seconds_of_calls
-from antiphon.bench.harness.contest import Columns, OneOf, Patience, Row, Turns, UpTo, num_bytes, seconds, times
+from antiphon.bench.harness.contest import Columns, ContestTurns, OneOf, Patience, Row, UpTo, num_bytes, seconds, times
 from antiphon.bench.harness.quiet import foreign_words
 from antiphon.bench.m2n.cases import TRANSPORTS
 from antiphon.comm.m2n.native import SPIN_S
@@ -108,7 +108,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             carried[name] = max((now - then for now, then in zip(_carried(box), before, strict=True)), default=None)
         turns = {name: partial(ranks.slowest_median_s, "run", name) for name in CONTESTANTS}
         report(1, 2)
-        blocks = Turns(num_repetitions=case.repetitions).take(turns)
+        blocks = ContestTurns(num_repetitions=case.repetitions).take(turns)
     synchronous_s = blocks[SYNCHRONOUS].median(float)
     return [
         {

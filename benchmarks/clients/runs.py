@@ -73,7 +73,7 @@ EVALUATION_DATA = [
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerTarget:
     """The server and its model, and a folder for what clients write."""
 
     url: str
@@ -89,15 +89,15 @@ class Client:
     name: str
     distribution: str
     requirements: tuple[str, ...]
-    runs: dict[str, Callable[[Path, Target], None]]
+    runs: dict[str, Callable[[Path, ServerTarget], None]]
 
     @property
     def environment(self) -> Path:
         return ROOT / ".peers" / "vllm" if self.name == "vllm" else ROOT / ".clients" / self.name
 
 
-def guidellm(path: str) -> Callable[[Path, Target], None]:
-    def check(environment: Path, target: Target) -> None:
+def guidellm(path: str) -> Callable[[Path, ServerTarget], None]:
+    def check(environment: Path, target: ServerTarget) -> None:
         report = target.folder / f"guidellm{path.replace('/', '-')}.json"
         command: list[str | Path] = [environment / "bin" / "guidellm", "run", "--disable-console-interactive"]
         command += ["--backend", f"kind=openai_http,target={target.url},request_format={path}"]
@@ -112,8 +112,8 @@ def guidellm(path: str) -> Callable[[Path, Target], None]:
     return check
 
 
-def vllm(backend: str, path: str) -> Callable[[Path, Target], None]:
-    def check(environment: Path, target: Target) -> None:
+def vllm(backend: str, path: str) -> Callable[[Path, ServerTarget], None]:
+    def check(environment: Path, target: ServerTarget) -> None:
         report = target.folder / f"vllm-{backend}.json"
         command: list[str | Path] = [environment / "bin" / "vllm", "bench", "serve", "--backend", backend]
         command += ["--base-url", target.url, "--endpoint", path, "--model", target.model]
@@ -128,10 +128,10 @@ def vllm(backend: str, path: str) -> Callable[[Path, Target], None]:
     return check
 
 
-def lm_eval(model_kind: str, path: str, tasks: dict[str, str]) -> Callable[[Path, Target], None]:
+def lm_eval(model_kind: str, path: str, tasks: dict[str, str]) -> Callable[[Path, ServerTarget], None]:
     """`tasks`: task -> metric. They are written on the spot, over three lines of local data."""
 
-    def check(environment: Path, target: Target) -> None:
+    def check(environment: Path, target: ServerTarget) -> None:
         write_tasks(target.folder)
         report = target.folder / f"lm-eval-{model_kind}"
         arguments = f"model={target.model},base_url={target.url}{path},tokenizer={target.tokenizer},max_retries=1"
@@ -173,10 +173,10 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
 
 
-def program(name: str) -> Callable[[Path, Target], None]:
+def program(name: str) -> Callable[[Path, ServerTarget], None]:
     """A small program over a library, run by the environment's Python."""
 
-    def check(environment: Path, target: Target) -> None:
+    def check(environment: Path, target: ServerTarget) -> None:
         run(
             [environment / "bin" / "python", ROOT / "benchmarks" / "clients" / name, target.url, target.model],
             RUN_TIMEOUT_S,

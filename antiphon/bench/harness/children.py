@@ -56,7 +56,7 @@ class Handle(Protocol):
 
 
 @runtime_checkable
-class Launcher(Handle, Protocol):
+class RankLauncher(Handle, Protocol):
     """A program that starts children itself: their processes are known when they call."""
 
     ends_with: str
@@ -144,7 +144,7 @@ class Children:
         started = []
         for number, (name, handle) in enumerate(zip(names, handles, strict=True)):
             connection, pid = called[number]
-            own = handle.of(pid) if isinstance(handle, Launcher) else handle
+            own = handle.of(pid) if isinstance(handle, RankLauncher) else handle
             started.append(Child(self, name, own, connection))
         self._children += started
         for each, make in zip(started, made, strict=True):

@@ -17,9 +17,9 @@ Cell = Callable[[Row], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
+class ContestTurns:
     """How often contestants take turns: until each has `num_repetitions` that other programs did not disturb, at most
-    twice as often. `timeout_s` bounds each wait for other programs to rest, `quiet_timeout_s`."""
+    twice as often. `quiet_timeout_s` bounds each wait for other programs to rest."""
 
     num_repetitions: int = 5
     quiet_timeout_s: float = 5.0

@@ -32,7 +32,7 @@ from antiphon.base.progress import progress
 from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Children, programs
-from antiphon.bench.harness.contest import Columns, Row, Turns, seconds, times
+from antiphon.bench.harness.contest import Columns, ContestTurns, Row, seconds, times
 from antiphon.bench.harness.mpiexec import under_mpiexec
 from antiphon.bench.harness.quiet import Repetitions, foreign_words
 from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest
@@ -48,7 +48,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Turns):
+class Settings(ContestTurns):
     """`num_rounds` of a block, 0: as many as take `BLOCK_S`. `timeout_s` bounds each wait of a contestant's process."""
 
     num_rounds: int = 0
