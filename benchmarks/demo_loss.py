@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from antiphon.bench.plain_loop import PlainLoop
-from antiphon.bench.step_case import samples_of
-from antiphon.bench.train_turns import EnoughError
+from antiphon.bench.train import EnoughError, samples_of
 from antiphon.train.config import read_config
 from antiphon.train.tokens import load_tokenizer
 from antiphon.train.trainer import StepResult, Trainer

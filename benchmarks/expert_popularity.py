@@ -1,15 +1,20 @@
-"""How well expert popularity is known before a layer runs: Lina's sample paths beside the next layer's router.
+"""Which experts real text chooses, and how well that is known before a layer runs: Lina's sample paths (section 5.2)
+beside the next layer's router.
 
-    python benchmarks/expert_popularity.py            # counts; some minutes
+    python benchmarks/expert_popularity.py                               # estimates; some minutes
+    python benchmarks/expert_popularity.py --record out/routing.trace    # for `antiphon bench balance --routing`
 
-The demo model routes text it was trained on and text it was not (the files of `demo_loss.py`), in windows of its
-training length. Sample paths are profiled on other text of the first kind. A step is either 2,048 rows of prompts or
-one row of each of 128 windows. Lina takes an estimate for right if the 2 k experts chosen most often are those it names
-(section 7.3.2; k = 2 here, 1 in the paper); else phase two places again. "In order" asks for the same order too. "Rows
-elsewhere" is the share of choices that would have to change for the estimate to be right.
-
+Estimate: the demo model routes text it was trained on and text it was not (the files of `demo_loss.py`), in windows of
+its training length. Sample paths (`popularity`) are profiled on other text of the first kind. A step is either 2,048
+rows of prompts or one row of each of 128 windows. Lina takes an estimate for right if the 2 k experts chosen most often
+are those it names (section 7.3.2; k = 2 here, 1 in the paper); else phase two places again. "In order" asks for the
+same order too. "Rows elsewhere" is the share of choices that would have to change for the estimate to be right.
 Balancedness: 16 experts on 4 workers with 4 copies, placed for the estimate, split by the step's own counts. `window`
 is placed for the 8 steps before, `fresh` for the step itself. "Packed as Lina": by n_e and first-fit-decreasing.
+
+Record: the demo model goes on with beginnings of the standard library's text, at a temperature of 1. Requests follow
+each other in the order of the files, and a new one begins when one ends. So those that run together are about similar
+code, and popularity drifts as they do.
 """
 
 import argparse
@@ -23,6 +28,7 @@ from demo_loss import FOLDER, HELD_OUT, LIBRARY
 from numpy.typing import NDArray
 from popularity import PathProfile, pack_first_fit
 
+from antiphon.base.errors import UserError
 from antiphon.kernels.select import make_backend
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import make_attention_batch
@@ -31,7 +37,12 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.placement.forecast import most_popular, needs_phase_two
 from antiphon.placement.place import place, recent_loads
+from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.split import balancedness, split_rows
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.launch import start_engine
+from antiphon.serve.outputs import ThreadSink
+from antiphon.specs.sampling import SamplingParams
 from antiphon.train.config import read_config
 from antiphon.train.documents import find_files
 from antiphon.train.tokens import load_tokenizer
@@ -45,6 +56,7 @@ COLUMNS = (
     *("balancedness", "p5", "packed as Lina"),
 )
 Ids = NDArray[np.int64]
+PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Routed:
     ahead: Ids
 
 
-class Recorder:
+class RoutingRecorder:
     """The demo model, and a cache for one batch of windows."""
 
     def __init__(self, folder: Path) -> None:
@@ -184,12 +196,8 @@ def print_table(profiles: dict[int, PathProfile], steps: list[Routed], num_exper
                 print(score.row(name, layers), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How well expert popularity is known before a layer runs.")
-    parser.add_argument("--profile-windows", type=int, default=1024)
-    parser.add_argument("--windows", type=int, default=256)
-    arguments = parser.parse_args()
-    recorder = Recorder(FOLDER)
+def estimate(arguments: argparse.Namespace) -> None:
+    recorder = RoutingRecorder(FOLDER)
     library = ['data.files=["${PYTHON_LIBRARY}/**/*.py"]']
     files = find_files(read_config(FOLDER / "train.toml", library).data)
     random.Random(0).shuffle(files)
@@ -208,6 +216,41 @@ def main() -> None:
             kind = f"{len(steps)} steps of {steps[0].ids.shape[1]:,} rows, {'decode' if is_decode else 'prompts'}"
             print(f"\n{name}, {kind}:\n")
             print_table(profiles, steps, num_experts, top_k)
+
+
+def record(arguments: argparse.Namespace) -> None:
+    prompts = windows_of(sorted(LIBRARY.glob("*/*.py")), arguments.requests)[:, :PROMPT_TOKENS]
+    config = ServeConfig(
+        model=FOLDER, layout="colocated", max_running=arguments.at_once, record_routing=arguments.record
+    )
+    engine = start_engine(config)
+    try:
+        sink = ThreadSink()
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=arguments.tokens, temperature=1.0, seed=number, ignore_eos=True)
+            engine.submit_to(sink, str(number), prompt.tolist(), params)
+        for output in sink.outputs(len(prompts)):
+            if output.error is not None:
+                raise UserError(output.error)
+    finally:
+        engine.stop()
+    trace = read_routing_trace(arguments.record)
+    print(f"{arguments.record}: {trace.num_rows:,} rows of {len(trace.counts_of_steps())} steps")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which experts the demo model's rows choose on real text.")
+    parser.add_argument("--profile-windows", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=256)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write a record of requests instead")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    if arguments.record is None:
+        estimate(arguments)
+    else:
+        record(arguments)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Findings:
         return ", ".join(f"{status}: {count}" for status, count in sorted(self.statuses.items()))
 
     def quantile_ms(self, share: float) -> float:
-        """Of the parallel request's times."""
+        """A quantile of the parallel request's times."""
         return sorted(self.waits_s)[int(share * (len(self.waits_s) - 1))] * 1e3
 
     def summary(self) -> str:

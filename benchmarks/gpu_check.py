@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CheckPart:
     """One command of this check: how it ended (None: stopped at its limit), and how long it took."""
 
     name: str
@@ -62,7 +62,7 @@ def reason_to_skip() -> str | None:
     return "PyTorch finds no CUDA device on this machine"
 
 
-def run_part(name: str, arguments: list[str], deadline_s: float) -> Part:
+def run_part(name: str, arguments: list[str], deadline_s: float) -> CheckPart:
     """Run `python ARGUMENTS` from the repository's root until it ends or `deadline_s` (monotonic) is reached."""
     print(f"== {name}", flush=True)
     started_s = time.monotonic()
@@ -76,7 +76,7 @@ def run_part(name: str, arguments: list[str], deadline_s: float) -> Part:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     command = " ".join(["python", *arguments])
-    return Part(name=name, command=command, exit_code=exit_code, duration_s=time.monotonic() - started_s)
+    return CheckPart(name=name, command=command, exit_code=exit_code, duration_s=time.monotonic() - started_s)
 
 
 def count_tests(report: Path) -> dict[str, int]:
@@ -91,7 +91,7 @@ def count_tests(report: Path) -> dict[str, int]:
     return totals
 
 
-def check_and_time(out: Path, deadline_s: float) -> tuple[list[Part], dict[str, Any]]:
+def check_and_time(out: Path, deadline_s: float) -> tuple[list[CheckPart], dict[str, Any]]:
     """(parts, the result to write). Timing is left out when the tests fail."""
     started_s = time.monotonic()
     junit, bench_json = out / "gpu_tests.xml", out / "gpu_bench.json"
@@ -123,7 +123,7 @@ def check_and_time(out: Path, deadline_s: float) -> tuple[list[Part], dict[str, 
     return parts, result
 
 
-def markdown(parts: list[Part], result: dict[str, Any], device: str) -> str:
+def markdown(parts: list[CheckPart], result: dict[str, Any], device: str) -> str:
     """What happened, as a page."""
     lines = [f"# GPU check on {device}", "", "| part | result | seconds |", "|---|---|---|"]
     for part in parts:

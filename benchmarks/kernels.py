@@ -37,7 +37,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 4, 64, 16
 
 
 def interleaved(actions: dict[str, Callable[[int], object]], repeat: int) -> dict[str, tuple[float, float]]:
-    """Best and median seconds of each action, one after another in every round; they are told the round's number."""
+    """Best and median seconds of each action, one after another in every round; each is given the round's number."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for action in actions.values():
         action(0)

@@ -11,7 +11,7 @@ the gains its text states (over NCCL, one 200 Gbit/s NIC per GPU), and the same 
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ from xml.sax.saxutils import escape
 
 from antiphon.base.processor import cpu_name
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.m2n.cases import figure_cases
-from antiphon.bench.m2n.contestants import choose_contestants
-from antiphon.bench.m2n.harness import Settings, bench_m2n
+from antiphon.bench.harness.contest import Row
+from antiphon.bench.m2n.cases import choose_contestants, figure_cases
+from antiphon.bench.m2n.contest import Settings, bench_m2n
 from antiphon.cli.output import provenance
-
-Row = Mapping[str, Any]
 
 WIDTH, PANEL_HEIGHT, TOP, LEFT, GAP = 1000, 220, 64, 62, 46
 COLOURS = {
@@ -199,8 +197,8 @@ def measure(name: str, transports: Sequence[str], baselines: Sequence[str], repe
         for contestant in choose_contestants(transports, baselines, in_place=True, waiting="auto")
         if contestant.name not in ("tcp in place", "libfabric in place")
     ]
-    outcome = bench_m2n(contestants, figure_cases(name), Settings(num_repetitions=repetitions))
-    return {"bench": "m2n", **provenance(cpu=cpu_name()), "rows": outcome.rows}
+    rows, _ = bench_m2n(contestants, figure_cases(name), Settings(num_repetitions=repetitions))
+    return {"bench": "m2n", **provenance(cpu=cpu_name()), "rows": rows}
 
 
 def main() -> None:

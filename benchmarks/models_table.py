@@ -115,7 +115,7 @@ longest sequence that is served, since one table serves all requests.
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """`equal[layout]` of `num_texts` greedy texts are the same tokens."""
 
     largest_error: float
@@ -127,7 +127,7 @@ class Comparison:
         return self.largest_error < TOLERANCE and set(self.equal.values()) == {self.num_texts}
 
 
-def compare(model: TinyModel) -> Comparison:
+def compare(model: TinyModel) -> ModelComparison:
     """Logits and greedy texts of the checkpoint in `model.folder` against `model.model`; starts two engines."""
     token_ids = random_ids(37)
     expected = SavedModel(model.folder, model.model).logits(token_ids)
@@ -139,21 +139,21 @@ def compare(model: TinyModel) -> Comparison:
     for name, layout in LAYOUTS.items():
         with running(config(model, layout)) as engine:
             equal[name] = sum(a == b for a, b in zip(complete(engine, prompts), texts, strict=True))
-    return Comparison(error, equal, len(prompts))
+    return ModelComparison(error, equal, len(prompts))
 
 
-def compare_family(family: str, folder: Path) -> Comparison:
+def compare_family(family: str, folder: Path) -> ModelComparison:
     return compare(save_tiny_model(folder / family, family))
 
 
-def compare_format(form: str, folder: Path) -> Comparison:
+def compare_format(form: str, folder: Path) -> ModelComparison:
     """Against transformers on the multiplied-out weights."""
     narrow = save_tiny_model(folder / f"float8-{list(FORMATS).index(form)}", QUANTIZED_FAMILY).folder
     wide = quantize_checkpoint(narrow, FORMATS[form])
     return compare(TinyModel(narrow, AutoModelForCausalLM.from_pretrained(wide, attn_implementation="eager").eval()))
 
 
-def page(families: dict[str, Comparison], formats: dict[str, Comparison], made_with: str) -> str:
+def page(families: dict[str, ModelComparison], formats: dict[str, ModelComparison], made_with: str) -> str:
     return "\n".join(
         [
             "# Models that run",
@@ -201,11 +201,13 @@ def page(families: dict[str, Comparison], formats: dict[str, Comparison], made_w
     )
 
 
-def results(text: str) -> tuple[dict[str, Comparison], dict[str, Comparison]]:
+def results(text: str) -> tuple[dict[str, ModelComparison], dict[str, ModelComparison]]:
     """What a page says of families and of formats."""
     families, formats = (
         {
-            name: Comparison(float(error), dict(zip(LAYOUTS, (int(first), int(second)), strict=True)), int(num_texts))
+            name: ModelComparison(
+                float(error), dict(zip(LAYOUTS, (int(first), int(second)), strict=True)), int(num_texts)
+            )
             for name, error, first, num_texts, second in RESULT_ROW.findall(section)
         }
         for section in text.split(FORMATS_HEAD)
@@ -213,7 +215,7 @@ def results(text: str) -> tuple[dict[str, Comparison], dict[str, Comparison]]:
     return families, formats
 
 
-def cells(found: Comparison | None) -> list[str]:
+def cells(found: ModelComparison | None) -> list[str]:
     if found is None:
         return ["see below", "–", "–"]
     return [f"{found.largest_error:.1e}", *(f"{found.equal[name]} of {found.num_texts}" for name in LAYOUTS)]

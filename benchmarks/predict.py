@@ -28,13 +28,11 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
-from antiphon.bench.peers.api import Workload
-from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.bench.harness.quiet import CpuWatch, rounds_of, wait_for_quiet
+from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
-from antiphon.bench.quiet import CpuWatch, rounds_of, wait_for_quiet
-from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
 from antiphon.bench.served_plans import (
     PinnedLayout,
     layouts_of,
@@ -44,6 +42,7 @@ from antiphon.bench.served_plans import (
     serve_and_measure,
     this_machine,
 )
+from antiphon.bench.serving_peers import Workload
 from antiphon.cli.plan_inputs import CLUSTER_FILE
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
@@ -75,7 +74,7 @@ class Point:
 
 
 @dataclass
-class Measured:
+class MeasuredRound:
     """One round of one point. `parts_s`: of one step, from the spans, under the prediction's names."""
 
     tpot_s: float
@@ -99,21 +98,21 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     return points
 
 
-def measure_point(engine: AntiphonEngine, workload: Workload, patience_s: float) -> Measured:
+def measure_point(engine: AntiphonEngine, workload: Workload, patience_s: float) -> MeasuredRound:
     """One run of an engine whose prefix cache has the prompts."""
     wait_for_quiet(timeout_s=patience_s)
     engine.take_spans()
     watch = CpuWatch()
     tokens_per_s = engine.steady_decode_tokens_per_s(workload)
     share, concurrency = watch.foreign_share(), len(workload.prompts)
-    return Measured(concurrency / tokens_per_s, tokens_per_s, step_parts(engine.take_spans(), concurrency), share)
+    return MeasuredRound(concurrency / tokens_per_s, tokens_per_s, step_parts(engine.take_spans(), concurrency), share)
 
 
-def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[Measured]]:
+def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[MeasuredRound]]:
     """All points in turn, `--rounds` times; every other round in the opposite order."""
     model, sizes = arguments.model, (arguments.input_tokens, arguments.output_tokens)
     vocab_size = load_model_spec(model).vocab_size
-    results: dict[Point, list[Measured]] = {point: [] for point in points}
+    results: dict[Point, list[MeasuredRound]] = {point: [] for point in points}
     with progress("running the engines") as report:
         for names in rounds_of(list(dict.fromkeys(point.contestant for point in points)), arguments.rounds):
             for name in names:
@@ -132,7 +131,7 @@ def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Poi
     return results
 
 
-def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured]) -> dict[str, Any]:
+def row_of(point: Point, predicted: Sequence[float], measured: Sequence[MeasuredRound]) -> dict[str, Any]:
     """What the table and the JSON say of a point; `predicted`: seconds of a token, by each profile."""
     tpot_s = median(each.tpot_s for each in measured)
     predicted_s = sum(predicted) / len(predicted)
@@ -149,7 +148,7 @@ def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured
     }
 
 
-def parts_of(predictions: Sequence[LocalPrediction], measured: Sequence[Measured]) -> dict[str, Any]:
+def parts_of(predictions: Sequence[LocalPrediction], measured: Sequence[MeasuredRound]) -> dict[str, Any]:
     """The parts of a step, for the row of an engine with spans."""
     names = {name for each in measured for name in each.parts_s}
     return {
@@ -211,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--patience", type=float, default=30.0, help="seconds to wait for other programs, each point")
     parser.add_argument("--plans", type=int, metavar="N", help="serve plans for N requests instead of the grid")
-    parser.add_argument("--mbit", type=float, help="with --plans: on nodes in a box, links of so many 10^6 bits/s")
+    parser.add_argument("--mbit", type=float, help="with --plans: on nodes in a box, links of this many 10^6 bits/s")
     parser.add_argument("--nodes", type=int, default=2, help="with --mbit: nodes that share out the cores")
     parser.add_argument("--only", help="with --plans: layouts whose names contain this")
     parser.add_argument("--json", type=Path)
@@ -262,13 +261,13 @@ def run_plans(arguments: argparse.Namespace) -> None:
         machines = stack.enter_context(where)
         layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
         served = {layout: make_plan(machines, arguments.model, profile, layout, size, folder) for layout in layouts}
-        measured: dict[PinnedLayout, list[Measured]] = {layout: [] for layout in layouts}
+        measured: dict[PinnedLayout, list[MeasuredRound]] = {layout: [] for layout in layouts}
         for number, in_turn in enumerate(rounds_of(layouts, arguments.rounds), start=1):
             for layout in in_turn:
                 wait_for_quiet(timeout_s=arguments.patience)
                 watch = CpuWatch()
                 rate = serve_and_measure(machines, arguments.model, served[layout], size, folder)
-                measured[layout].append(Measured(size.concurrency / rate, rate, {}, watch.foreign_share()))
+                measured[layout].append(MeasuredRound(size.concurrency / rate, rate, {}, watch.foreign_share()))
                 print(f"round {number}, {layout.name}: {rate:.1f} tokens/s", flush=True)
         predicted = [served]
         if not arguments.profile:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from antiphon.bench.train_turns import write_text
+from antiphon.bench.train import write_text
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config

@@ -30,17 +30,19 @@ from dataclasses import dataclass
 from operator import ne
 from pathlib import Path
 from time import clock_gettime, process_time
-from typing import Literal
+from typing import Annotated, Literal, cast
 
 import numpy as np
 import psutil
 import torch
 from safetensors.torch import load_file, save_file
+from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.bench.antiphon_engine import timed_answers
-from antiphon.bench.cpu_quota import limited
+from antiphon.bench.harness.contest import Columns, Row, UpTo, milliseconds
+from antiphon.bench.harness.cores import limited
+from antiphon.bench.serve import timed_answers
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.tensors import attention_layer_plan
@@ -56,29 +58,61 @@ from antiphon.serve.worker_process import WorkerName
 
 Case = Literal["plain", "hot", "slow", "recorded"]
 CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
+MOST_WORKERS = 64  # more is a slip of the finger
 _SAME_TEXTS = 0.98  # of the requests, in float32
 _FAR = 1e3  # times the length of a usual router row
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceOrder:
-    """What to measure. `batch` requests run at once, each with this many tokens; `slots` of an expert worker a layer.
+class BalanceOptions:
+    """What is measured of each case. `batch` requests run at once, each with this many tokens; `expert_slots` of a
+    layer, None: a quarter more than needed; `routing`: the record of the case `recorded`."""
 
-    `routing`: the record of the case `recorded`. `UserError` if it does not fit the model."""
+    attention: Annotated[int, Option(metavar="N", help="Attention workers."), UpTo(MOST_WORKERS)] = 1
+    experts: Annotated[int, Option(metavar="N", help="Expert workers."), UpTo(MOST_WORKERS)] = 4
+    micro_batches: Annotated[int, Option(metavar="N", help="Micro-batches."), UpTo(MOST_WORKERS)] = 2
+    expert_slots: Annotated[
+        int | None, Option(metavar="N", show_default="a quarter more than needed", help="Slots a layer.")
+    ] = None
+    batch: Annotated[int, Option(metavar="N", help="Requests at once."), UpTo(65_536)] = 64
+    prompt_tokens: Annotated[int, Option(metavar="N", help="Of each request."), UpTo(100_000)] = 32
+    output_tokens: Annotated[int, Option(metavar="N", help="Of each request."), UpTo(100_000)] = 128
+    dtype: Annotated[str, Option(metavar="NAME", help="Texts are compared in float32.")] = "float32"
+    rounds: Annotated[int, Option(metavar="N", help="Runs of each policy, in turns."), UpTo(1000)] = 3
+    expert_cores: Annotated[
+        float | None, Option(metavar="X", show_default="shared", help="Part of a core of an expert worker.")
+    ] = None
+    routing: Annotated[Path | None, Option(metavar="FILE", help="For recorded: of serve --record-routing.")] = None
+
+    def check(self) -> None:
+        """`UserError` for what cannot be."""
+        if self.expert_cores is not None and not 0.1 <= self.expert_cores <= MOST_WORKERS:
+            raise UserError(f"--expert-cores is {self.expert_cores:g}: it must be 0.1 to {MOST_WORKERS}")
+
+    def slots(self, model: Path) -> int:
+        """Slots that an expert worker has in a layer."""
+        needed = -(-load_model_spec(model).router.num_experts // self.experts)
+        return needed + -(-needed // 4) if self.expert_slots is None else self.expert_slots
+
+
+def chosen_cases(text: str | None, routing: Path | None) -> list[Case]:
+    """``"plain,hot"`` -> ["plain", "hot"]; without a text all that there can be."""
+    if text is None:
+        return [case for case in CASES if case != "recorded" or routing is not None]
+    if routing is not None and "recorded" not in text:
+        raise UserError(f"--routing {routing} is for the case recorded, which --cases {text} leaves out")
+    names = [part.strip() for part in text.split(",")]
+    if wrong := [name for name in names if name not in CASES]:
+        raise UserError(f"--cases has {wrong[0]!r}: use some of {', '.join(CASES)}")
+    return cast(list[Case], names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceOrder(BalanceOptions):
+    """One case. `UserError` if its record does not fit the model."""
 
     model: Path
-    attention: int
-    experts: int
-    micro_batches: int
-    slots: int
     case: Case
-    batch: int
-    prompt_tokens: int
-    output_tokens: int
-    rounds: int
-    dtype: str = "float32"
-    expert_cores: float | None = None
-    routing: Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,7 +140,7 @@ class BalanceRow:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _ServedPass:
     token_ids: list[list[int]]
     tokens_per_s: float
     steps_s: list[float]
@@ -114,6 +148,26 @@ class _Pass:
     balancedness: float
     placement_changes: int
     copies: int
+
+
+def columns(rows: Sequence[Row]) -> Columns:
+    """They compare with the policy off of each case."""
+    off = {row["case"]: row["step_s_p95"] for row in rows if row["policy"] == "off"}
+    return Columns(
+        (
+            ("case", "case"),
+            ("policy", "policy"),
+            ("tokens/s", lambda row: f"{row['tokens_per_s']:.0f}"),
+            ("step ms", milliseconds("step_s_median")),
+            ("p95 ms", milliseconds("step_s_p95")),
+            ("p95 to off", lambda row: f"{off[row['case']] / row['step_s_p95']:.2f}"),
+            ("processor ms", milliseconds("processor_s")),
+            ("balancedness", lambda row: f"{row['balancedness']:.3f}"),
+            ("moves", "placement_changes"),
+            ("copies", "copies"),
+        ),
+        title="medians over the rounds; p95 to off: higher is better",
+    )
 
 
 def bench_balance(
@@ -125,7 +179,7 @@ def bench_balance(
     if record is not None and not read_routing_trace(record).has_forecasts:
         raise UserError(f"{record} has no forecasts, which the policy predict needs: record it again")
     model = make_hot(order.model, folder, order.seed) if order.case == "hot" else order.model
-    found: dict[Policy, list[_Pass]] = {policy: [] for policy in policies}
+    found: dict[Policy, list[_ServedPass]] = {policy: [] for policy in policies}
     for number in range(order.rounds):
         turn = number % len(policies)
         for policy in (*policies[turn:], *policies[:turn]):
@@ -146,7 +200,7 @@ def _check_texts(order: BalanceOrder, texts: list[list[list[int]]]) -> None:
         )
 
 
-def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
+def _row(case: Case, policy: Policy, passes: list[_ServedPass]) -> BalanceRow:
     return BalanceRow(
         case=case,
         policy=policy,
@@ -160,7 +214,7 @@ def _row(case: Case, policy: Policy, passes: list[_Pass]) -> BalanceRow:
     )
 
 
-def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
+def _run(order: BalanceOrder, model: Path, policy: Policy) -> _ServedPass:
     config = ServeConfig(
         model=model,
         layout="disaggregated",
@@ -172,7 +226,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
         max_batch_tokens=max(order.batch, 2048),
         trace=True,
         balance=policy,
-        expert_slots=order.slots,
+        expert_slots=order.slots(order.model),
         replay_routing=order.routing if order.case == "recorded" else None,
     )
     engine = start_engine(config)
@@ -198,7 +252,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _Pass:
     ]
     rate = sum(map(len, answers.token_ids)) / answers.took_s
     per_step_s = worked_s / max(1, len(steps_s)) * order.attention
-    return _Pass(
+    return _ServedPass(
         answers.token_ids,
         rate,
         steps_s,

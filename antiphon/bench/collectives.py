@@ -3,7 +3,7 @@
 1. every rank is a process that belongs to a group of ours and to one of gloo's
 2. for each collective and size: both results must be those of one process
 3. blocks of calls in turns, the order turned around each time, until each contestant has enough with little foreign
-   CPU (`bench.quiet`). A call's time is that of the slowest rank; a block's is the median of its calls
+   CPU (`harness.quiet`). A call's time is that of the slowest rank; a block's is the median of its calls
 
 Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-gather) or before (the others).
 """
@@ -11,19 +11,21 @@ Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-ga
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer import Option
 
 from antiphon import _m2n
-from antiphon.base.errors import ResourceError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
-from antiphon.bench.quiet import Repetitions, repeat_until_quiet
-from antiphon.bench.rank_processes import RankProcesses, join_gloo, seconds_of_calls
+from antiphon.bench.harness.children import Children, forked, join_gloo, seconds_of_calls
+from antiphon.bench.harness.contest import Columns, ContestTurns, OneOf, Patience, UpTo, num_bytes, seconds, times
+from antiphon.bench.harness.quiet import Repetitions, foreign_words
+from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
 from antiphon.comm.collectives import reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.m2n.rank_group import NativeRankGroup
@@ -113,52 +115,68 @@ def gloo_call(case: CollectiveCase) -> Call:
 OURS, GLOO = "antiphon", "gloo"
 _BLOCK_S = 0.2
 _MOST_CALLS = 2000
+_MOST_QUIET_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSettings:
-    """`num_repetitions` quiet blocks of each contestant are wanted; `transport` is ours."""
+    """How both are measured; `transport` and `waiting` are ours."""
 
-    transport: str = "shm"
-    waiting: str = "auto"
-    num_repetitions: int = 5
-    quiet_timeout_s: float = 5.0
-    timeout_s: float = 30.0
+    transport: Annotated[str, Option(metavar="T", help="shm, tcp or libfabric."), OneOf(TRANSPORTS)] = "shm"
+    waiting: Annotated[str, Option(metavar="HOW", help="auto, poll, spin or block."), OneOf(WAITING)] = "auto"
+    repetitions: Annotated[int, Option(metavar="N", help="Turns of every contestant."), UpTo(1000)] = 5
+    timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), Patience()] = 30.0
+    quiet_timeout: Annotated[float, Option(metavar="S", help="Wait so long for other programs to rest.")] = 5.0
+
+    def check(self) -> None:
+        """`UserError` for what cannot be."""
+        if not 0 <= self.quiet_timeout <= _MOST_QUIET_S:
+            raise UserError(f"--quiet-timeout is {self.quiet_timeout:g}: use 0 to {_MOST_QUIET_S:g} seconds")
+
+
+COLUMNS = Columns(
+    (
+        ("collective", "collective"),
+        ("ranks", "ranks"),
+        ("bytes", num_bytes("bytes")),
+        ("median", seconds("median_s")),
+        ("gloo", seconds("gloo_median_s")),
+        ("gloo/this", times("speedup_over_gloo")),
+        ("foreign", foreign_words),
+    ),
+    title="slowest rank, medians",
+)
 
 
 def bench_collectives(
     num_ranks: int, collectives: Sequence[str], sizes: Sequence[int], settings: CollectiveSettings, report: Report
 ) -> list[dict[str, Any]]:
-    """One row per collective and size. `ResourceError` if a rank fails or a result is wrong."""
+    """One row per collective and size. `ChildFailed` or `PeerLost` names a rank that fails or has a wrong result."""
     rows = []
     cases = [
-        CollectiveCase(collective=collective, num_ranks=num_ranks, num_bytes=num_bytes)
+        CollectiveCase(collective=collective, num_ranks=num_ranks, num_bytes=size)
         for collective in collectives
-        for num_bytes in sizes
+        for size in sizes
     ]
-    with TemporaryDirectory() as folder:
-        make_member = partial(_Member, num_ranks, settings, str(Path(folder) / "store"))
-        with RankProcesses(num_ranks, make_member) as ranks:
-            for number, case in enumerate(cases):
-                report(number, len(cases))
-                rows.append(_measure(ranks, case, settings))
+    with TemporaryDirectory() as folder, Children() as ranks:
+        made = [partial(CollectivesRank, num_ranks, settings, f"{folder}/store", rank) for rank in range(num_ranks)]
+        ranks.start([f"rank[{rank}]" for rank in range(num_ranks)], made, forked())
+        ranks.introduce()
+        for number, case in enumerate(cases):
+            report(number, len(cases))
+            rows.append(_measure(ranks, case, settings))
     return rows
 
 
-def _measure(ranks: RankProcesses, case: CollectiveCase, settings: CollectiveSettings) -> dict[str, Any]:
+def _measure(ranks: Children, case: CollectiveCase, settings: CollectiveSettings) -> dict[str, Any]:
     ranks.ask("prepare", case)
-    turns = {}
+    contestants = {}
     for name in (OURS, GLOO):
         probed_s = ranks.slowest_median_s("run", name, 5)
         num_calls = max(5, min(_MOST_CALLS, int(_BLOCK_S / probed_s)))
-        turns[name] = partial(ranks.slowest_median_s, "run", name, num_calls)
-    blocks = repeat_until_quiet(
-        turns,
-        num_required=settings.num_repetitions,
-        max_rounds=2 * settings.num_repetitions,
-        quiet_timeout_s=settings.quiet_timeout_s,
-    )
-    return _row(case, settings, blocks)
+        contestants[name] = partial(ranks.slowest_median_s, "run", name, num_calls)
+    turns = ContestTurns(num_repetitions=settings.repetitions, quiet_timeout_s=settings.quiet_timeout)
+    return _row(case, settings, turns.take(contestants))
 
 
 def _row(case: CollectiveCase, settings: CollectiveSettings, blocks: dict[str, Repetitions[float]]) -> dict[str, Any]:
@@ -178,12 +196,12 @@ def _row(case: CollectiveCase, settings: CollectiveSettings, blocks: dict[str, R
     }
 
 
-class _Member:
+class CollectivesRank:
     """One rank of both groups."""
 
     def __init__(self, num_ranks: int, settings: CollectiveSettings, store: str, rank: int) -> None:
         self._store = store
-        self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, settings.timeout_s
+        self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, settings.timeout
         endpoint = _m2n.Endpoint(
             f"rank[{rank}]",
             settings.transport,
@@ -192,10 +210,9 @@ class _Member:
             spin_s=SPIN_S,
             dead_after_s=10.0,
         )
-        self._group = NativeRankGroup(endpoint, rank, num_ranks, timeout_s=settings.timeout_s)
+        self._group = NativeRankGroup(endpoint, rank, num_ranks, timeout_s=settings.timeout)
         self._calls: dict[str, Call] = {}
 
-    @property
     def introduction(self) -> bytes:
         return self._group.ticket
 

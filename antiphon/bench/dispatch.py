@@ -16,18 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.ranges import split_evenly
-from antiphon.bench.rank_processes import RankProcesses, join_gloo
+from antiphon.bench.harness.children import Children, forked, join_gloo
+from antiphon.bench.harness.contest import Columns, UpTo, milliseconds, num_bytes, ratio
 from antiphon.comm.dispatch.all_to_all import AllToAllWay
 from antiphon.comm.dispatch.api import Dispatcher, Way
 from antiphon.comm.dispatch.gather_scatter import GatherScatter
@@ -40,6 +41,35 @@ TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2}  # relative
 BASELINE = "all-to-all"
 VARIANTS = (BASELINE, "all-to-all, once a rank", "all-gather")
 CASE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchOptions:
+    """`rounds` are timed after one that is not."""
+
+    ranks: Annotated[int, Option(metavar="N", help="Processes, each with its experts."), UpTo(64)] = 2
+    tokens: Annotated[int, Option(metavar="N", help="Rows of each rank."), UpTo(1_000_000)] = 1024
+    hidden: Annotated[int, Option(metavar="N", help="Width of a row."), UpTo(65_536)] = 1024
+    num_experts: Annotated[int, Option("--experts", metavar="N", help="Experts in all."), UpTo(4096)] = 16
+    top_k: Annotated[str, Option(metavar="K,K", help="Experts of a row.")] = "1,2,4,8"
+    dtype: Annotated[str, Option(metavar="D", help="float32 or bfloat16: of the rows.")] = "float32"
+    rounds: Annotated[int, Option(metavar="N", help="Timed rounds, in turns."), UpTo(1000)] = 10
+
+    def cases(self) -> "list[DispatchCase]":
+        """`UserError` for what cannot be."""
+        if self.ranks < 2:
+            raise UserError(f"--ranks is {self.ranks}: one rank sends nothing, use 2 or more")
+        if self.dtype not in TOLERANCES:
+            raise UserError(f"--dtype is {self.dtype!r}: use {' or '.join(TOLERANCES)}")
+        return [DispatchCase(**asdict(self) | {"top_k": top_k}) for top_k in parse_top_k(self.top_k)]
+
+
+def parse_top_k(text: str) -> list[int]:
+    """``"1,2,4"`` -> [1, 2, 4]."""
+    found = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(found) < len(text.split(",")) or min(found) < 1:
+        raise UserError(f"--top-k is {text!r}: write whole numbers from 1 on, such as 1,2,4")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,32 +91,42 @@ class DispatchCase:
             raise UserError(f"--ranks is {self.ranks}, --experts is {self.num_experts}: give each rank an expert")
 
 
+COLUMNS = Columns(
+    (
+        ("ranks", "ranks"),
+        ("top-k", "top_k"),
+        ("variant", "variant"),
+        ("round trip ms", milliseconds("round_trip_s_median")),
+        ("to all-to-all", ratio("time_to_all_to_all")),
+        ("sent a rank", num_bytes("comm_bytes")),
+        ("formula", num_bytes("formula_bytes")),
+        ("waited ms", milliseconds("waited_s")),
+    ),
+    title="dispatch and combine, forward and backward; slowest rank, medians",
+)
+
+
 def bench_dispatch(cases: Sequence[DispatchCase], report: Report) -> list[dict[str, Any]]:
-    """Rows of all ways for each case. `ResourceError`, `PeerLost` or `PeerTimeout` names the rank that fails."""
+    """Rows of all ways for each case. `ChildFailed`, `PeerLost` or `PeerTimeout` names the rank that fails."""
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(cases):
         report(number, len(cases))
-        with (
-            TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder,
-            RankProcesses(case.ranks, partial(_Member, case, str(Path(folder) / "store"))) as ranks,
-        ):
+        with TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder, Children() as ranks:
+            made = [partial(DispatchRank, case, f"{folder}/store", rank) for rank in range(case.ranks)]
+            ranks.start([f"rank[{rank}]" for rank in range(case.ranks)], made, forked())
             rows += ranks.ask("measure")[0]
     report(len(cases), len(cases))
     return rows
 
 
-class _Member:
+class DispatchRank:
     """One rank."""
-
-    introduction = None
 
     def __init__(self, case: DispatchCase, store: str, rank: int) -> None:
         self._case, self._store, self._rank = case, store, rank
 
-    def connect(self, introductions: list[Any]) -> None:
-        join_gloo(self._store, self._rank, self._case.ranks, CASE_TIMEOUT_S)
-
     def measure(self) -> list[dict[str, Any]]:
+        join_gloo(self._store, self._rank, self._case.ranks, CASE_TIMEOUT_S)
         rows = _measure(self._case, self._rank)
         dist.destroy_process_group()
         return rows

@@ -1,4 +1,4 @@
-"""Training as anybody would write it, to hold our trainer against: transformers' model, PyTorch's AdamW, a loop, and
+"""Training without anything of ours, to hold our trainer against: transformers' model, PyTorch's AdamW, a loop, and
 `DistributedDataParallel`, or `fully_shard` (FSDP2), where there are several ranks.
 
 Parameters are in float32; bfloat16 is autocast, as the documentation of PyTorch advises. Of the ways transformers has

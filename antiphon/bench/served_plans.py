@@ -6,7 +6,7 @@ and load over HTTP; on this machine, or on the nodes of a cluster in a box, wher
 A device of a plan is a core: layouts use all cores, a process on each. Nodes of a box share them out. What is measured
 is a decode step while all requests decode, which is what a plan of the decode phase predicts.
 
-Rejected: the engine without a server (`antiphon_engine`). It would leave out what makes a plan hard to serve: who
+Rejected: the engine without a server (`serve.AntiphonEngine`). It would leave out what makes a plan hard to serve: who
 joins, and where each rank goes.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from antiphon.base.errors import UserError
 from antiphon.base.programs import python_module
 from antiphon.bench.box import Box
-from antiphon.bench.peers.openai_peer import OpenAIPeer
+from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.served_plan import ServedPlan, obey

@@ -4,31 +4,323 @@
 2. the first steps' losses must agree; what both keep for backward is counted meanwhile
 3. then they take turns, step by step, until each has three steps that other processes did not disturb
 
-Balance, z-loss and weight decay are off on both sides. Several ranks are started by `torchrun` (`main`);
-there the loop has a copy of the model on each of them and a share of the batch. Rejected: one after the other. The
+Balance, z-loss and weight decay are off on both sides. On several ranks the loop has a copy of the model on each of
+them and a share of the batch. The loop takes its step inside the trainer's `on_step`, so both live in one process with
+the same threads. What the first rank decides (that the machine is quiet, that it was often enough) the others do too.
+Rejected: one after the other. The
 machine drifts within a minute.
 """
 
-import json
 import os
+import random
+import socket
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from antiphon.base.errors import ResourceError
-from antiphon.base.programs import python_module
+from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
-from antiphon.bench.limits import measure_gemm_flops_per_s
-from antiphon.bench.step_case import TEXT
-from antiphon.bench.train_turns import NUM_COMPARED, Comparison, Say, TrainingCase, write_text
+from antiphon.bench.harness.children import Children, forked
+from antiphon.bench.harness.contest import Columns, num_bytes, ratio, share
+from antiphon.bench.harness.limits import measure_gemm_flops_per_s
+from antiphon.bench.harness.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
+from antiphon.bench.plain_loop import PlainLoop
+from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
 from antiphon.cost.training.flops import training_flops_per_token
 from antiphon.models.config import load_model_spec
+from antiphon.specs.model import ModelSpec
+from antiphon.train.config import Dtype, TrainConfig, apply_change, config_of
+from antiphon.train.model import Batch
+from antiphon.train.samples import Samples
+from antiphon.train.setup import cache_of
+from antiphon.train.tokens import open_tokens
+from antiphon.train.trainer import StepResult, Trainer
+
+NUM_COMPARED = 3  # steps whose losses must agree
+TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 2e-2}  # of the loss, relative
+QUIET_PATIENCE_S = 5.0
+_DAY_S = 86400.0
+TEXT = "text.txt"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase(ABC):
+    """`batch` sequences a step of the model in `folder`, shared by `ranks`."""
+
+    folder: Path
+    batch: int
+    sequence_length: int
+    dtype: Dtype
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int: ...
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.sequence_length
+
+    def check_sizes(self, spec: ModelSpec) -> None:
+        """`UserError` for a batch that ranks cannot share, or sequences that the model has no positions for."""
+        if self.batch % self.ranks:
+            raise UserError(
+                f"--batch is {self.batch}, which {self.ranks} ranks cannot share: make it a multiple of them"
+            )
+        if self.sequence_length > spec.max_position:
+            raise UserError(
+                f"--sequence-length is {self.sequence_length}, the model's positions end at {spec.max_position}: "
+                "shorten the sequences"
+            )
+
+    def tables(self, workplace: Path, output: dict[str, Any]) -> dict[str, Any]:
+        """The tables of the trainer's file: a run over the text in `workplace` that never saves, evaluates or
+        balances."""
+        return {
+            "model": {"path": str(self.folder), "begin": "checkpoint"},
+            "data": {"files": [str(workplace / TEXT)], "held_out": 0.0, "document_masks": False},
+            "output": {"checkpoint_every": 0} | output,
+            "steps": 1 << 30,
+            "sequence_length": self.sequence_length,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "optimizer": {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0},
+            "loss": {"balance": 0.0, "z": 0.0},
+        }
+
+    def loop(self, config: TrainConfig, *, sharded: bool = False) -> PlainLoop:
+        """The plain loop with the trainer's optimizer."""
+        optimizer, dtype = config.optimizer, getattr(torch, self.dtype)
+        return PlainLoop(self.folder, dtype, optimizer.betas, optimizer.eps, optimizer.clip, sharded=sharded)
+
+    def batch_of(self, samples: Samples, step: int, rank: int) -> Batch:
+        """A rank's share of the step's sequences."""
+        size = self.batch // self.ranks
+        first = step * self.batch + rank * size
+        return samples.batch(range(first, first + size), torch.device("cpu"))
+
+
+def samples_of(config: TrainConfig) -> Samples:
+    """The sequences that the trainer takes, once it has tokenized its text."""
+    tokens = open_tokens(cache_of(config), "train")
+    return Samples(tokens, config.sequence_length, seed=config.seed, document_masks=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase(StepCase):
+    """`max_rounds`: steps of each contestant, at most; `parallel`: the trainer's table of that name, for `ranks` of
+    `threads` each."""
+
+    max_rounds: int
+    ranks: int = 1
+    threads: int = 1
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EnoughError(Exception):
+    """Ends the trainer's run from within `on_step`: a benchmark needs no checkpoint."""
+
+
+@dataclass
+class Timed:
+    """One contestant's steps. `kept_bytes`: what its forward keeps for backward, parameters not counted; `sent_bytes`:
+    in a step, the mean of all ranks; `waited_s`: for others, of the rank that waited longest, by step."""
+
+    kept_bytes: int = 0
+    sent_bytes: float = 0
+    waited_s: list[float] = field(default_factory=list)
+    steps: list[Repetition[float]] = field(default_factory=list)
+
+    @property
+    def counted(self) -> Repetitions[float]:
+        return Repetitions(tuple(self.steps))
+
+
+class StepComparison:
+    """Both contestants' turns; `run` ends with both `Timed`."""
+
+    def __init__(self, case: TrainingCase, say: Say, report: Report) -> None:
+        self._case = case
+        self._say = say
+        self._report = report
+        self.ours, self.theirs = Timed(), Timed()
+        self.implementation = ""
+        self._roots = (os.getppid(),) if case.ranks > 1 else ()  # the fork server, and so all ranks
+        self._watch = CpuWatch(self._roots)
+
+    def run(self, workplace: Path) -> None:
+        """With `write_text`'s file in `workplace`. `AssertionError` if losses differ: a time of something else says
+        nothing."""
+        case = self._case
+        torch.set_num_threads(case.threads)
+        self._spec = load_model_spec(case.folder)
+        self._config = configuration(case, workplace)
+        self._trainer = Trainer(self._config, self._on_step)
+        with ExitStack() as self._counting, suppress(EnoughError):
+            self._kept = self._counting.enter_context(kept_for_backward())
+            self._trainer.run()
+
+    def _on_step(self, result: StepResult) -> None:
+        mesh = self._trainer.mesh
+        if result.step == 0:
+            self._start_loop()
+        elif result.step >= NUM_COMPARED:
+            self.ours.steps.append(Repetition(result.duration_s, self._watch.foreign_share()))
+            taken = mesh.ledger.take()
+            own = torch.tensor([sum(taken.sent_bytes.values()), sum(taken.waited_s.values())], dtype=torch.float64)
+            sent, waited = run(AllGather(mesh.world, "bench", (2,) * self._case.ranks), own).view(-1, 2).unbind(1)
+            self.ours.sent_bytes = float(sent.mean())
+            self.ours.waited_s.append(float(waited.max()))
+        batch = self._batch(result.step)
+        if result.step < NUM_COMPARED:
+            loss = self._compared_step(result, batch)
+            check_losses(self._case.dtype, result.step, result.loss, loss)
+        else:
+            self._wait_for_quiet()
+            watch, started_s = CpuWatch(self._roots), time.perf_counter()
+            self._loop.step(batch, result.rate)
+            self.theirs.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
+        done = result.step + 1 - NUM_COMPARED
+        self._report(max(0, done), self._case.max_rounds)
+        if self._is_enough(done):
+            raise EnoughError
+        self._wait_for_quiet()
+        mesh.ledger.take()
+        self._watch = CpuWatch(self._roots)
+
+    def _batch(self, step: int) -> Batch:
+        return self._case.batch_of(self._samples, step, self._trainer.mesh.rank)
+
+    def _is_enough(self, done: int) -> bool:
+        """As the first rank sees it."""
+        quiet = self.ours.counted.is_quiet and self.theirs.counted.is_quiet
+        enough = torch.tensor([float(self._trainer.is_first and (done >= self._case.max_rounds or quiet))])
+        return bool(run(AllReduce(self._trainer.mesh.world, "bench"), enough).item())
+
+    def _wait_for_quiet(self) -> None:
+        if self._trainer.is_first:
+            wait_for_quiet(timeout_s=QUIET_PATIENCE_S, extra_root_pids=self._roots)
+        barrier(self._trainer.mesh.world)
+
+    def _start_loop(self) -> None:
+        """Once the trainer has tokenized and taken its first step."""
+        self._counting.close()  # later steps are timed, without the hooks
+        of_layers = self._trainer.model.held.take().peak  # they hold it themselves, so autograd saves little
+        self.ours.kept_bytes = self._kept.num_bytes + of_layers
+        self._loop = self._case.loop(self._config)
+        self._samples = samples_of(self._config)
+        self.implementation = self._loop.choose_experts(self._spec, self._batch(0), self._say)
+        self.theirs.sent_bytes = self._loop.sent_bytes
+
+    def _compared_step(self, result: StepResult, batch: Any) -> float:
+        if result.step:
+            self.theirs.waited_s.append(self._loop.exposed_s(batch))
+            return self._loop.step(batch, result.rate)
+        with kept_for_backward() as kept:
+            loss = self._loop.step(batch, result.rate)
+        self.theirs.kept_bytes = kept.num_bytes
+        return loss
+
+
+def check_losses(dtype: Dtype, step: int, ours: float, theirs: float) -> None:
+    difference = abs(ours - theirs) / max(1.0, abs(theirs))
+    assert difference <= TOLERANCES[dtype], (
+        f"step {step}, {dtype}: the trainer's loss is {ours:.6f}, transformers' {theirs:.6f}: nothing is timed"
+    )
+
+
+class _Kept:
+    """Tensors that autograd has saved."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if not (base.is_leaf and base.requires_grad):  # a parameter, or a view of one
+            storage = tensor.untyped_storage()
+            self._bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Each storage once."""
+        return sum(self._bytes.values())
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[_Kept]:
+    """Counts what the forward passes inside keep for their backward."""
+    kept = _Kept()
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        yield kept
+
+
+def configuration(case: TrainingCase, workplace: Path) -> TrainConfig:
+    """A run that logs nothing."""
+    tables = case.tables(workplace, {"folder": str(workplace / "out"), "log_every": 1 << 30})
+    return config_of(tables | {"parallel": dict(case.parallel)}, "the benchmark's configuration")
+
+
+def write_text(file: Path, num_tokens: int) -> None:
+    """Random words, at least `num_tokens` tokens of any tokenizer (a token of ours is at most a word)."""
+    generator = random.Random(0)
+    syllables = [first + second for first in "bdfgklmnprst" for second in "aeiou"]
+    words = ("".join(generator.choices(syllables, k=generator.randint(1, 3))) for _ in range(num_tokens))
+    file.write_text(" ".join(words) + "\n", encoding="utf-8")
+
+
+def parse_parallel(changes: list[str], ranks: int) -> dict[str, Any]:
+    """The trainer's table `parallel`: experts over all ranks, and what ``parallel.KEY=VALUE`` says."""
+    found: dict[str, Any] = {"expert": ranks}
+    for change in changes:
+        key = change.partition("=")[0]
+        if not key.startswith("parallel."):
+            raise UserError(f"--set {change}: only keys of parallel can be set here, for example parallel.zero=1")
+        apply_change(found, change.removeprefix("parallel."))
+    return found
+
+
+def parse_dtypes(text: str) -> list[Dtype]:
+    """``"float32,bfloat16"`` -> both."""
+    found: list[Dtype] = []
+    for name in text.split(","):
+        if name not in TOLERANCES:
+            raise UserError(f"--dtype {text!r}: {name!r} is not measured, use {' or '.join(TOLERANCES)}")
+        found.append(name)
+    return found
+
+
+# --- the benchmark
+
+
+COLUMNS = Columns(
+    (
+        ("variant", "variant"),
+        ("ranks", "world_size"),
+        ("dtype", "dtype"),
+        ("tok/s", "tokens_per_s"),
+        ("step s", "step_s_median"),
+        ("waits s", "exposed_comm_s"),
+        ("sends", num_bytes("comm_bytes")),
+        ("kept for backward", num_bytes("activation_bytes")),
+        ("to loop", ratio("ratio_to_loop")),
+        ("of GEMM peak", share("fraction_of_gemm_peak")),
+        ("steps", "steps"),
+        ("foreign", share("foreign_cpu_share")),
+    )
+)
 
 
 def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list[dict[str, Any]]:
@@ -39,13 +331,9 @@ def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list
         dtype = getattr(torch, case.dtype)
         peak = measure_gemm_flops_per_s(dtype)
         with TemporaryDirectory(prefix="antiphon-bench-train-") as name:
-            write_text(Path(name) / TEXT, case.tokens_per_step * (NUM_COMPARED + case.max_rounds + 1))
-            if case.ranks > 1:
-                found = run_ranks(case, Path(name))
-            else:
-                comparison = Comparison(case, say, report)
-                comparison.run(Path(name))
-                found = rows_of(case, comparison)
+            workplace = Path(name)
+            write_text(workplace / TEXT, case.tokens_per_step * (NUM_COMPARED + case.max_rounds + 1))
+            found = rows_on_ranks(case, workplace) if case.ranks > 1 else compared(case, workplace, say, report)
         peak = max(peak, measure_gemm_flops_per_s(dtype))
         for row in found:
             flops_per_s = training_flops_per_token(load_model_spec(case.folder), case.sequence_length)
@@ -54,19 +342,42 @@ def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list
     return rows
 
 
-def run_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
-    """The rows of a case on several ranks, which `torchrun` starts; they end together, whatever fails."""
-    file, rows = case.write(workplace), workplace / "rows.json"
-    command = python_module("torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}")
-    environment = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
-    ended = subprocess.run([*command, "-m", "antiphon.bench.train", str(file)], env=environment, check=False)
-    if ended.returncode:
-        raise ResourceError(f"a rank of {case.ranks} failed: what it said stands above")
-    found: list[dict[str, Any]] = json.loads(rows.read_text())
+def rows_on_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
+    """The rows of a case on several ranks, which are processes of this machine, as `torchrun` would start them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
+    environment |= {"LOCAL_WORLD_SIZE": str(case.ranks), "GROUP_RANK": "0"}
+    with Children() as ranks:
+        made = [partial(StepRank, case, workplace, rank) for rank in range(case.ranks)]
+        ranks.start([f"rank[{rank}]" for rank in range(case.ranks)], made, forked(environment))
+        found: list[dict[str, Any]] = ranks.ask("rows", timeout_s=_DAY_S)[0]
     return found
 
 
-def rows_of(case: TrainingCase, comparison: Comparison) -> list[dict[str, Any]]:
+class StepRank:
+    """One rank of a case. The first one says what it does."""
+
+    def __init__(self, case: TrainingCase, workplace: Path, rank: int) -> None:
+        self._case, self._workplace, self._rank = case, workplace, rank
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        case = self._case
+        if self._rank:
+            return compared(case, self._workplace, lambda text: None, lambda done, total: None)
+        with progress(f"timing training steps on {case.ranks} ranks") as report:
+            return compared(case, self._workplace, lambda text: print(text, file=sys.stderr), report)
+
+
+def compared(case: TrainingCase, workplace: Path, say: Say, report: Report) -> list[dict[str, Any]]:
+    """This process's turns, as rows."""
+    comparison = StepComparison(case, say, report)
+    comparison.run(workplace)
+    return rows_of(case, comparison)
+
+
+def rows_of(case: TrainingCase, comparison: StepComparison) -> list[dict[str, Any]]:
     """SI units. One process exchanges nothing, so its communication is 0."""
     names = ("antiphon", f"transformers {comparison.implementation}")
     loop_s = comparison.theirs.counted.median(float)
@@ -92,19 +403,3 @@ def rows_of(case: TrainingCase, comparison: Comparison) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def main(file: Path) -> None:
-    """One rank of a case, which `torchrun` starts. The first one writes the rows."""
-    case = TrainingCase.read(file)
-    if int(os.environ["RANK"]):
-        Comparison(case, lambda text: None, lambda done, total: None).run(file.parent)
-        return
-    with progress(f"timing training steps on {case.ranks} ranks") as report:
-        comparison = Comparison(case, lambda text: print(text, file=sys.stderr), report)
-        comparison.run(file.parent)
-    (file.parent / "rows.json").write_text(json.dumps(rows_of(case, comparison)))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

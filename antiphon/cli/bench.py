@@ -1,56 +1,53 @@
-"""`antiphon bench serve`: throughput and latency of Antiphon's layouts beside other engines, on one machine."""
+"""`antiphon bench`: Antiphon beside other engines, libraries and loops, on one machine.
+
+What a benchmark can be asked for stands in the frozen dataclass of its case, as options; a command checks their limits,
+runs the benchmark and shows its columns. Options that several values share, written as one text, are read here.
+"""
 
 import json as jsonlib
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
+from typer.models import OptionInfo
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.antiphon_engine import AntiphonEngine
-from antiphon.bench.peers.api import Peer
-from antiphon.bench.peers.local_peers import transformers_peer, vllm_peer
-from antiphon.bench.peers.openai_peer import OpenAIPeer
-from antiphon.bench.serve import WorkloadSize, bench_serve
+from antiphon.base.progress import progress
+from antiphon.base.units import format_bytes
+from antiphon.bench import balance as balancing
+from antiphon.bench import collectives as collecting
+from antiphon.bench import dispatch as dispatching
+from antiphon.bench import hybrid as two_levels
+from antiphon.bench import serve as serving
+from antiphon.bench import train as training
+from antiphon.bench import training_ladder
+from antiphon.bench.harness.contest import Columns, OneOf, Patience, UpTo
+from antiphon.bench.ladder_figure import draw
+from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladder
+from antiphon.bench.m2n import cases
+from antiphon.bench.m2n import contest as m2n_contest
+from antiphon.bench.openai_peer import OpenAIPeer
+from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
-from antiphon.cli.bench_balance import balance
-from antiphon.cli.bench_collectives import collectives
-from antiphon.cli.bench_dispatch import dispatch
-from antiphon.cli.bench_hybrid import hybrid
-from antiphon.cli.bench_m2n import m2n
-from antiphon.cli.bench_train import train
-from antiphon.cli.commands import CONTEXT_SETTINGS, new_app
-from antiphon.cli.output import JsonOption, show_bench, table
+from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
+from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
+from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, whole_file, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
+from antiphon.serve.balancer import POLICIES
 from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
-app.command(context_settings=CONTEXT_SETTINGS)(m2n)
-app.command(context_settings=CONTEXT_SETTINGS)(train)
-app.command(context_settings=CONTEXT_SETTINGS)(dispatch)
-app.command(context_settings=CONTEXT_SETTINGS)(collectives)
-app.command(context_settings=CONTEXT_SETTINGS)(balance)
-app.command(context_settings=CONTEXT_SETTINGS)(hybrid)
-MOST_REQUESTS, MOST_TOKENS, MOST_ROUNDS = 65_536, 10_000_000, 1000  # more is a slip of the finger
-_COLUMNS = (
-    "engine",
-    "conc.",
-    "in",
-    "out",
-    "out tok/s",
-    "decode tok/s",
-    "of bound",
-    "prefill tok/s",
-    "of bound",
-    "foreign",
-)
+MOST_REQUESTS, MOST_TOKENS, MOST_TURNS, MOST_ROUNDS = 65_536, 10_000_000, 1000, 1_000_000  # more is a slip
+MOST_SEQUENCES, MOST_POSITIONS, MOST_RANKS, MOST_NODES = 65_536, 1_000_000, 64, 16
+MOST_TENSOR_BYTES = 1 << 30
 
 
 @app.callback()
@@ -60,7 +57,182 @@ def root(context: typer.Context) -> None:
         print(context.get_help())
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+def check_limits(chosen: Any) -> None:
+    """`UserError` for a field of a case that is beyond the limit in its annotation."""
+    for name, hint in get_type_hints(type(chosen), include_extras=True).items():
+        notes = getattr(hint, "__metadata__", ())
+        named = [text for note in notes if isinstance(note, OptionInfo) for text in note.param_decls or ()]
+        option, value = named[0] if named else f"--{name.replace('_', '-')}", getattr(chosen, name)
+        for note in notes:
+            if isinstance(note, UpTo):
+                check_count(option, value, note.most)
+            elif isinstance(note, OneOf):
+                check_one_of(option, value, note.names)
+            elif isinstance(note, Patience):
+                check_timeout(option, value)
+
+
+def show_rows(bench: str, columns: Columns, rows: list[dict[str, Any]], json: str | None, **about: Any) -> None:
+    """How a benchmark ends."""
+    show_bench(bench, table(columns.headings, columns.cells(rows), title=columns.title), rows, json=json, **about)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+# --- communication
+
+
+def m2n(
+    senders: Annotated[int | None, typer.Option(metavar="M", show_default="8", help="Sending processes.")] = None,
+    receivers: Annotated[int | None, typer.Option(metavar="N", show_default="8", help="Receiving processes.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option("--bytes", metavar="S,S", show_default="256KiB", help="Sizes of a message.")
+    ] = None,
+    figure: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The paper's: one-to-n, sizes, m-equals-n.")
+    ] = None,
+    transport: Annotated[str, typer.Option(metavar="T,T", help="shm, tcp, libfabric; '': none.")] = "shm,tcp",
+    against: Annotated[
+        str, typer.Option(metavar="B,B", help="gloo, gloo-all-to-all, memcpy, mpi, ucx.")
+    ] = "gloo,memcpy",
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", show_default="0.3 s of them", help="Rounds per repetition.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(metavar="N", help="Turns of every contestant.")] = 5,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Also with payloads written into the slots.")] = False,
+    duplex: Annotated[bool, typer.Option("--duplex", help="Receivers send as much back meanwhile.")] = False,
+    unbalanced: Annotated[bool, typer.Option("--unbalanced", help="A size per receiver, or a spread of one.")] = False,
+    touch: Annotated[bool, typer.Option("--touch", help="Write and read every byte in every round.")] = False,
+    waiting: Annotated[str, typer.Option(metavar="HOW", help="auto, poll, spin or block.")] = "auto",
+    timeout: Annotated[float, typer.Option(metavar="S", help="Patience of every wait.")] = 30.0,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write some rounds as a Perfetto trace.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Time M senders writing to N receivers: Antiphon, gloo, plain copy."""
+    check_output_file("--timeline", timeline)
+    if figure is None:
+        chosen = cases.make_cases(
+            cases.DEFAULT_SENDERS if senders is None else senders,
+            cases.DEFAULT_RECEIVERS if receivers is None else receivers,
+            [cases.DEFAULT_BYTES] if sizes is None else [parse_size("--bytes", size) for size in words_of(sizes)],
+            both_ways=duplex,
+            unbalanced=unbalanced,
+        )
+    else:
+        given = {"--senders": senders, "--receivers": receivers, "--bytes": sizes, "--unbalanced": unbalanced or None}
+        if excess := [option for option, value in given.items() if value is not None]:
+            raise UserError(f"--figure {figure} brings its own sizes: leave out {', '.join(excess)}")
+        chosen = cases.figure_cases(figure, both_ways=duplex)
+    chosen = [replace(case, touched=touch) for case in chosen]
+    contestants = cases.choose_contestants(words_of(transport), words_of(against), in_place=in_place, waiting=waiting)
+    check_count("--rounds", rounds, MOST_ROUNDS)
+    check_count("--repetitions", repetitions, MOST_TURNS)
+    check_timeout("--timeout", timeout)
+    settings = m2n_contest.Settings(
+        num_rounds=rounds or 0, num_repetitions=repetitions, timeout_s=timeout, record=timeline is not None
+    )
+    rows, recordings = m2n_contest.bench_m2n(contestants, chosen, settings)
+    show_rows("m2n", m2n_contest.COLUMNS, rows, json)
+    if timeline is not None:
+        with whole_file("--timeline", timeline) as partial:
+            m2n_contest.write_trace(partial, recordings)
+
+
+@takes_groups
+def collectives(
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="Ranks of a group.")] = "2,4,8",
+    sizes: Annotated[
+        str, typer.Option("--bytes", metavar="S,S", help="Sizes of the tensor.")
+    ] = "1KiB,16KiB,256KiB,1MiB,16MiB",
+    only: Annotated[str, typer.Option(metavar="C,C", help="Which collectives.")] = ",".join(collecting.COLLECTIVES),
+    *,
+    settings: collecting.CollectiveSettings,
+    json: JsonOption = None,
+) -> None:
+    """Time collectives between N ranks: Antiphon beside gloo, checked first, in turns."""
+    check_limits(settings)
+    settings.check()
+    chosen = [check_one_of("--only", name, collecting.COLLECTIVES) for name in _words("--only", only)]
+    sizes_bytes = [_tensor_bytes(text) for text in _words("--bytes", sizes)]
+    counts = [_number_of_ranks(text) for text in _words("--ranks", ranks)]
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        with progress(f"{count} ranks") as report:
+            rows += collecting.bench_collectives(count, chosen, sizes_bytes, settings, report)
+    show_rows("collectives", collecting.COLUMNS, rows, json)
+
+
+def _words(option: str, text: str) -> list[str]:
+    if not (words := words_of(text)):
+        raise UserError(f"{option} is empty: name at least one")
+    return words
+
+
+def _tensor_bytes(text: str) -> int:
+    num_bytes = parse_size("--bytes", text)
+    if not 1 <= num_bytes <= MOST_TENSOR_BYTES:
+        raise UserError(f"--bytes has {text}: a tensor has 1 byte to {format_bytes(MOST_TENSOR_BYTES)}")
+    return num_bytes
+
+
+def _number_of_ranks(text: str) -> int:
+    if not text.isdigit() or not 2 <= int(text) <= MOST_RANKS:
+        raise UserError(f"--ranks has {text}: a group to measure has 2 to {MOST_RANKS} ranks")
+    return int(text)
+
+
+@takes_groups
+def dispatch(chosen: dispatching.DispatchOptions, json: JsonOption = None) -> None:
+    """Time a MoE layer's dispatch and combine, forward and backward, over gloo."""
+    check_limits(chosen)
+    with progress("dispatch and combine", format_amount=lambda done: f"{done:.0f}") as report:
+        rows = dispatching.bench_dispatch(chosen.cases(), report)
+    show_rows("dispatch", dispatching.COLUMNS, rows, json, torch=torch.__version__)
+
+
+@takes_groups
+def hybrid(case: two_levels.TwoLevelCase, json: JsonOption = None) -> None:
+    """Time dispatch and combine over N nodes of M ranks: hybrid TP-EP, fused and not, beside plain EP and TP."""
+    check_limits(case)
+    case.check()
+    with progress(f"{case.nodes} x {case.ranks_per_node} ranks") as report:
+        rows = two_levels.bench_two_level(case, report)
+    show_rows("hybrid", two_levels.COLUMNS, rows, json)
+
+
+# --- serving
+
+
+@takes_groups
+def balance(
+    model: options.ModelFolder,
+    cases: Annotated[
+        str | None, typer.Option(metavar="NAME,...", show_default="all", help="plain, hot, slow, recorded.")
+    ] = None,
+    *,
+    chosen: balancing.BalanceOptions,
+    json: JsonOption = None,
+) -> None:
+    """Time serving under each --balance policy: plain, with a hot expert, with a slow worker, with recorded load."""
+    check_limits(chosen)
+    chosen.check()
+    names = balancing.chosen_cases(cases, chosen.routing)
+    orders = [balancing.BalanceOrder(model=model, case=case, **vars(chosen)) for case in names]
+    rows: list[dict[str, Any]] = []
+    for order in orders:
+        with (
+            tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
+            progress(f"balance, {order.case}", format_amount=lambda done: f"{done:.0f}") as report,
+        ):
+            rows += map(asdict, balancing.bench_balance(order, POLICIES, Path(folder), report))
+    about = {"slots": chosen.slots(model), "batch": chosen.batch}
+    show_rows("balance", balancing.columns(rows), rows, json, about=about, torch=torch.__version__)
+
+
 def serve(
     model: options.ModelFolder,
     concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests at once.")] = "1,8,32,64",
@@ -78,8 +250,8 @@ def serve(
     json: JsonOption = None,
 ) -> None:
     """Time serving MODEL beside other engines, in turns."""
-    options.check_count("--threads", threads, MAX_THREADS)
-    options.check_count("--rounds", rounds, MOST_ROUNDS)
+    check_count("--threads", threads, MAX_THREADS)
+    check_count("--rounds", rounds, MOST_TURNS)
     sizes = workload_sizes(concurrency, input_tokens, output_tokens, prefill)
     check_sizes(sizes, load_model_spec(model))
     resolve_device(device, 0)
@@ -87,57 +259,26 @@ def serve(
     contestants += other_engines(peers, against_url, model, device)
     if not contestants:
         raise UserError("nobody to measure: give --layouts, --peers or --against-url")
-    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so for ever
-        rows, limits = bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
+    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
+        rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
-    show_bench(
-        "serve",
-        result_table(rows),
-        rows,
-        json=json,
-        device=device_name(device),
-        torch=torch.__version__,
-        limits=jsonlib.loads(jsonlib.dumps(asdict(limits))),
-    )
+    about = {"device": device_name(device), "torch": torch.__version__}
+    show_rows("serve", serving.COLUMNS, rows, json, limits=jsonlib.loads(jsonlib.dumps(asdict(limits))), **about)
 
 
-def workload_sizes(concurrency: str, input_tokens: int, output_tokens: int, prefill: str) -> list[WorkloadSize]:
+def workload_sizes(concurrency: str, input_tokens: int, output_tokens: int, prefill: str) -> list[serving.WorkloadSize]:
     """What to measure, from the options' texts; `UserError` when that is nothing."""
-    options.check_count("--input-tokens", input_tokens, MOST_TOKENS)
-    options.check_count("--output-tokens", output_tokens, MOST_TOKENS)
-    sizes = [WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
-    sizes += [WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
+    check_count("--input-tokens", input_tokens, MOST_TOKENS)
+    check_count("--output-tokens", output_tokens, MOST_TOKENS)
+    sizes = [serving.WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
+    sizes += [serving.WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
     if not sizes:
         raise UserError("nothing to measure: give --concurrency or --prefill")
     return sizes
 
 
-def own_engines(
-    layouts: str, model: Path, sizes: Sequence[WorkloadSize], device: str, threads: int | None
-) -> list[Peer]:
-    """One engine of ours for each layout, with room for the largest size."""
-    max_concurrency = max(size.concurrency for size in sizes)
-    max_tokens = max(size.input_tokens + size.output_tokens for size in sizes)
-    return [
-        AntiphonEngine(
-            name, model, max_concurrency=max_concurrency, max_tokens=max_tokens, device=device, threads=threads
-        )
-        for name in layouts.split(",")
-        if name
-    ]
-
-
-def other_engines(peers: str | None, against_url: str | None, model: Path, device: str) -> list[Peer]:
-    """The engines to compare with: those that `--peers` names, and a server that runs already."""
-    names = default_peers(device) if peers is None else peers.split(",")
-    found = [make_peer(name, model, device) for name in names if name]
-    if against_url is not None:
-        found.append(OpenAIPeer(against_url))
-    return found
-
-
-def check_sizes(sizes: Sequence[WorkloadSize], spec: ModelSpec) -> None:
+def check_sizes(sizes: Sequence[serving.WorkloadSize], spec: ModelSpec) -> None:
     """`UserError` for a request that the model's context cannot hold."""
     for size in sizes:
         if size.input_tokens + size.output_tokens > spec.max_position:
@@ -147,27 +288,28 @@ def check_sizes(sizes: Sequence[WorkloadSize], spec: ModelSpec) -> None:
             )
 
 
-def default_peers(device: str) -> tuple[str, ...]:
-    """The peers that this device has; says whom it leaves out."""
-    if device == "cpu":
-        return ("transformers", "vllm")
-    _say(f"without vllm: it is set up for the CPU, not for --device {device}")
-    return ("transformers",)
+def own_engines(
+    layouts: str, model: Path, sizes: Sequence[serving.WorkloadSize], device: str, threads: int | None
+) -> list[Peer]:
+    """One engine of ours for each layout, with room for the largest size."""
+    max_concurrency = max(size.concurrency for size in sizes)
+    max_tokens = max(size.input_tokens + size.output_tokens for size in sizes)
+    return [
+        serving.AntiphonEngine(
+            name, model, max_concurrency=max_concurrency, max_tokens=max_tokens, device=device, threads=threads
+        )
+        for name in layouts.split(",")
+        if name
+    ]
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def make_peer(name: str, model: Path, device: str) -> Peer:
-    """A peer by its name on the command line."""
-    if name == "transformers":
-        return transformers_peer(model, device=device)
-    if name == "vllm":
-        if device != "cpu":
-            raise UserError(f"peer vllm is set up for the CPU: with --device {device} use --peers transformers")
-        return vllm_peer(model)
-    raise UserError(f"peer {name!r} is not known: use transformers or vllm, or --against-url")
+def other_engines(peers: str | None, against_url: str | None, model: Path, device: str) -> list[Peer]:
+    """The engines to compare with: those that `--peers` names, and a server that runs already."""
+    names = default_peers(device, _say) if peers is None else peers.split(",")
+    found = [make_peer(name, model, device) for name in names if name]
+    if against_url is not None:
+        found.append(OpenAIPeer(against_url))
+    return found
 
 
 def parse_counts(text: str) -> list[int]:
@@ -177,7 +319,7 @@ def parse_counts(text: str) -> list[int]:
     except ValueError as error:
         raise UserError(f"--concurrency {text!r} is not a list of numbers: write for example 1,8,32") from error
     for count in counts:
-        options.check_count(f"--concurrency {text!r}: a number", count, MOST_REQUESTS)
+        check_count(f"--concurrency {text!r}: a number", count, MOST_REQUESTS)
     return counts
 
 
@@ -189,8 +331,8 @@ def parse_prefill(text: str) -> list[tuple[int, int]]:
     except ValueError as error:
         raise UserError(f"--prefill {text!r} is not a list like 1x512,8x512") from error
     for count, tokens in pairs:
-        options.check_count(f"--prefill {text!r}: a number of prompts", count, MOST_REQUESTS)
-        options.check_count(f"--prefill {text!r}: a prompt's length", tokens, MOST_TOKENS)
+        check_count(f"--prefill {text!r}: a number of prompts", count, MOST_REQUESTS)
+        check_count(f"--prefill {text!r}: a prompt's length", tokens, MOST_TOKENS)
     return pairs
 
 
@@ -199,25 +341,100 @@ def device_name(device: str) -> str:
     return device if device == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
 
 
-def result_table(rows: list[dict[str, Any]]) -> Any:
-    """What people read; the JSON has more."""
+# --- training
 
-    def share(value: float | None) -> str | None:
-        return None if value is None else f"{value:.0%}"
 
-    cells = [
-        (
-            row["engine"],
-            row["concurrency"],
-            row["input_tokens"],
-            row["output_tokens"],
-            row["output_tokens_per_s"],
-            row["decode_tokens_per_s"],
-            share(row.get("decode_fraction_of_bound")),
-            row["prefill_tokens_per_s"],
-            share(row["prefill_fraction_of_bound"]),
-            share(row["foreign_cpu_share"]),
+@takes_groups
+def train(
+    model: options.ModelFolder,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences of a step.")] = 8,
+    sequence_length: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 256,
+    dtype: Annotated[str, typer.Option(metavar="D,D", help="float32, bfloat16: of the arithmetic.")] = "float32",
+    threads: Annotated[int | None, typer.Option(metavar="N", show_default="all cores")] = None,
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="On one process, and on several ranks.")] = "1",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of our ranks: parallel.KEY=N."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="At most this many steps each.")] = 12,
+    *,
+    chosen: LadderOptions,
+    json: JsonOption = None,
+) -> None:
+    """Time a training step of MODEL beside a plain loop over transformers, in turns."""
+    check_count("--batch", batch, MOST_SEQUENCES)
+    check_count("--sequence-length", sequence_length, MOST_POSITIONS)
+    check_count("--threads", threads, MAX_THREADS)
+    check_count("--rounds", rounds, MOST_TURNS)
+    dtypes = training.parse_dtypes(dtype)
+    step: dict[str, Any] = {"folder": model, "batch": batch, "sequence_length": sequence_length}
+    if chosen.ladder is not None:
+        if threads is not None or ranks != "1" or changes or len(dtypes) > 1:
+            raise UserError(
+                "--threads, --ranks, --set or several dtypes: a ladder says itself what runs, so leave them out"
+            )
+        _run_ladder(chosen, step | {"dtype": dtypes[0], "rounds": rounds}, json)
+        return
+    chosen.refuse_without_ladder()
+    counts = parse_ranks(ranks)
+    if changes and all(count == 1 for count in counts):
+        raise UserError(f"--set {changes[0]}: one process shares nothing; add --ranks, for example --ranks 2")
+    cores = threads or torch.get_num_threads()
+    cases = [
+        training.TrainingCase(
+            **step,
+            dtype=name,
+            max_rounds=rounds,
+            ranks=count,
+            threads=max(1, cores // count),
+            parallel=training.parse_parallel(changes or [], count) if count > 1 else {},
         )
-        for row in rows
+        for count in counts
+        for name in dtypes
     ]
-    return table(_COLUMNS, cells)
+    for case in cases:
+        case.check_sizes(load_model_spec(case.folder))
+    torch.set_num_threads(cores)
+    with progress("timing training steps") as report:
+        rows = training.bench_train(cases, _say, report)
+    show_rows("train", training.COLUMNS, rows, json, torch=torch.__version__)
+
+
+def _run_ladder(chosen: LadderOptions, step: dict[str, Any], json: str | None) -> None:
+    """Time its variants, in turns, and show them."""
+    check_count("--nodes", chosen.nodes, MOST_NODES)
+    check_count("--ranks-per-node", chosen.ranks_per_node, MOST_NODES)
+    case = LadderCase(
+        **step,
+        ladder=chosen.ladder or "",
+        nodes=2 if chosen.nodes is None else chosen.nodes,
+        ranks_per_node=2 if chosen.ranks_per_node is None else chosen.ranks_per_node,
+        mbit=100.0 if chosen.mbit is None else chosen.mbit,
+    )
+    timeout_s = 3600.0 if chosen.timeout is None else chosen.timeout
+    check_timeout("--timeout", timeout_s)
+    check_output_file("--figure", chosen.figure)
+    check_ladder(case)
+    with progress(f"ladder {case.ladder}", format_amount=lambda done: f"{done:.0f} steps") as report:
+        rows = training_ladder.bench_ladder(case, timeout_s, report)
+    show_rows("train", training_ladder.columns(rows), rows, json, torch=torch.__version__)
+    if chosen.figure is not None:
+        title = (
+            f"{case.ladder}: {case.nodes} nodes x {case.ranks_per_node} ranks, {case.mbit:g} Mbit/s, "
+            f"{case.tokens_per_step} tokens a step"
+        )
+        write_whole("--figure", chosen.figure, draw(rows, title))
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``"1,2,4"`` -> all of them."""
+    if not all(name.isdecimal() for name in text.split(",")):
+        raise UserError(f"--ranks {text!r}: write numbers, for example 1,2,4")
+    found = [int(name) for name in text.split(",")]
+    for count in found:
+        check_count("--ranks", count, MOST_RANKS)
+    return found
+
+
+for command in (m2n, train, dispatch, collectives, balance, hybrid, serve):  # in the order of the help
+    app.command(context_settings=CONTEXT_SETTINGS)(command)

@@ -12,7 +12,7 @@ from rich.table import Table
 from antiphon import __version__, _native
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.profile.this_machine import THIS_CORE
+from antiphon.bench.profile.profile import THIS_CORE
 from antiphon.cli.output import show, table, whole_file
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype

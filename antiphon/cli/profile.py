@@ -15,10 +15,9 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.profile.effort import NORMAL, QUICK
-from antiphon.bench.profile.profile import Wanted, measure
-from antiphon.bench.profile.this_machine import cost_profile, this_cluster, training_profile
-from antiphon.bench.profile.training_tables import WantedTraining, measure_training
+from antiphon.bench.profile.orders import NORMAL, QUICK
+from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
+from antiphon.bench.profile.training import WantedTraining, measure_training
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, PROFILE_FILE

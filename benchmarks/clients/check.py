@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .process import ROOT, RUN_TIMEOUT_S, CheckError, read_json, run
-from .runs import CLIENTS, TORCH, Client, Target
+from .runs import CLIENTS, ROOT, RUN_TIMEOUT_S, TORCH, CheckError, Client, ServerTarget, read_json, run
 
 INSTALL_TIMEOUT_S = 3600.0
 START_TIMEOUT_S = 180.0
@@ -37,7 +36,7 @@ TEMPLATE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ClientRow:
     """What a client did: "passed", "failed: ..." or "skipped: ..."."""
 
     client: str
@@ -79,7 +78,7 @@ def make_model(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def server(folder: Path) -> Iterator[Target]:
+def server(folder: Path) -> Iterator[ServerTarget]:
     """`antiphon serve` on the tiny model, until the block ends."""
     model, ready, log_path = make_model(folder / "tiny"), folder / "ready.json", folder / "server.log"
     command = [sys.executable, "-m", "antiphon.cli.main", "serve", str(model), "--layout", "disaggregated"]
@@ -95,17 +94,17 @@ def server(folder: Path) -> Iterator[Target]:
                     raise CheckError(f"the server did not start: {log_path.read_text(errors='replace')[-300:]}")
                 time.sleep(0.1)  # nothing but the file tells that the server is ready
             facts = json.loads(ready.read_text())
-            yield Target(facts["url"], facts["model"], model, folder)
+            yield ServerTarget(facts["url"], facts["model"], model, folder)
         finally:
             process.kill()  # its workers notice and end by themselves
 
 
-def check_client(client: Client, target: Target) -> Iterator[Row]:
+def check_client(client: Client, target: ServerTarget) -> Iterator[ClientRow]:
     """One row for each thing the client does; one row when it cannot be installed."""
     try:
         version = install(client)
     except CheckError as error:
-        yield Row(client=client.name, version="", ran="", result=f"skipped: {error}", duration_s=0.0)
+        yield ClientRow(client=client.name, version="", ran="", result=f"skipped: {error}", duration_s=0.0)
         return
     for name, check in client.runs.items():
         started_s = time.monotonic()
@@ -115,16 +114,16 @@ def check_client(client: Client, target: Target) -> Iterator[Row]:
         except (CheckError, KeyError, ValueError) as error:
             result = f"failed: {error!r}" if not isinstance(error, CheckError) else f"failed: {error}"
         elapsed_s = time.monotonic() - started_s
-        yield Row(client=client.name, version=version, ran=name, result=result, duration_s=elapsed_s)
+        yield ClientRow(client=client.name, version=version, ran=name, result=result, duration_s=elapsed_s)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[ClientRow]) -> str:
     lines = ["| client | version | ran | result | seconds |", "|---|---|---|---|---|"]
     lines += [f"| {r.client} | {r.version} | {r.ran} | {r.result} | {r.duration_s:.0f} |" for r in rows]
     return "\n".join(lines)
 
 
-def exit_code(rows: list[Row]) -> int:
+def exit_code(rows: list[ClientRow]) -> int:
     """1 when a client failed; one that is skipped is no failure."""
     return int(any(row.result.startswith("failed") for row in rows))
 
@@ -145,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     options = parser.parse_args(arguments)
     clients = chosen(options.clients)
-    rows: list[Row] = []
+    rows: list[ClientRow] = []
     try:
         with tempfile.TemporaryDirectory(prefix="antiphon-clients-") as name, server(Path(name)) as target:
             for client in clients:

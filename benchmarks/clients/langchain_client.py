@@ -18,7 +18,7 @@ def look_up(city: Literal["Oslo", "Rome"], celsius: bool) -> str:
     return f"{city}: 20 {'C' if celsius else 'F'}"
 
 
-class Verdict(BaseModel):
+class CityVerdict(BaseModel):
     """An opinion."""
 
     good: bool
@@ -48,8 +48,8 @@ def main() -> None:
     result = ToolMessage(look_up.invoke(call["args"]), tool_call_id=call["id"])
     check(bool(chat.bind_tools([look_up]).invoke([HumanMessage("bada"), message, result]).id), "its result is read")
     for method in ("function_calling", "json_schema"):
-        verdict = long.with_structured_output(Verdict, method=method, strict=True).invoke("bada")
-        check(isinstance(verdict, Verdict), f"structured output by {method}")
+        verdict = long.with_structured_output(CityVerdict, method=method, strict=True).invoke("bada")
+        check(isinstance(verdict, CityVerdict), f"structured output by {method}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,66 @@
-"""What each client does against the server, and what its own report must say afterwards."""
+"""What each client does against the server, and what its own report must say afterwards; hubs and reports home are
+switched off, and a failure is said in one line."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .process import ROOT, RUN_TIMEOUT_S, expect, read_json, run
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 600.0
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+
+class CheckError(RuntimeError):
+    """A client, or its installation, failed; the message is one line."""
+
+
+def run(command: list[str | Path], timeout_s: float, folder: Path | None = None) -> str:
+    """The command's output; `CheckError` with its last lines when it fails or takes too long."""
+    words = [str(word) for word in command]
+    try:
+        ended = subprocess.run(
+            words,
+            cwd=folder or ROOT,
+            env=os.environ | QUIET,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CheckError(f"{Path(words[0]).name} did not end within {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise CheckError(f"cannot run {words[0]}: {error.strerror}") from None
+    if ended.returncode != 0:
+        lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+        errors = [line for line in lines if "rror" in line or line.startswith("failed")]
+        raise CheckError(
+            f"exit code {ended.returncode}: {' '.join((errors or lines or ['no output'])[-1].split())[:300]}"
+        )
+    return ended.stdout
+
+
+def expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise CheckError(what)
+
+
+def read_json(path: Path) -> Any:
+    expect(path.exists(), f"it wrote no {path.name}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# --- clients
 
 NUM_REQUESTS = 6
 OUTPUT_TOKENS = 8
@@ -19,7 +73,7 @@ EVALUATION_DATA = [
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerTarget:
     """The server and its model, and a folder for what clients write."""
 
     url: str
@@ -35,15 +89,15 @@ class Client:
     name: str
     distribution: str
     requirements: tuple[str, ...]
-    runs: dict[str, Callable[[Path, Target], None]]
+    runs: dict[str, Callable[[Path, ServerTarget], None]]
 
     @property
     def environment(self) -> Path:
         return ROOT / ".peers" / "vllm" if self.name == "vllm" else ROOT / ".clients" / self.name
 
 
-def guidellm(path: str) -> Callable[[Path, Target], None]:
-    def check(environment: Path, target: Target) -> None:
+def guidellm(path: str) -> Callable[[Path, ServerTarget], None]:
+    def check(environment: Path, target: ServerTarget) -> None:
         report = target.folder / f"guidellm{path.replace('/', '-')}.json"
         command: list[str | Path] = [environment / "bin" / "guidellm", "run", "--disable-console-interactive"]
         command += ["--backend", f"kind=openai_http,target={target.url},request_format={path}"]
@@ -58,8 +112,8 @@ def guidellm(path: str) -> Callable[[Path, Target], None]:
     return check
 
 
-def vllm(backend: str, path: str) -> Callable[[Path, Target], None]:
-    def check(environment: Path, target: Target) -> None:
+def vllm(backend: str, path: str) -> Callable[[Path, ServerTarget], None]:
+    def check(environment: Path, target: ServerTarget) -> None:
         report = target.folder / f"vllm-{backend}.json"
         command: list[str | Path] = [environment / "bin" / "vllm", "bench", "serve", "--backend", backend]
         command += ["--base-url", target.url, "--endpoint", path, "--model", target.model]
@@ -74,10 +128,10 @@ def vllm(backend: str, path: str) -> Callable[[Path, Target], None]:
     return check
 
 
-def lm_eval(model_kind: str, path: str, tasks: dict[str, str]) -> Callable[[Path, Target], None]:
+def lm_eval(model_kind: str, path: str, tasks: dict[str, str]) -> Callable[[Path, ServerTarget], None]:
     """`tasks`: task -> metric. They are written on the spot, over three lines of local data."""
 
-    def check(environment: Path, target: Target) -> None:
+    def check(environment: Path, target: ServerTarget) -> None:
         write_tasks(target.folder)
         report = target.folder / f"lm-eval-{model_kind}"
         arguments = f"model={target.model},base_url={target.url}{path},tokenizer={target.tokenizer},max_retries=1"
@@ -119,10 +173,10 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
 
 
-def program(name: str) -> Callable[[Path, Target], None]:
+def program(name: str) -> Callable[[Path, ServerTarget], None]:
     """A small program over a library, run by the environment's Python."""
 
-    def check(environment: Path, target: Target) -> None:
+    def check(environment: Path, target: ServerTarget) -> None:
         run(
             [environment / "bin" / "python", ROOT / "benchmarks" / "clients" / name, target.url, target.model],
             RUN_TIMEOUT_S,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.bench.balance import BalanceOrder, Case, bench_balance
-from antiphon.cli.bench_balance import chosen_cases
+from antiphon.bench.balance import BalanceOrder, Case, bench_balance, chosen_cases
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
 from tests.serve.engine_harness import save_tiny_model
 
@@ -32,7 +31,7 @@ def order(model: Path, case: Case, routing: Path | None) -> BalanceOrder:
         attention=1,
         experts=2,
         micro_batches=2,
-        slots=4,
+        expert_slots=4,
         case=case,
         batch=4,
         prompt_tokens=8,

@@ -17,7 +17,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.bench.box import Box, BoxError, NodeProcess, box_unavailable, keeper, topology, wait_all
-from antiphon.bench.box.ranks import NodeCommand, parse_node_command, plan_ranks
+from antiphon.bench.box.run import NodeCommand, parse_node_command, plan_ranks
 from antiphon.bench.box.topology import LinkShape
 from tests.waiting import wait_until
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.collectives import CollectiveCase, check_result, expected_result
-from antiphon.cli.bench_collectives import collectives
+from antiphon.cli.bench import app
 from tests.comm.ranks import start_fork_server
 
 
@@ -16,7 +17,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     start_fork_server()
     only = "all-reduce,reduce-scatter"
-    collectives(ranks="2", repetitions=1, sizes="1000", only=only, quiet_timeout=0, json=str(file))
+    options = ["--ranks", "2", "--repetitions", "1", "--bytes", "1000", "--only", only, "--quiet-timeout", "0"]
+    CliRunner().invoke(app, ["collectives", *options, "--json", str(file)], catch_exceptions=False)
     rows = json.loads(file.read_text())["rows"]
     assert [row["collective"] for row in rows] == ["all-reduce", "reduce-scatter"]
     assert all(row["bytes"] == 1024 and row["speedup_over_gloo"] > 0 for row in rows)
@@ -43,6 +45,6 @@ def test_wrong_results_are_not_timed() -> None:
 
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="--ranks has 1: a group to measure has 2 to 64 ranks"):
-        collectives(ranks="1")
+        CliRunner().invoke(app, ["collectives", "--ranks", "1"], catch_exceptions=False)
     with pytest.raises(UserError, match="--only sum does not exist"):
-        collectives(only="sum")
+        CliRunner().invoke(app, ["collectives", "--only", "sum"], catch_exceptions=False)

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
-from antiphon.bench.dispatch import VARIANTS, DispatchCase, check_equal
-from antiphon.cli.bench_dispatch import dispatch, parse_top_k
+from antiphon.bench.dispatch import VARIANTS, DispatchCase, check_equal, parse_top_k
+from antiphon.cli.bench import app
 from tests.comm.ranks import start_fork_server
 
 
 def test_a_small_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     start_fork_server()
-    dispatch(ranks=2, tokens=32, hidden=16, experts=5, top_k="2", rounds=1, json=str(file))
+    options = ["--ranks", "2", "--tokens", "32", "--hidden", "16", "--experts", "5", "--top-k", "2", "--rounds", "1"]
+    CliRunner().invoke(app, ["dispatch", *options, "--json", str(file)], catch_exceptions=False)
     rows = json.loads(file.read_text())["rows"]
     assert [row["variant"] for row in rows] == list(VARIANTS)
     assert rows[0]["time_to_all_to_all"] == 1.0

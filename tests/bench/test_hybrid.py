@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.two_level import CONTESTANTS
-from antiphon.cli.bench_hybrid import hybrid
+from antiphon.bench.hybrid import CONTESTANTS, TwoLevelCase
+from antiphon.cli.bench import app, check_limits
 
 
 @pytest.mark.slow
@@ -35,8 +36,9 @@ def test_a_small_run(tmp_path: Path) -> None:
 @pytest.mark.skipif(box_unavailable() is not None, reason=f"no box: {box_unavailable()}")
 def test_what_links_of_a_box_carry(tmp_path: Path) -> None:
     """Frames have headers; acknowledgements go the other way."""
-    sizes = {"tokens": 64, "hidden": 256, "experts": 4, "top_k": 4}
-    hybrid(**sizes, mbit=200, calls=2, repetitions=1, json=str(tmp_path / "rows.json"))
+    options = ["--tokens", "64", "--hidden", "256", "--experts", "4", "--top-k", "4"]
+    options += ["--mbit", "200", "--calls", "2", "--repetitions", "1"]
+    CliRunner().invoke(app, ["hybrid", *options, "--json", str(tmp_path / "rows.json")], catch_exceptions=False)
     rows = {row["contestant"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
     for name in ("fused", "synchronous", "expert parallel"):
         payload = 2 * rows[name]["across_bytes"]
@@ -46,10 +48,10 @@ def test_what_links_of_a_box_carry(tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="--hidden is 6: it must be a multiple of the 4 ranks"):
-        hybrid(hidden=6)
+        TwoLevelCase(hidden=6).check()
     with pytest.raises(UserError, match="--experts is 3: give each of the 4 ranks one at least"):
-        hybrid(experts=3, top_k=1)
+        TwoLevelCase(num_experts=3, top_k=1).check()
     with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 100000"):
-        hybrid(mbit=0)
+        TwoLevelCase(mbit=0).check()
     with pytest.raises(UserError, match="--across ucx does not exist: use shm, tcp, libfabric"):
-        hybrid(across="ucx")
+        check_limits(TwoLevelCase(across="ucx"))

@@ -9,12 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.ladder.figure import draw
-from antiphon.bench.ladder.ladders import LadderCase, variants_of
-from antiphon.bench.ladder.prediction import predicted_step_s
-from antiphon.bench.ladder.rank import check_losses
-from antiphon.bench.ladder.turns import Record, configuration, write_schedule
-from antiphon.bench.ladder.wire import Links, exchanges, sums_s
+from antiphon.bench.ladder_figure import draw
+from antiphon.bench.ladder_prediction import BoxLinks, exchanges, predicted_step_s, sums_s
+from antiphon.bench.ladder_variants import LadderCase, variants_of
+from antiphon.bench.training_ladder import VariantRecord, check_losses, configuration, write_schedule
 from antiphon.cli.main import app
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
@@ -35,14 +33,14 @@ def case(**values: object) -> LadderCase:
 
 
 def test_what_leaves_a_node() -> None:
-    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
+    links = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
     # Of an all-to-all two of three parts leave, of two ranks; of an all-gather, a ring, one rank's bytes.
     assert links.seconds("all_to_all", [[0, 1, 2, 3]], 3.0) == pytest.approx(4.0)
     assert links.seconds("reduce_scatter", [[0, 1, 2, 3]], 3.0) == pytest.approx(4.0)
     assert links.seconds("all_gather", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
     assert links.seconds("all_gather", [[0, 1], [2, 3]], 3.0) == 0.0
     assert links.seconds("all_to_all", [[0, 2], [1, 3]], 3.0) == pytest.approx(6.0)
-    alone = Links(nodes=4, ranks_per_node=1, bytes_per_s=1.0)
+    alone = BoxLinks(nodes=4, ranks_per_node=1, bytes_per_s=1.0)
     assert alone.seconds("all_to_all", [[0, 1, 2, 3]], 3.0) == pytest.approx(3.0)
 
 
@@ -55,7 +53,7 @@ def test_exchanges_are_those_of_the_formulas() -> None:
     whole = rows * spec.hidden_size * 4
     assert found["tensor_gather"].forward_bytes == pytest.approx(whole * 3 / 4)
     assert found["dispatch"].forward_bytes == pytest.approx(whole * 3 / 4)
-    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
+    links = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
     for name, there, back in (("dispatch", 1.0, 4 / 3), ("combine", 4 / 3, 1.0)):  # an all-gather is undone by sums
         assert found[name].seconds(links, sizes, backward=False) == pytest.approx(there * whole * 3 / 4)
         assert found[name].seconds(links, sizes, backward=True) == pytest.approx(back * whole * 3 / 4)
@@ -71,11 +69,11 @@ def test_without_a_wire_a_prediction_is_the_sum_of_operators() -> None:
     config = configuration(case(), variants_of(case())[2], 0, Path("/nowhere"))
     sizes = Sizes(world_size=4, sequence=4, expert=4)
     plans: list[LayerPlan] = [layer.plan for layer in build_model(spec, config, 32).layers]
-    fast = Links(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
+    fast = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
     operator_s = {"optimizer": 1.0, "gradient sum": 9.0, "ln1": 2.0, "ln1 backward": 3.0, "wait for tensor_gather": 9.0}
     found = predicted_step_s(spec, config, sizes, plans, operator_s, fast)
     assert found == pytest.approx(1.0 + 2.0 + 3.0)
-    slow = Links(nodes=2, ranks_per_node=2, bytes_per_s=1e6)
+    slow = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=1e6)
     sums = sums_s(spec, config, setup_of(config, sizes), sizes, slow)
     assert sums > 0
     assert predicted_step_s(spec, config, sizes, plans, operator_s, slow) >= found + sums
@@ -85,13 +83,13 @@ def test_rows_over_the_budget_are_as_narrow_as_others() -> None:
     """They travel inside an operator; what it computes is the same."""
     spec, chosen = load_model_spec(DEMO), case(ladder="compression")
     sizes, found, travels_s = Sizes(world_size=4, expert=4), dict[str, float](), dict[str, float]()
-    fast = Links(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
+    fast = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
     operator_s = {"over_budget": 1.0, "waits in over_budget": 3.0, "waits in over_budget backward": 5.0}
     for variant in variants_of(chosen)[1:5]:
         config = configuration(chosen, variant, 0, Path("/nowhere"))
         config = replace(config, parallel=replace(config.parallel, row_budget=0.5))  # one process may exceed it
         plans = [layer.plan for layer in build_model(spec, config, 32).layers]
-        slow = Links(nodes=2, ranks_per_node=2, bytes_per_s=1e5)
+        slow = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=1e5)
         none, some = (predicted_step_s(spec, config, sizes, plans, operator_s, slow, over) for over in (0.0, 0.2))
         found[variant.name] = none - some
         assert predicted_step_s(spec, config, sizes, plans, operator_s, fast, 0.2) == pytest.approx(9.0)
@@ -114,7 +112,7 @@ def test_sums_beside_backward_hide() -> None:
     """By the simulator: what the order of the wire gains, on links where nothing is free."""
     spec, chosen = load_model_spec(DEMO), case(ladder="lina", rounds=20, mbit=20.0)
     sizes, found = Sizes(world_size=4, expert=4), {}
-    links = Links(nodes=2, ranks_per_node=2, bytes_per_s=20e6 / 8)
+    links = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=20e6 / 8)
     operator_s = {"total backward": 0.02, "fc1 backward": 0.05, "attention backward": 0.2}
     for variant in variants_of(chosen)[1:5]:
         config = configuration(chosen, variant, 0, Path("/nowhere"))
@@ -136,9 +134,9 @@ def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
 
 def test_a_variant_that_trains_otherwise_is_refused() -> None:
     variants = variants_of(case())[:2]
-    check_losses(variants, [Record(losses=[8.0]), Record(losses=[8.0001])])
+    check_losses(variants, [VariantRecord(losses=[8.0]), VariantRecord(losses=[8.0001])])
     with pytest.raises(AssertionError, match=r"SP \+ EP is 8\.1"):
-        check_losses(variants, [Record(losses=[8.0]), Record(losses=[8.1])])
+        check_losses(variants, [VariantRecord(losses=[8.0]), VariantRecord(losses=[8.1])])
 
 
 def test_figure_is_well_formed() -> None:

@@ -8,8 +8,8 @@ from types import MethodType
 import pytest
 import torch
 
-from antiphon.bench import limits
-from antiphon.bench.limits import DecoderSizes, MachineLimits, ThreadLimits
+from antiphon.bench.harness import limits
+from antiphon.bench.harness.limits import DecoderSizes, MachineLimits, ThreadLimits
 
 SMALL = {
     "num_hidden_layers": 16,

@@ -16,35 +16,61 @@ import pytest
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, ResourceError, UserError
-from antiphon.bench import obeying
-from antiphon.bench.m2n.api import READ, RELEASE, SEND, WAIT, Phase, Seat, Traffic
-from antiphon.bench.m2n.cases import by_processes, check_memory, figure_cases, largest, make_cases, ramp
-from antiphon.bench.m2n.contestants import Contestant, choose_contestants
-from antiphon.bench.m2n.group import MemberFailed, ProcessGroup, Track, elapsed_s, operations_s
-from antiphon.bench.m2n.harness import Settings, bench_m2n
-from antiphon.bench.m2n.launch import end_all, start_ranks
-from antiphon.bench.m2n.pattern import Bytes, WrongData, check_pattern, pattern
-from antiphon.bench.m2n.process import checked_round, timed_rounds, with_reading, write_anew
-from antiphon.bench.m2n.table import COLUMNS, Block, make_rows, table_cells
-from antiphon.bench.m2n.timeline import write_trace
-from antiphon.bench.quiet import Repetition, Repetitions
+from antiphon.bench.harness import children
+from antiphon.bench.harness.quiet import Repetition, Repetitions
+from antiphon.bench.m2n.cases import (
+    M2nContestant,
+    by_processes,
+    check_memory,
+    choose_contestants,
+    figure_cases,
+    largest,
+    make_cases,
+    ramp,
+)
+from antiphon.bench.m2n.contest import (
+    COLUMNS,
+    ProcessGroup,
+    RoundBlock,
+    Settings,
+    Track,
+    bench_m2n,
+    elapsed_s,
+    make_rows,
+    operations_s,
+    write_trace,
+)
+from antiphon.bench.m2n.member import checked_round, timed_rounds, with_reading, write_anew
+from antiphon.bench.m2n.rounds import (
+    READ,
+    RELEASE,
+    SEND,
+    WAIT,
+    Bytes,
+    MemberSeat,
+    RoundPhase,
+    RoundTraffic,
+    WrongData,
+    check_pattern,
+    pattern,
+)
 from tests.serve.fork_server import PROGRAMS
 
-ODD = Traffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
-ODD_BOTH_WAYS = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
-TOUCHED = Traffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True, touched=True)
+ODD = RoundTraffic(num_senders=2, receiver_bytes=(1, 4097, 300), both_ways=False)
+ODD_BOTH_WAYS = RoundTraffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True)
+TOUCHED = RoundTraffic(num_senders=3, receiver_bytes=(513, 8), both_ways=True, touched=True)
 
 
-def installed_by_choice(name: str) -> Contestant:
+def installed_by_choice(name: str) -> M2nContestant:
     """mpi or ucx, as `choose_contestants` makes it where there is one."""
-    return Contestant(name=name, transport=name, kind=name)
+    return M2nContestant(name=name, transport=name, kind=name)
 
 
-def mpi() -> Contestant:
+def mpi() -> M2nContestant:
     return installed_by_choice("mpi")
 
 
-def contestants(names: Sequence[str]) -> list[Contestant]:
+def contestants(names: Sequence[str]) -> list[M2nContestant]:
     """By the name in a report."""
     ours = choose_contestants(["shm", "tcp", "libfabric"], [], in_place=True, waiting="auto")
     baselines = choose_contestants([], ["gloo", "gloo-all-to-all", "memcpy"], in_place=False, waiting="auto")
@@ -154,9 +180,9 @@ def test_wrong_data_is_located() -> None:
 # --- rounds and clocks
 
 
-def seat(rank: int, *, timed: bool) -> Seat:
+def seat(rank: int, *, timed: bool) -> MemberSeat:
     role = "sender" if timed else "receiver"
-    return Seat(role=role, index=rank, rank=rank, num_seats=2, timed=timed, traffic=ODD, timeout_s=1.0)
+    return MemberSeat(role=role, index=rank, rank=rank, num_seats=2, timed=timed, traffic=ODD, timeout_s=1.0)
 
 
 def track(rank: int, marks: list[list[int]], *, timed: bool = True) -> Track:
@@ -175,7 +201,7 @@ def test_operations_of_timed_processes_count() -> None:
 
 def test_the_clock_is_read_before_and_after_every_phase() -> None:
     calls: list[tuple[str, int]] = []
-    phases = [Phase(name, lambda step, name=name: calls.append((name, step))) for name in (SEND, WAIT)]  # type: ignore[misc]
+    phases = [RoundPhase(name, lambda step, name=name: calls.append((name, step))) for name in (SEND, WAIT)]  # type: ignore[misc]
     marks = timed_rounds(phases, 7, 3)
     assert calls == [(SEND, 7), (WAIT, 7), (SEND, 8), (WAIT, 8), (SEND, 9), (WAIT, 9)]
     assert len(marks) == 3 * 3
@@ -192,7 +218,7 @@ def test_a_checked_round_looks_between_arrival_and_release() -> None:
         def check(self, step: int) -> None:
             calls.append("check")
 
-    phases = [Phase(name, lambda step, name=name: calls.append(name)) for name in (SEND, WAIT, RELEASE)]  # type: ignore[misc]
+    phases = [RoundPhase(name, lambda step, name=name: calls.append(name)) for name in (SEND, WAIT, RELEASE)]  # type: ignore[misc]
     checked_round(Recorder(), phases, 1)  # type: ignore[arg-type]
     assert calls == ["produce", SEND, WAIT, "check", RELEASE]
 
@@ -210,7 +236,9 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
             return [memory]
 
     member: Any = Recorder()
-    phases = with_reading(member, [Phase(name, lambda step, name=name: calls.append(name)) for name in (WAIT, RELEASE)])  # type: ignore[misc]
+    phases = with_reading(
+        member, [RoundPhase(name, lambda step, name=name: calls.append(name)) for name in (WAIT, RELEASE)]
+    )  # type: ignore[misc]
     assert [phase.name for phase in phases] == [WAIT, READ, RELEASE]
     marks = timed_rounds(phases, 257, 2, partial(write_anew, member))
     assert calls == [WAIT, "arrived 257: [1, 1, 1, 1, 0]", RELEASE, WAIT, "arrived 258: [2, 2, 2, 2, 0]", RELEASE]
@@ -223,7 +251,7 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
 @pytest.fixture
 def forked_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but MPI's, which its own program starts, and UCX's."""
-    monkeypatch.setattr(obeying, "subprocess", PROGRAMS)
+    monkeypatch.setattr(children, "subprocess", PROGRAMS)
 
 
 OURS = [name + form for name in ("shm", "tcp", "libfabric") for form in ("", " in place")]
@@ -238,7 +266,7 @@ CASES = [
 ]
 
 
-def skip_without(contestant: Contestant) -> None:
+def skip_without(contestant: M2nContestant) -> None:
     """Skip with the library's own reason if this machine lacks what a transport needs."""
     if contestant.transport == "libfabric":
         try:
@@ -260,7 +288,7 @@ def test_all_bytes_arrive_and_rounds_are_timed(name: str, kind: str, request: py
     skip_without(contestant)
     with ProcessGroup(contestant, traffic, 20.0) as group:
         pids = group.pids
-        smaller = Traffic(
+        smaller = RoundTraffic(
             num_senders=traffic.num_senders,
             receiver_bytes=(1,) * traffic.num_receivers,
             both_ways=traffic.both_ways,
@@ -284,7 +312,7 @@ def test_all_bytes_arrive_and_rounds_are_timed(name: str, kind: str, request: py
 @pytest.mark.parametrize(("name", "victim"), [("memcpy", r"copier\[\d+\]"), ("shm", r"receiver\[1\]")])
 def test_a_dead_process_is_named_at_once(name: str, victim: str) -> None:
     (contestant,) = contestants([name])
-    traffic = Traffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
+    traffic = RoundTraffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
     with ProcessGroup(contestant, traffic, 60.0) as group:
         group.prepare(traffic)
         timer = threading.Timer(0.3, os.kill, (group.pids[-1], signal.SIGKILL))
@@ -299,7 +327,7 @@ def test_a_dead_process_is_named_at_once(name: str, victim: str) -> None:
 def test_a_dead_rank_ends_all_of_mpi_without_a_trace() -> None:
     skip_without(mpi())
     before = set(Path("/dev/shm").glob("*"))
-    traffic = Traffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
+    traffic = RoundTraffic(num_senders=2, receiver_bytes=(1 << 20,) * 2)
     with ProcessGroup(mpi(), traffic, 60.0) as group:
         group.prepare(traffic)
         timer = threading.Timer(0.3, os.kill, (group.pids[1], signal.SIGKILL))
@@ -313,16 +341,6 @@ def test_a_dead_rank_ends_all_of_mpi_without_a_trace() -> None:
     while left := [file for file in set(Path("/dev/shm").glob("mpich*")) - before if file.exists()]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.1)
-
-
-def test_ranks_end_when_told_to_at_once(tmp_path: Path) -> None:
-    skip_without(mpi())
-    with (tmp_path / "log").open("wb") as log:
-        launched = start_ranks(mpi().seats(ODD, 20.0), log, 60.0)
-        pids = [process.handle.pid for process in launched]
-        assert len(set(pids)) == ODD.num_processes
-        end_all(launched, 0.0)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(("program", "lacking"), [("", "mpiexec"), ("mpiexec", "mpi4py")])
@@ -349,27 +367,26 @@ def test_an_mpiexec_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest
     program = tmp_path / "mpiexec"
     program.write_text("#!/bin/sh\necho no such launcher\nexit 3\n")
     program.chmod(0o755)
-    monkeypatch.setattr("antiphon.bench.m2n.launch.find_mpiexec", lambda: str(program))
+    monkeypatch.setattr("antiphon.bench.harness.mpiexec.find_mpiexec", lambda: str(program))
     group = ProcessGroup(mpi(), ODD, 5.0)
-    with pytest.raises(PeerLost, match="lost mpiexec: exited with 3 before its ranks called"):
+    with pytest.raises(PeerLost, match="lost mpi mpiexec: exited with 3 before it called; its last words: no such"):
         group.__enter__()
 
 
 def test_a_failing_process_is_named_with_its_reason() -> None:
     (contestant,) = contestants(["memcpy"])
-    small = Traffic(num_senders=1, receiver_bytes=(64,))
+    small = RoundTraffic(num_senders=1, receiver_bytes=(64,))
     with ProcessGroup(contestant, small, 5.0) as group:
-        group.prepare(Traffic(num_senders=1, receiver_bytes=(1 << 20,)))
-        with pytest.raises(MemberFailed, match=r"memcpy copier\[\d\]: ValueError"):
+        group.prepare(RoundTraffic(num_senders=1, receiver_bytes=(1 << 20,)))
+        with pytest.raises(match=r"memcpy copier\[\d\]: ValueError"):
             group.check(1)
 
 
 def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path, forked_members: None) -> None:
     names = ["gloo", "memcpy"]
-    traffic = Traffic(num_senders=2, receiver_bytes=(4096,) * 2)
+    traffic = RoundTraffic(num_senders=2, receiver_bytes=(4096,) * 2)
     settings = Settings(num_rounds=6, num_repetitions=1, quiet_timeout_s=0.0, record=True)
-    outcome = bench_m2n(contestants(names), [traffic], settings)
-    gloo, memcpy = outcome.rows
+    (gloo, memcpy), recordings = bench_m2n(contestants(names), [traffic], settings)
     assert (gloo["transport"], gloo["senders"], gloo["receivers"], gloo["message_bytes"]) == ("gloo", 2, 2, 4096)
     assert gloo["ratio_to_gloo_median"] == 1.0
     assert memcpy["ratio_to_memcpy_median"] == 1.0
@@ -380,7 +397,7 @@ def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path, forked_members:
     assert gloo["iterations"] >= 6
     assert gloo["best_s"] <= gloo["median_s"] <= gloo["p99_s"]
     assert gloo["median_s"] <= gloo["slowest_median_s"] <= gloo["slowest_p99_s"]
-    write_trace(tmp_path / "trace.json", outcome.recordings)
+    write_trace(tmp_path / "trace.json", recordings)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert processes == ["gloo, 2 x 2 of 4.0 KiB", "memcpy, 2 x 2 of 4.0 KiB"]
@@ -396,28 +413,28 @@ def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path, forked_members:
 
 def test_rows_without_baselines_have_no_ratios() -> None:
     operations_s = np.array([[3.0, 1.0], [1.0, 2.0], [5.0, 4.0]])
-    block = Block.of(operations_s, elapsed_s=10.0)
+    block = RoundBlock.of(operations_s, elapsed_s=10.0)
     assert (block.median_s, block.best_s, block.slowest_median_s, block.num_rounds) == (2.5, 1.0, 3.0, 3)
     assert block.slowest_p99_s == pytest.approx(4.96)
     results = {"shm": Repetitions((Repetition(block, 0.0),), num_required=1)}
     (row,) = make_rows(ODD, contestants(["shm"]), results)
     assert row["ratio_to_gloo_median"] is None
     assert row["message_bytes"] == 1466
-    (cells,) = table_cells([row])
-    assert len(cells) == len(COLUMNS)
+    (cells,) = COLUMNS.cells([row])
+    assert len(cells) == len(COLUMNS.headings)
     assert cells[:4] == ("shm", "2 x 3", "1 B to 4.0 KiB", "2.50 s")
     assert row["throughput_bytes_per_s"] == pytest.approx(ODD.round_bytes * 3 / 10.0)
 
 
-def block_of(median_s: float) -> Block:
+def block_of(median_s: float) -> RoundBlock:
     """Ten rounds of two processes, all operations as long as the median but a half and a triple one."""
     operations_s = np.full((10, 2), median_s)
     operations_s[0] = median_s / 2, 3 * median_s
-    return Block.of(operations_s, elapsed_s=10 * median_s)
+    return RoundBlock.of(operations_s, elapsed_s=10 * median_s)
 
 
 def test_ratios_are_over_medians_of_blocks() -> None:
-    def blocks(*medians: float) -> Repetitions[Block]:
+    def blocks(*medians: float) -> Repetitions[RoundBlock]:
         parts = [block_of(m) for m in medians]
         return Repetitions(tuple(Repetition(part, 0.0) for part in parts), num_required=3)
 

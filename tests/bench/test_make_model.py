@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from antiphon.bench.limits import DecoderSizes
+from antiphon.bench.harness.limits import DecoderSizes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "make_model.py"
 

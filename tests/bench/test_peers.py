@@ -11,21 +11,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from antiphon.bench.peers.api import PeerError, PeerUnavailableError, RawRun, Workload, run_result
-from antiphon.bench.peers.engine_process import EngineProcess
-from antiphon.bench.peers.local_peers import vllm_peer
-from antiphon.bench.peers.openai_peer import OpenAIPeer, Stream, inter_token_s
+from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer, inter_token_s
+from antiphon.bench.serving_peers import (
+    EngineProcess,
+    PeerError,
+    PeerUnavailableError,
+    RawRun,
+    Workload,
+    run_result,
+    vllm_peer,
+)
 
 ENGINE = """
-import time
-def load(options):
-    print("noise on standard output")
-    def engine(prompts, output_tokens):
+class Engine:
+    def __init__(self, options):
+        self.options = options
+    def details(self):
+        return self.options
+    def timed_run(self, prompts, output_tokens):
         if prompts[0][0] == 666:
             raise RuntimeError("out of pages")
         ids = [[prompt[0] + i for i in range(output_tokens)] for prompt in prompts]
-        return {"ttft_s": [0.1], "itl_s": [0.2] * (output_tokens - 1), "token_ids": ids}
-    return engine, {"greeting": options["greeting"]}
+        times = {"prefill_s": 0.1, "total_s": 0.5, "ttft_s": [0.1], "itl_s": [0.2] * (output_tokens - 1)}
+        return {**times, "token_ids": ids}
+def load(options):
+    print("noise on standard output")
+    return Engine(options)
 """
 
 
@@ -160,6 +171,6 @@ def test_openai_peer_names_an_absent_server_or_model(stub_url: str) -> None:
 
 
 def test_bundled_tokens_share_the_time_between_chunks() -> None:
-    assert inter_token_s(Stream([0.0, 1.0, 4.0], 5, None)) == [1.0] * 4
-    assert inter_token_s(Stream([0.0, 1.0, 4.0], 3, None)) == [1.0, 3.0]
-    assert inter_token_s(Stream([0.0, 1.0], 1, None)) == []
+    assert inter_token_s(StreamedAnswer([0.0, 1.0, 4.0], 5, None)) == [1.0] * 4
+    assert inter_token_s(StreamedAnswer([0.0, 1.0, 4.0], 3, None)) == [1.0, 3.0]
+    assert inter_token_s(StreamedAnswer([0.0, 1.0], 1, None)) == []

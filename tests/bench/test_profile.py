@@ -1,23 +1,23 @@
 """The profiler on a tiny model, and what is made of its tables."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench import obeying
-from antiphon.bench.obeying import Done
-from antiphon.bench.profile.crew import Crew
-from antiphon.bench.profile.effort import NORMAL, QUICK
+from antiphon.base.errors import PeerLost, UserError
+from antiphon.bench.harness import children
+from antiphon.bench.harness.children import ChildFailed, Children
 from antiphon.bench.profile.exchange import exchange_medians
-from antiphon.bench.profile.orders import Open, Opened, Rounds, Served, Settle, Times, Work
-from antiphon.bench.profile.profile import Wanted, default_threads, measure
+from antiphon.bench.profile.measure import start_rigs
+from antiphon.bench.profile.orders import NORMAL, QUICK, PartSeconds, RigOrder, RigWork, Rounds, Served
+from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
-from antiphon.bench.profile.this_machine import cost_profile, this_cluster
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
@@ -33,12 +33,12 @@ ROWS, CONTEXT = 3, 20
 @pytest.fixture(scope="module", autouse=True)
 def forked_rigs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(obeying, "subprocess", PROGRAMS)
+        patch.setattr(children, "subprocess", PROGRAMS)
         yield
 
 
-def opening(checkpoint: Path, max_rows: int = 4) -> Open:
-    return Open(
+def opening(checkpoint: Path, max_rows: int = 4) -> RigOrder:
+    return RigOrder(
         model=str(checkpoint), dtype="float32", kernels="auto", max_rows=max_rows, max_tokens=256, max_context=64
     )
 
@@ -59,23 +59,23 @@ def measured(checkpoint: Path) -> LocalTimes:
 
 @pytest.mark.parametrize("kind", ["colocated", "attention"])
 def test_a_step_is_told_apart_into_its_parts(rig: Rig, kind: str) -> None:
-    work = Work(kind="colocated" if kind == "colocated" else "attention", rows=ROWS, context=CONTEXT)
+    work = RigWork(kind="colocated" if kind == "colocated" else "attention", rows=ROWS, context=CONTEXT)
     for _ in range(2):
         rig.run_once(work)
     times = rig.times_of(work)
     assert [len(part) for part in (times.attention, times.head, times.step)] == [2, 2, 2]
     assert len(times.experts) == (2 if kind == "colocated" else 0)
     assert min(times.attention + times.head) > 0
-    assert rig.times_of(work) == Times()
+    assert rig.times_of(work) == PartSeconds()
 
 
 def test_experts_are_given_what_the_gate_chose_for_those_held(rig: Rig) -> None:
-    every = Work(kind="experts", rows=ROWS, context=CONTEXT, num_held=rig.spec.router.num_experts)
+    every = RigWork(kind="experts", rows=ROWS, context=CONTEXT, num_held=rig.spec.router.num_experts)
     rig.run_once(every)
     sent = rig._captured(every)
     assert set(sent) == {layer for layer, routes in enumerate(rig.spec.moe_layers) if routes}
     assert all(each.rows_TH.shape[0] == ROWS and int(each.ids_TK.min()) >= 0 for each in sent.values())
-    one = Work(kind="experts", rows=ROWS, context=CONTEXT, num_held=1)
+    one = RigWork(kind="experts", rows=ROWS, context=CONTEXT, num_held=1)
     held = rig._captured(one)
     for layer, each in held.items():
         rows_of_expert_0 = (sent[layer].ids_TK == 0).any(dim=1).sum()
@@ -86,20 +86,20 @@ def test_experts_are_given_what_the_gate_chose_for_those_held(rig: Rig) -> None:
 
 
 def test_a_prompt_is_one_sequence_from_its_beginning(rig: Rig) -> None:
-    work = Work(kind="attention", rows=1, prompt_tokens=40)
+    work = RigWork(kind="attention", rows=1, prompt_tokens=40)
     rig.run_once(work)
     assert len(rig.times_of(work).attention) == 1
 
 
 def test_a_process_says_what_went_wrong_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    with Crew() as processes:
-        handle = processes.start("worker 7")
-        handle.ask(Settle(num_threads=1, cores=[0]), Done)
-        with pytest.raises(UserError, match=r"process worker 7 failed: .*none is missing|worker 7 failed: .*none"):
-            handle.ask(opening(tmp_path / "none"), Opened)
-        handle._process.kill()
-        with pytest.raises(ResourceError, match="worker 7 was killed by SIGKILL: is there enough memory"):
-            handle.ask(opening(checkpoint), Opened)
+    with Children("the profiler's process") as crew:
+        (handle,) = start_rigs(crew, ["worker 7"])
+        handle.ask("settle", 1, [0])
+        with pytest.raises(ChildFailed, match=r"process worker 7: .*none"):
+            handle.ask("open", opening(tmp_path / "none"))
+        os.kill(handle.pid, signal.SIGKILL)
+        with pytest.raises(PeerLost, match="worker 7: killed by SIGKILL: is there enough memory"):
+            handle.ask("open", opening(checkpoint))
 
 
 def test_the_profile_answers_for_every_layout(measured: LocalTimes, checkpoint: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from antiphon.bench.profile.row_calls import row_calls
+from antiphon.bench.profile.exchange import row_calls
 from antiphon.cost.local_times import RowCalls
 from tests.planner.local_times_harness import MODEL
 

@@ -19,21 +19,23 @@ import typer
 
 from antiphon.base.errors import ResourceError
 from antiphon.bench import serve
-from antiphon.bench.limits import MachineLimits, ThreadLimits
-from antiphon.bench.peers.api import Peer
-from antiphon.bench.peers.engine_process import EngineProcess
-from antiphon.bench.peers.local_peers import vllm_peer
-from antiphon.bench.peers.openai_peer import OpenAIPeer
+from antiphon.bench.harness.limits import MachineLimits, ThreadLimits
+from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, bench_serve
+from antiphon.bench.serving_peers import EngineProcess, Peer, vllm_peer
 from antiphon.cli import bench as command
 
 WORKS = """
 import time
-def load(options):
-    def engine(prompts, output_tokens):
+class Engine:
+    def details(self):
+        return {"version": "1"}
+    def timed_run(self, prompts, output_tokens):
         time.sleep(0.001 * output_tokens)
-        return {"ttft_s": [0.001], "itl_s": [0.001] * (output_tokens - 1), "token_ids": None}
-    return engine, {"version": "1"}
+        times = {"prefill_s": 0.001, "total_s": 0.001 * output_tokens, "ttft_s": [0.001]}
+        return {**times, "itl_s": [0.001] * (output_tokens - 1), "token_ids": None}
+def load(options):
+    return Engine()
 """
 FAILS_LATER = WORKS.replace("time.sleep", "assert len(prompts) == 1, 'out of pages'; time.sleep")
 
@@ -47,7 +49,7 @@ def model(checkpoint: Path) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MachineLimits(per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e9, gemm_flops_per_s=1e9),))
     monkeypatch.setattr(serve, "measure_limits", lambda device: limits)
-    monkeypatch.setattr("antiphon.bench.quiet.wait_for_quiet", lambda *args, **options: True)
+    monkeypatch.setattr("antiphon.bench.harness.quiet.wait_for_quiet", lambda *args, **options: True)
 
 
 @pytest.fixture
@@ -106,8 +108,8 @@ def test_peers_that_cannot_start_are_left_out_in_one_line_each(model: Path, peer
         f"without unreadable: {no_program} cannot be started (Permission denied); build it",
         f"without vllm: {broken}/python cannot be started (No such file or directory); run `make peers` to build it",
         "without no-package: ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
-        "without dies: it ended unexpectedly, with status 7; its last lines: no huge pages",
-        "without killed: it ended unexpectedly, with status -9",
+        "without dies: it ended unexpectedly, exited with 7; its last words: no huge pages",
+        "without killed: it ended unexpectedly, killed by SIGKILL: is there enough memory?",
     ]
     assert said[6].startswith("without openai: http://127.0.0.1:9/v1/models does not answer as it should: ")
     assert said[7].startswith("without no-url: nonsense/v1/models does not answer as it should: ")
@@ -135,7 +137,7 @@ def test_antiphon_is_measured_though_the_default_peers_are_missing(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("antiphon.bench.peers.local_peers.TRANSFORMERS_FILE", tmp_path / "absent.py")
+    monkeypatch.setattr("antiphon.bench.serving_peers.ENGINES_FILE", tmp_path / "absent.py")
     sizes = ("--concurrency=1", "--input-tokens=4", "--output-tokens=2", "--prefill=", "--rounds=1")
     bench(monkeypatch, checkpoint, *sizes, "--json", str(tmp_path / "rows.json"))
     assert [row["engine"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["antiphon colocated"]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.bench.peers.api import PeerError, Workload
-from antiphon.bench.peers.openai_peer import OpenAIPeer, Stream
+from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer
 from antiphon.bench.served_plans import _roles_elsewhere, layouts_of
+from antiphon.bench.serving_peers import PeerError, Workload
 from antiphon.planner.candidates import parse_pins
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.specs.plan import LAYOUTS, Predicted
@@ -55,9 +55,9 @@ class Recorded(OpenAIPeer):
 
     def __init__(self, *arrivals_s: list[float]) -> None:
         super().__init__("http://nobody")
-        self._recorded = [Stream(each, len(each), None) for each in arrivals_s]
+        self._recorded = [StreamedAnswer(each, len(each), None) for each in arrivals_s]
 
-    async def _both_passes(self, workload: Workload) -> tuple[float, float, float, list[Stream]]:
+    async def _both_passes(self, workload: Workload) -> tuple[float, float, float, list[StreamedAnswer]]:
         return 0.0, 0.0, 0.0, self._recorded
 
 

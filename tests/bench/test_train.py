@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from antiphon.bench import train as bench
-from antiphon.bench import train_turns
 from antiphon.bench.plain_loop import PlainLoop, copied_bytes
-from antiphon.bench.train import bench_train
-from antiphon.bench.train_turns import TrainingCase, check_losses, kept_for_backward
+from antiphon.bench.train import TrainingCase, bench_train, check_losses, kept_for_backward
 from antiphon.cli import main as cli
 from antiphon.models.config import load_model_spec
 from antiphon.specs.counts import count_parameters
@@ -21,7 +19,7 @@ KEYS = {"variant", "world_size", "tokens_per_s", "step_s_median", "exposed_comm_
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_turns, "wait_for_quiet", lambda **options: True)
+    monkeypatch.setattr(bench, "wait_for_quiet", lambda **options: True)
     monkeypatch.setattr(bench, "measure_gemm_flops_per_s", lambda dtype: 1e12)
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.bench.profile.effort import QUICK
-from antiphon.bench.profile.this_machine import training_profile
-from antiphon.bench.profile.training import few_layers
-from antiphon.bench.profile.training_tables import WantedTraining, measure_training
+from antiphon.bench.profile.orders import QUICK
+from antiphon.bench.profile.profile import training_profile
+from antiphon.bench.profile.training import WantedTraining, few_layers, measure_training
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.train.prediction import predict_step

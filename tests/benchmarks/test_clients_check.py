@@ -8,21 +8,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clients import check, runs
-from benchmarks.clients.process import CheckError, run
-from benchmarks.clients.runs import Client, Target
+from benchmarks.clients.runs import CheckError, Client, ServerTarget, run
 
-TARGET = Target("http://127.0.0.1:9", "tiny", Path("tiny"), Path())
+TARGET = ServerTarget("http://127.0.0.1:9", "tiny", Path("tiny"), Path())
 
 
-def fails(_environment: Path, _target: Target) -> None:
+def fails(_environment: Path, _target: ServerTarget) -> None:
     raise CheckError("it said no")
 
 
-def passes(_environment: Path, _target: Target) -> None:
+def passes(_environment: Path, _target: ServerTarget) -> None:
     return
 
 
-def rows_of(client: Client, monkeypatch: pytest.MonkeyPatch, install: Callable[[Client], str]) -> list[check.Row]:
+def rows_of(client: Client, monkeypatch: pytest.MonkeyPatch, install: Callable[[Client], str]) -> list[check.ClientRow]:
     monkeypatch.setattr(check, "install", install)
     return list(check.check_client(client, TARGET))
 
@@ -65,7 +64,7 @@ def test_an_unknown_client_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_clients_report_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errored: int | None, message: str | None
 ) -> None:
-    target = Target(TARGET.url, TARGET.model, TARGET.tokenizer, tmp_path)
+    target = ServerTarget(TARGET.url, TARGET.model, TARGET.tokenizer, tmp_path)
 
     def pretend(_command: list[str | Path], _timeout_s: float) -> str:
         if errored is not None:

@@ -58,8 +58,7 @@ PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
     TEXTS: (),
     READER: (),
     "antiphon.serve.worker.joined": (),
-    "antiphon.bench.m2n.process": ("antiphon.bench.m2n.gloo_all_to_all",),
-    "antiphon.bench.profile.process": (),
+    "antiphon.bench.harness.child": ("antiphon.bench.m2n.gloo", "antiphon.bench.profile.rig"),
 }
 COMMANDS_WITH_WORKERS = ("serve", "generate", "bench")
 _NAME = "fork server"  # of the process, as ps shows it

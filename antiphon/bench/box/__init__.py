@@ -2,12 +2,10 @@
 
 `cluster.py` has the interface, `Box`. `topology.py` says what a box consists of (addresses, shaping) and why;
 `namespaces.py` is the process that holds it, without names on disk, and says why nothing survives its owner;
-`keeper.py` talks to that process; `process.py` is a process in a node; `ranks.py` and `run.py` are the command
-`benchmarks/box.py`.
+`keeper.py` talks to that process, and to those that it starts; `run.py` is the command `benchmarks/box.py`.
 """
 
 from .cluster import Box, LinkCounters
-from .keeper import BoxError, BoxUnavailable, box_unavailable
-from .process import NodeProcess, wait_all
+from .keeper import BoxError, BoxUnavailable, NodeProcess, box_unavailable, wait_all
 
 __all__ = ["Box", "BoxError", "BoxUnavailable", "LinkCounters", "NodeProcess", "box_unavailable", "wait_all"]

@@ -21,8 +21,7 @@ from typing import Self
 from antiphon.base.errors import UserError
 
 from . import topology
-from .keeper import BoxUnavailable, Keeper, box_unavailable
-from .process import NodeProcess, Stream, close_all, open_stream
+from .keeper import BoxUnavailable, Keeper, NodeProcess, Stream, box_unavailable, close_all, open_stream
 from .topology import LinkShape
 
 

@@ -7,7 +7,7 @@ mount, host-name and IPC namespaces of its own. Commands are forked here, moved 
 
 Nothing has a name on disk. The kernel removes network namespaces, devices and shaping with the last process and
 descriptor, and kills everything in a process namespace, daemons too, with its process 1. So there are three ends and
-no leftovers: the owner closes the socket; the owner dies (its pidfd wakes us, whatever killed it and whoever else still
+no leftovers: the owner closes the socket; the owner dies (its pidfd wakes us, whatever killed it and what else still
 holds the socket); or we are killed (PR_SET_PDEATHSIG kills the inits).
 
 Requests are one JSON object per packet, with descriptors beside it; each gets one answer with its number: {"error":
@@ -80,7 +80,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Child:
+class NodeChild:
     """A process we forked. Its exit code is written to `status` (-1: not asked for)."""
 
     pid: int
@@ -95,7 +95,7 @@ class NodeKeeper:
     requests: socket.socket
     owner: int
     nodes: list[Node] = field(default_factory=list)
-    children: dict[int, Child] = field(default_factory=dict)
+    children: dict[int, NodeChild] = field(default_factory=dict)
     own_pids: int = field(default_factory=lambda: os.open("/proc/self/ns/pid", os.O_RDONLY))
     own_pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
 
@@ -212,7 +212,7 @@ class NodeKeeper:
             enter(self.own_pids, CLONE_NEWPID)
         os.close(said)
         node.pid, node.pidfd = pid, os.pidfd_open(pid)
-        self.children[node.pidfd] = Child(pid=pid, pidfd=node.pidfd)
+        self.children[node.pidfd] = NodeChild(pid=pid, pidfd=node.pidfd)
         if error := _read_all(heard):
             raise RuntimeError(f"{node.name}: {error}")
         if node.net < 0:
@@ -224,7 +224,7 @@ class NodeKeeper:
 
     def _spawn(
         self, node: Node | None, args: list[str], env: dict[str, str], cwd: str, streams: list[int], status: int = -1
-    ) -> Child:
+    ) -> NodeChild:
         """Fork, move the child into `node` (None: the switch), execute. Returns once it executes. Owns `status`."""
         heard, said = os.pipe()
         if node is not None:
@@ -237,7 +237,7 @@ class NodeKeeper:
             if node is not None:
                 enter(self.own_pids, CLONE_NEWPID)
             os.close(said)
-        child = Child(pid=pid, pidfd=os.pidfd_open(pid), status=status)
+        child = NodeChild(pid=pid, pidfd=os.pidfd_open(pid), status=status)
         self.children[child.pidfd] = child
         if error := _read_all(heard):
             self._wait_for(child, COMMAND_TIMEOUT_S)
@@ -258,7 +258,7 @@ class NodeKeeper:
             os.close(child.status)
         return code
 
-    def _wait_for(self, child: Child, timeout_s: float) -> int:
+    def _wait_for(self, child: NodeChild, timeout_s: float) -> int:
         """Exit code of `child`. Others are collected meanwhile: an init ends only after those of its namespace."""
         deadline = time.monotonic() + timeout_s
         while True:

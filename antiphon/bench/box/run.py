@@ -10,7 +10,9 @@ SIGKILL after 5 s.
 
 import argparse
 import os
+import re
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,17 +25,117 @@ from typing import BinaryIO
 
 from antiphon.base.errors import UserError
 
+from . import topology
 from .cluster import Box
-from .keeper import BoxError, box_unavailable
-from .process import NodeProcess
-from .ranks import RankPlan, parse_node_command, plan_ranks
+from .keeper import BoxError, NodeProcess, box_unavailable
 
 GRACE_S = 5.0
 TIMED_OUT = 124
 MAX_LINE_BYTES = 1 << 16
 
 
-class Interrupted(BaseException):
+# --- who runs what: the command, environment and numbers of every rank. Pure.
+#
+# Ranks count through node 0, then node 1, ... The names are those of `torchrun` beside our own, so that
+# `torch.distributed.init_process_group()` needs nothing else.
+
+
+MASTER_PORT = 29500  # every box is a network of its own, so no other run can hold it
+PLACEHOLDER = re.compile(r"\{(node|rank|local_rank|num_nodes|world_size|addresses|address(\d*))\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One process: where, which, what."""
+
+    rank: int
+    node: int
+    local_rank: int
+    args: list[str]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCommand:
+    nodes: frozenset[int]
+    args: list[str]
+
+
+def parse_node_command(text: str, num_nodes: int) -> NodeCommand:
+    """From `NODES:COMMAND`: nodes as 0 or 0,2 or 1-3, the command with a shell's quotes but without a shell."""
+    where, colon, command = text.partition(":")
+    if not colon or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", where):
+        raise UserError(f"--node-command {text!r}; write NODES:COMMAND, as in 0:'python server.py' or 1,3-5:...")
+    nodes: set[int] = set()
+    for part in where.split(","):
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
+    if not nodes or max(nodes) >= num_nodes:
+        raise UserError(f"--node-command {text!r} names nodes {where}; this box has nodes 0 to {num_nodes - 1}")
+    try:
+        args = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"--node-command {text!r}: {error}; close what is open") from None
+    if not args:
+        raise UserError(f"--node-command {text!r} has no command after the colon")
+    return NodeCommand(nodes=frozenset(nodes), args=args)
+
+
+def plan_ranks(
+    *, num_nodes: int, num_local_ranks: int, command: Sequence[str], node_commands: Sequence[NodeCommand] = ()
+) -> list[RankPlan]:
+    """Every rank in order. `command` is for nodes that no entry of `node_commands` names; the last entry wins."""
+    topology.check_num_nodes(num_nodes)
+    if num_local_ranks < 1:
+        raise UserError(f"{num_local_ranks} processes per node; give at least 1")
+    chosen = {node: entry.args for entry in node_commands for node in entry.nodes}
+    without = [node for node in range(num_nodes) if node not in chosen]
+    if without and not command:
+        raise UserError(f"no command for node {without[0]}; give one after -- or with --node-command")
+    return [
+        _plan(node, local_rank, num_nodes, num_local_ranks, chosen.get(node, command))
+        for node in range(num_nodes)
+        for local_rank in range(num_local_ranks)
+    ]
+
+
+def _plan(node: int, local_rank: int, num_nodes: int, num_local_ranks: int, command: Sequence[str]) -> RankPlan:
+    rank, world_size = node * num_local_ranks + local_rank, num_nodes * num_local_ranks
+    addresses = ",".join(topology.address(other) for other in range(num_nodes))
+    numbers = {
+        "node": str(node),
+        "rank": str(rank),
+        "local_rank": str(local_rank),
+        "num_nodes": str(num_nodes),
+        "world_size": str(world_size),
+        "address": topology.address(node),
+        "addresses": addresses,
+    }
+    env = {f"BOX_{name.upper()}": value for name, value in numbers.items()}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    env |= {"LOCAL_WORLD_SIZE": str(num_local_ranks), "GROUP_RANK": str(node)}
+    env |= {"MASTER_ADDR": topology.address(0), "MASTER_PORT": str(MASTER_PORT)}
+    args = [fill(argument, numbers, num_nodes) for argument in command]
+    return RankPlan(rank=rank, node=node, local_rank=local_rank, args=args, env=env)
+
+
+def fill(argument: str, numbers: dict[str, str], num_nodes: int) -> str:
+    """Replace the placeholders; every other brace stays, because arguments may be JSON."""
+
+    def value(match: re.Match[str]) -> str:
+        if not match[2]:
+            return numbers[match[1]]
+        if int(match[2]) >= num_nodes:
+            raise UserError(f"{match[0]} in {argument!r}; this box has nodes 0 to {num_nodes - 1}")
+        return topology.address(int(match[2]))
+
+    return PLACEHOLDER.sub(value, argument)
+
+
+# --- running them
+
+
+class RunInterrupted(BaseException):
     """SIGINT or SIGTERM came."""
 
     def __init__(self, number: int) -> None:
@@ -74,7 +176,7 @@ class Supervision:
         while self._running:
             try:
                 self._step()
-            except Interrupted as interruption:
+            except RunInterrupted as interruption:
                 if self._kill_at is not None:
                     raise  # a second time: no more patience
                 self._end(interruption.exit_code, "interrupted")
@@ -209,7 +311,7 @@ def run_ranks(arguments: argparse.Namespace, plans: Sequence[RankPlan]) -> int:
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
+    raise RunInterrupted(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,5 +339,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BoxError as error:
         say(str(error))
         return 1
-    except Interrupted as interruption:
+    except RunInterrupted as interruption:
         return interruption.exit_code

@@ -4,13 +4,15 @@ The figures are MegaScale-Infer's (arXiv 2504.02263): 5, one sender to 8, 16 and
 4 KB to 4 MB between 8 senders and 8 receivers; 11, as many senders as receivers, 256 KB.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
-from antiphon.bench.m2n.api import Traffic
+from antiphon.bench.harness.mpiexec import find_mpiexec
+from antiphon.bench.m2n.rounds import MemberSeat, Role, RoundTraffic
 
 MAX_PROCESSES_A_SIDE = 128
 MAX_MESSAGE_BYTES = 1 << 30
@@ -20,11 +22,11 @@ _COPIES_HELD = 3
 _PROCESS_BYTES = 120_000_000
 
 
-def figure_cases(name: str, *, both_ways: bool = False) -> list[Traffic]:
+def figure_cases(name: str, *, both_ways: bool = False) -> list[RoundTraffic]:
     """The cases of one of the paper's figures; `UserError` for an unknown one."""
 
-    def case(num_senders: int, num_receivers: int, num_bytes: int) -> Traffic:
-        return Traffic(num_senders=num_senders, receiver_bytes=(num_bytes,) * num_receivers, both_ways=both_ways)
+    def case(num_senders: int, num_receivers: int, num_bytes: int) -> RoundTraffic:
+        return RoundTraffic(num_senders=num_senders, receiver_bytes=(num_bytes,) * num_receivers, both_ways=both_ways)
 
     figures = {
         "one-to-n": [case(1, num_receivers, 128 * 1024) for num_receivers in (8, 16, 32)],
@@ -38,7 +40,7 @@ def figure_cases(name: str, *, both_ways: bool = False) -> list[Traffic]:
 
 def make_cases(
     num_senders: int, num_receivers: int, sizes: Sequence[int], *, both_ways: bool, unbalanced: bool
-) -> list[Traffic]:
+) -> list[RoundTraffic]:
     """One case per size. `unbalanced`: one size is spread over the receivers, several are one for each receiver."""
     for option, number in (("--senders", num_senders), ("--receivers", num_receivers)):
         if not 1 <= number <= MAX_PROCESSES_A_SIDE:
@@ -58,7 +60,7 @@ def make_cases(
         raise UserError(
             f"--unbalanced with {len(sizes)} sizes for {num_receivers} receivers: give one size for each, or one in all"
         )
-    return [Traffic(num_senders=num_senders, receiver_bytes=sizes, both_ways=both_ways) for sizes in spread]
+    return [RoundTraffic(num_senders=num_senders, receiver_bytes=sizes, both_ways=both_ways) for sizes in spread]
 
 
 def ramp(mean_bytes: int, num_receivers: int) -> tuple[int, ...]:
@@ -66,21 +68,21 @@ def ramp(mean_bytes: int, num_receivers: int) -> tuple[int, ...]:
     return tuple(max(1, round(2 * mean_bytes * (j + 1) / (num_receivers + 1))) for j in range(num_receivers))
 
 
-def by_processes(cases: Sequence[Traffic]) -> list[list[Traffic]]:
+def by_processes(cases: Sequence[RoundTraffic]) -> list[list[RoundTraffic]]:
     """Cases that the same processes can run, in order of first appearance."""
-    groups: dict[tuple[int, int, bool], list[Traffic]] = {}
+    groups: dict[tuple[int, int, bool], list[RoundTraffic]] = {}
     for case in cases:
         groups.setdefault((case.num_senders, case.num_receivers, case.both_ways), []).append(case)
     return list(groups.values())
 
 
-def largest(cases: Sequence[Traffic]) -> Traffic:
+def largest(cases: Sequence[RoundTraffic]) -> RoundTraffic:
     """One case whose every message is as large as the largest of `cases`, which must be of the same processes."""
     sizes = tuple(max(column) for column in zip(*(case.receiver_bytes for case in cases), strict=True))
     return replace(cases[0], receiver_bytes=sizes)
 
 
-def check_memory(cases: Sequence[Traffic], num_contestants: int, free_bytes: int | None = None) -> None:
+def check_memory(cases: Sequence[RoundTraffic], num_contestants: int, free_bytes: int | None = None) -> None:
     """`ResourceError` if the contestants of a case, all of them there at once, would not fit into free memory."""
     free_bytes = allowance().memory.left_bytes if free_bytes is None else free_bytes
     for group in by_processes(cases):
@@ -91,3 +93,90 @@ def check_memory(cases: Sequence[Traffic], num_contestants: int, free_bytes: int
                 f"{case}: {num_contestants} contestants need about {format_bytes(needed)}, {format_bytes(free_bytes)} "
                 "of memory are free: use fewer --senders, --receivers, --bytes or contestants"
             )
+
+
+# --- contestants
+#
+# | name | what it is |
+# |---|---|
+# | shm, tcp, libfabric | ours; "in place": the payload lies in the slot before the clock starts, nothing is copied |
+# | gloo | `torch.distributed` isend and irecv, a four-byte message back as acknowledgement |
+# | gloo-all-to-all | one `all_to_all_single` for the data and one for the acknowledgements |
+# | mpi | persistent sends and receives between ranks of one `mpiexec`, the same acknowledgement |
+# | ucx | tagged messages of UCX, the same acknowledgement |
+# | memcpy | as many processes as cores copy the same bytes through shared memory, with a barrier: the bound |
+
+
+TRANSPORTS = ("shm", "tcp", "libfabric")
+BASELINES = ("gloo", "gloo-all-to-all", "memcpy", "mpi", "ucx")
+WAITING = ("auto", "poll", "spin", "block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class M2nContestant:
+    """`kind` is the implementation (see `member.MEMBERS`), `options` are its own; reports show `transport`."""
+
+    name: str
+    transport: str
+    kind: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    in_place: bool = False
+
+    def seats(self, traffic: RoundTraffic, timeout_s: float) -> list[MemberSeat]:
+        """Its processes for rounds of `traffic`, by rank."""
+        places: list[tuple[Role, int, bool]] = []
+        if self.kind == "memcpy":
+            num_copiers = min(allowance().num_cores, traffic.num_processes)
+            places += [("copier", index, True) for index in range(num_copiers)]
+        else:
+            places += [("sender", index, True) for index in range(traffic.num_senders)]
+            places += [("receiver", index, traffic.both_ways) for index in range(traffic.num_receivers)]
+        return [
+            MemberSeat(
+                role=role,
+                index=index,
+                rank=rank,
+                num_seats=len(places),
+                timed=timed,
+                traffic=traffic,
+                timeout_s=timeout_s,
+            )
+            for rank, (role, index, timed) in enumerate(places)
+        ]
+
+
+def choose_contestants(
+    transports: Sequence[str], baselines: Sequence[str], *, in_place: bool, waiting: str
+) -> list[M2nContestant]:
+    """Contestants by name, ours first; `in_place` adds a second form of each of ours. `UserError` for unknown names."""
+    if waiting not in WAITING:
+        raise UserError(f"--waiting {waiting} does not exist: use one of {', '.join(WAITING)}")
+    chosen = []
+    for name in transports:
+        if name not in TRANSPORTS:
+            why = " connects threads of one process only" if name == "loopback" else " does not exist"
+            raise UserError(f"--transport {name}{why}: use some of {', '.join(TRANSPORTS)}")
+        chosen += [_ours(name, False, waiting), *([_ours(name, True, waiting)] if in_place else [])]
+    for name in baselines:
+        if name not in BASELINES:
+            raise UserError(f"--against {name} is not known: use some of {', '.join(BASELINES)}")
+        if name == "mpi":
+            find_mpiexec()  # or say what is missing before anything starts
+        if name == "ucx" and importlib.util.find_spec("ucxx") is None:
+            raise UserError("--against ucx: there is no ucxx here: pip install 'antiphon[ucx]'")
+        chosen.append(M2nContestant(name=name, transport=name, kind=name))
+    if not chosen:
+        raise UserError("nothing to measure: give --transport or --against")
+    if len({contestant.name for contestant in chosen}) < len(chosen):
+        raise UserError("--transport and --against may name each only once")
+    return chosen
+
+
+def _ours(transport: str, in_place: bool, waiting: str) -> M2nContestant:
+    return M2nContestant(
+        name=f"{transport} in place" if in_place else transport,
+        transport=transport,
+        kind="antiphon",
+        options={"transport": transport, "waiting": waiting, "in_place": "yes" if in_place else "no"},
+        in_place=in_place,
+    )

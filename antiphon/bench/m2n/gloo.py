@@ -15,9 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from antiphon.bench.m2n.api import Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
-from antiphon.bench.m2n.pattern import Bytes
+from antiphon.bench.m2n.rounds import (
+    ACK_BYTES,
+    RELEASE,
+    WAIT,
+    BufferedMember,
+    Bytes,
+    MemberSeat,
+    RoundPhase,
+    RoundTraffic,
+    phases_of_pairs,
+)
 
 _DATA, _ACK = 0, 1
 
@@ -25,8 +33,8 @@ _DATA, _ACK = 0, 1
 class GlooProcessGroup(BufferedMember):
     """A member's way into a process group over loopback, and out of it."""
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        super().__init__(seat, options)
         self._store: Store | None = None
 
     def open(self) -> bytes:
@@ -69,8 +77,8 @@ def as_bytes(buffers: Sequence[Tensor]) -> list[Bytes]:
 class GlooMember(GlooProcessGroup):
     """A sender, a receiver, or both at once."""
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        super().__init__(seat, options)
         self._received: list[Tensor] = []
         self._sent: list[Tensor] = []
         self._acks: list[Tensor] = []
@@ -79,7 +87,7 @@ class GlooMember(GlooProcessGroup):
         self._receives: list[dist.Work | None] = []
         self._ack_receives: list[dist.Work | None] = []
 
-    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
         self._received = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.incoming]
         self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.outgoing]
@@ -128,5 +136,54 @@ def _wait_all(works: Sequence[dist.Work | None]) -> None:
         work.wait()
 
 
-def make_member(seat: Seat, options: Mapping[str, str]) -> GlooMember:
-    return GlooMember(seat)
+# --- as a collective
+#
+# One `all_to_all_single` moves all data of a round, another the acknowledgements: what training frameworks do between
+# experts. Every rank takes part in both, also those with nothing to send.
+
+
+class GlooAllToAllMember(GlooProcessGroup):
+    """Any process of the contestant: all do the same."""
+
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        super().__init__(seat, options)
+        self._data = _AllToAllBuffers([], [])
+        self._acks = _AllToAllBuffers([], [])
+
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+        self.set_flows(traffic)
+        sent, received = [0] * self.seat.num_seats, [0] * self.seat.num_seats
+        for flow in self.outgoing:
+            sent[flow.destination] = flow.num_bytes
+        for flow in self.incoming:
+            received[flow.source] = flow.num_bytes
+        self._data = _AllToAllBuffers(sent, received)
+        self.sent = as_bytes([self._data.sent_to(flow.destination) for flow in self.outgoing])
+        self.received = as_bytes([self._data.received_from(flow.source) for flow in self.incoming])
+        # Acknowledgements go the other way.
+        self._acks = _AllToAllBuffers([ACK_BYTES * (n > 0) for n in received], [ACK_BYTES * (n > 0) for n in sent])
+        return [RoundPhase(WAIT, self._exchange_data), RoundPhase(RELEASE, self._exchange_acks)]
+
+    def _exchange_data(self, step: int) -> None:
+        self._data.run()
+
+    def _exchange_acks(self, step: int) -> None:
+        self._acks.run()
+
+
+class _AllToAllBuffers:
+    """Buffers of one collective; counts are bytes by rank."""
+
+    def __init__(self, sent: list[int], received: list[int]) -> None:
+        self._num_sent, self._num_received = sent, received
+        self._sent = torch.zeros(sum(sent), dtype=torch.uint8)
+        self._received = torch.zeros(sum(received), dtype=torch.uint8)
+
+    def sent_to(self, rank: int) -> Tensor:
+        return self._sent[sum(self._num_sent[:rank]) :][: self._num_sent[rank]]
+
+    def received_from(self, rank: int) -> Tensor:
+        return self._received[sum(self._num_received[:rank]) :][: self._num_received[rank]]
+
+    def run(self) -> None:
+        dist.all_to_all_single(self._received, self._sent, self._num_received, self._num_sent)

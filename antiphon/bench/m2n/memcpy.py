@@ -1,11 +1,11 @@
 """The bound: as many processes as cores copy the bytes of a round into shared memory, with nothing but a barrier.
 
-Each message has its own place in a copier's private memory and its own in the shared one, as for everybody else, so
+Each message has its own place in a copier's private memory and its own in the shared one, as for all contestants, so
 that caches see as many bytes. Messages are dealt out whole where they divide evenly, else each is cut into one piece
 per copier. The barrier is one counter on which a copier spins: there is a core for each.
 
 The shared memory is an anonymous file of the first copier's that the others open through /proc: nothing is left behind
-whoever dies.
+when one dies.
 """
 
 import mmap
@@ -17,8 +17,18 @@ import numpy as np
 
 from antiphon import _native
 from antiphon.base.errors import PeerTimeout
-from antiphon.bench.m2n.api import RELEASE, SEND, WAIT, Flow, Phase, Seat, Traffic
-from antiphon.bench.m2n.pattern import Bytes, check_pattern, pattern
+from antiphon.bench.m2n.rounds import (
+    RELEASE,
+    SEND,
+    WAIT,
+    Bytes,
+    Flow,
+    MemberSeat,
+    RoundPhase,
+    RoundTraffic,
+    check_pattern,
+    pattern,
+)
 
 _COUNTER_BYTES = 4096  # the counter has a page of its own
 _ALIGNMENT = 64
@@ -28,7 +38,7 @@ _SPIN_S = 1.0
 class MemcpyMember:
     """One copier."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
         self._seat = seat
         self._descriptor = -1
         self._shared: Bytes = np.empty(0, np.uint8)
@@ -54,7 +64,7 @@ class MemcpyMember:
         self._shared = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
         self._counter_address = self._shared.ctypes.data
 
-    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self._flows = traffic.flows()
         self._deals_whole = traffic.is_balanced and len(self._flows) % self._seat.num_seats == 0
         self._arrived, offset = [], _COUNTER_BYTES
@@ -66,8 +76,8 @@ class MemcpyMember:
         pieces = zip(self._arrived, self._sources, mine, strict=True)
         self._copies = [(arrived[piece], source) for arrived, source, piece in pieces if source.size]
         # What arrived is read by all before it is written again.
-        released = [Phase(RELEASE, self._wait_for_all)] if traffic.touched else []
-        return [Phase(SEND, self._copy), Phase(WAIT, self._wait_for_all), *released]
+        released = [RoundPhase(RELEASE, self._wait_for_all)] if traffic.touched else []
+        return [RoundPhase(SEND, self._copy), RoundPhase(WAIT, self._wait_for_all), *released]
 
     def produce(self, step: int) -> None:
         for number, (flow, source) in enumerate(zip(self._flows, self._sources, strict=True)):
@@ -103,7 +113,7 @@ class MemcpyMember:
             np.copyto(target, source)
 
     def _wait_for_all(self, step: int) -> None:
-        """The counter only grows, modulo 2^32: the round is over once everybody has added one."""
+        """The counter only grows, modulo 2^32: the round is over once all have added one."""
         self._rounds_done += 1
         target = self._rounds_done * self._seat.num_seats % 2**32
         seen = (_native.fetch_add_wake_u32(self._counter_address, 1) + 1) % 2**32
@@ -124,7 +134,3 @@ def _reached(seen: int, target: int) -> bool:
 
 def _room(flow: Flow) -> int:
     return -(-flow.num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def make_member(seat: Seat, options: Mapping[str, str]) -> MemcpyMember:
-    return MemcpyMember(seat)

@@ -7,8 +7,6 @@ the core: without it a rank keeps it for a whole slice of the scheduler's (8 x 8
 """
 
 import os
-import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 
@@ -17,27 +15,17 @@ from mpi4py import MPI
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.bench.m2n.api import Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
+from antiphon.bench.m2n.rounds import ACK_BYTES, BufferedMember, MemberSeat, RoundPhase, RoundTraffic, phases_of_pairs
 
-RANK = struct.Struct("!II")  # what a rank says first: its number, its process
 _DATA, _ACK = 1, 2
 _LOOKS_BETWEEN_CLOCKS = 256
-
-
-def join_benchmark(path: str) -> socket.socket:
-    """In a rank: a stream to the benchmark that listens at `path`."""
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    stream.connect(path)
-    stream.sendall(RANK.pack(MPI.COMM_WORLD.rank, os.getpid()))
-    return stream
 
 
 class MpiMember(BufferedMember):
     """A sender, a receiver, or both at once."""
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        super().__init__(seat, options)
         self._offers_core = seat.num_seats > allowance().num_cores
         self._receives: list[MPI.Prequest] = []
         self._sends: list[MPI.Prequest] = []
@@ -51,9 +39,9 @@ class MpiMember(BufferedMember):
         return b""
 
     def connect(self, introductions: Sequence[bytes]) -> None:
-        """`mpiexec` has connected everybody."""
+        """`mpiexec` has connected all ranks."""
 
-    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         for request in (*self._receives, *self._sends, *self._acks, *self._ack_receives):
             request.Free()
         world = MPI.COMM_WORLD
@@ -111,7 +99,3 @@ class MpiMember(BufferedMember):
             deadline = deadline or now + self.seat.timeout_s
             if now > deadline:
                 raise PeerTimeout(f"MPI's {what}", ["its peers"], self.seat.timeout_s)
-
-
-def make_member(seat: Seat, options: Mapping[str, str]) -> MpiMember:
-    return MpiMember(seat)

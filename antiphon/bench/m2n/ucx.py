@@ -15,9 +15,16 @@ from ucxx._lib import libucxx as ucx
 from ucxx._lib.arr import Array
 
 from antiphon.base.errors import PeerTimeout
-from antiphon.bench.m2n.api import Flow, Phase, Seat, Traffic, phases_of_pairs
-from antiphon.bench.m2n.buffered import ACK_BYTES, BufferedMember
-from antiphon.bench.m2n.pattern import Bytes
+from antiphon.bench.m2n.rounds import (
+    ACK_BYTES,
+    BufferedMember,
+    Bytes,
+    Flow,
+    MemberSeat,
+    RoundPhase,
+    RoundTraffic,
+    phases_of_pairs,
+)
 
 _DATA, _ACK = 1, 2
 
@@ -25,8 +32,8 @@ _DATA, _ACK = 1, 2
 class UcxMember(BufferedMember):
     """A sender, a receiver, or both at once."""
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        super().__init__(seat, options)
         self._worker = ucx.UCXWorker(ucx.UCXContext({}, (ucx.Feature.TAG, ucx.Feature.WAKEUP)))
         self._worker.init_blocking_progress_mode()
         self._wakeup = select.poll()
@@ -50,7 +57,7 @@ class UcxMember(BufferedMember):
             # Without UCX's error handling, which would rule out shared memory: the benchmark itself sees who dies.
             self._endpoints[peer] = ucx.UCXEndpoint.create_from_worker_address(self._worker, address, False)
 
-    def prepare(self, traffic: Traffic) -> Sequence[Phase]:
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
         self._incoming = [_Message(flow, self._endpoints[flow.source]) for flow in self.incoming]
         self._outgoing = [_Message(flow, self._endpoints[flow.destination]) for flow in self.outgoing]
@@ -117,7 +124,3 @@ class _Message:
 
 def _tag(kind: int, sender: int) -> ucx.UCXXTag:
     return ucx.UCXXTag(kind << 32 | sender)
-
-
-def make_member(seat: Seat, options: Mapping[str, str]) -> UcxMember:
-    return UcxMember(seat)

@@ -9,7 +9,7 @@ Every figure is a median; `spread` says how far the middle half of its repetitio
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
@@ -18,28 +18,16 @@ from typing import Literal
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
-from antiphon.bench.limits import MachineLimits, measure_machine_limits
-from antiphon.bench.obeying import Done
-from antiphon.bench.profile.crew import Crew, RigHandle
-from antiphon.bench.profile.effort import Effort
+from antiphon.bench.harness.children import Child, Children, programs
+from antiphon.bench.harness.limits import MachineLimits, measure_machine_limits
 from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
-from antiphon.bench.profile.orders import (
-    JoinExchange,
-    Open,
-    Opened,
-    OpenExchange,
-    Rounds,
-    Served,
-    StopExchange,
-    Ticket,
-    TimeExchange,
-    Times,
-    Work,
-)
+from antiphon.bench.profile.orders import Effort, ExchangeOrder, PartSeconds, RigOrder, RigWork, Rounds, Served
+from antiphon.bench.profile.rig import RigProcess
 from antiphon.cost.curves import Curve
 from antiphon.cost.local_times import ExchangeTimes, ThreadTimes
 from antiphon.specs.model import ModelSpec
 
+PROCESSES = "the profiler's process"  # begins their names
 _CACHE_SHARE = 0.1  # of free memory, for the KV cache of a measuring process
 _CACHE_MOST_BYTES = 1 << 30
 Advance = Callable[[], None]
@@ -78,18 +66,19 @@ class Bench:
         self.rows = [rows for rows in effort.rows if rows <= largest]
         self.beside_rows = [rows for rows in effort.beside_rows if rows <= largest]
 
-    def open(self, handle: RigHandle) -> None:
-        """Order the model loaded; `RigHandle.answer(Opened)` waits for it."""
+    def open(self, handle: Child) -> None:
+        """Order the model loaded; `Child.answer` waits for it."""
         largest = max(self.long_context(rows) * rows for rows in self.rows)
         handle.begin(
-            Open(
+            "open",
+            RigOrder(
                 model=self.model,
                 dtype=self.dtype,
                 kernels=self.kernels,
                 max_rows=max(self.rows),
                 max_tokens=max(largest, *self.effort.prompts),
                 max_context=max(*self.effort.contexts, *self.effort.prompts),
-            )
+            ),
         )
 
     def long_context(self, rows: int) -> int:
@@ -97,16 +86,16 @@ class Bench:
         wanted."""
         return max(self.effort.contexts[0] + 1, min(self.effort.contexts[1], self.max_tokens // rows))
 
-    def time(self, handle: RigHandle, work: Work) -> Times:
-        times = handle.time(work, self.effort.point_s, self.effort.min_repetitions)
+    def time(self, handle: Child, work: RigWork) -> PartSeconds:
+        times: PartSeconds = handle.ask("time", work, self.effort.point_s, self.effort.min_repetitions)
         for part in (times.attention, times.experts):
             if len(part) > 3:
                 low, _, high = quantiles(part, n=4)
                 self.spreads.append((high - low) / median(part))
         return times
 
-    def experts_s(self, handle: RigHandle, rows: int, num_held: int) -> float:
-        work = Work(kind="experts", rows=rows, context=self.effort.contexts[0], num_held=num_held)
+    def experts_s(self, handle: Child, rows: int, num_held: int) -> float:
+        work = RigWork(kind="experts", rows=rows, context=self.effort.contexts[0], num_held=num_held)
         return median(self.time(handle, work).experts)
 
     def held_counts(self, num_threads: int) -> list[int]:
@@ -117,22 +106,27 @@ class Bench:
         return sorted({num_experts, -(-num_experts // 2), -(-num_experts // 4)})
 
 
-def thread_times(bench: Bench, handle: RigHandle, num_threads: int) -> ThreadTimes:
+def start_rigs(crew: Children, names: Sequence[str]) -> list[Child]:
+    """Processes that do the profiler's work."""
+    return crew.start(names, [RigProcess] * len(names), programs())
+
+
+def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
     """One worker with this many threads and no other worker beside it. With all cores it is the colocated worker, whose
     attention and experts take turns in the caches; with fewer, each is timed alone, as when the other is somewhere
     else."""
     everything = num_threads == len(bench.cores)
-    handle.settle(num_threads, bench.cores[:num_threads])
+    handle.ask("settle", num_threads, bench.cores[:num_threads])
     effort, spec = bench.effort, bench.spec
     short = effort.contexts[0]
     all_held = spec.router.num_experts
     attention, per_context, head, step = {}, {}, {}, {}
     experts: dict[int, dict[int, float]] = {held: {} for held in bench.held_counts(num_threads)}
     for rows in bench.rows:
-        near = bench.time(handle, Work(kind="colocated" if everything else "attention", rows=rows, context=short))
+        near = bench.time(handle, RigWork(kind="colocated" if everything else "attention", rows=rows, context=short))
         long = bench.long_context(rows)
-        far = bench.time(handle, Work(kind="attention", rows=rows, context=long))
-        alone = near if not everything else bench.time(handle, Work(kind="attention", rows=rows, context=short))
+        far = bench.time(handle, RigWork(kind="attention", rows=rows, context=long))
+        alone = near if not everything else bench.time(handle, RigWork(kind="attention", rows=rows, context=short))
         attention[rows] = median(near.attention)
         per_context[rows] = max(0.0, median(far.attention) - median(alone.attention)) / (rows * (long - short))
         head[rows], step[rows] = median(near.head), median(near.step)
@@ -142,10 +136,10 @@ def thread_times(bench: Bench, handle: RigHandle, num_threads: int) -> ThreadTim
         bench.advance()
     prompt = {}
     for tokens in effort.prompts:
-        work = Work(kind="attention", rows=1, prompt_tokens=tokens)
+        work = RigWork(kind="attention", rows=1, prompt_tokens=tokens)
         prompt[tokens] = median(bench.time(handle, work).attention)
         for held, by_rows in experts.items() if tokens > max(bench.rows) else ():
-            work = Work(kind="experts", rows=1, num_held=held, prompt_tokens=tokens)
+            work = RigWork(kind="experts", rows=1, num_held=held, prompt_tokens=tokens)
             by_rows[tokens] = median(bench.time(handle, work).experts)
         bench.advance()
     return ThreadTimes(
@@ -160,29 +154,29 @@ def thread_times(bench: Bench, handle: RigHandle, num_threads: int) -> ThreadTim
     )
 
 
-def exchange_times(bench: Bench, attention: RigHandle, experts: RigHandle) -> ExchangeTimes:
+def exchange_times(bench: Bench, attention: Child, experts: Child) -> ExchangeTimes:
     """Between two processes over shared memory, each on its core as in a disaggregated engine of two workers."""
     waiting = "spin" if len(bench.cores) >= 2 else "block"
     for handle, core in ((attention, bench.cores[0]), (experts, bench.cores[-1])):
-        handle.settle(1, [core])
+        handle.ask("settle", 1, [core])
     secret = secrets.token_bytes(32)
     max_rows = max(bench.effort.exchange_rows)
 
-    def opening(role: Literal["attention", "experts"]) -> OpenExchange:
-        return OpenExchange(
+    def opening(role: Literal["attention", "experts"]) -> ExchangeOrder:
+        return ExchangeOrder(
             role=role, model=bench.model, dtype=bench.dtype, waiting=waiting, max_rows=max_rows, secret=secret
         )
 
-    ticket = experts.ask(opening("experts"), Ticket).ticket
-    attention.ask(opening("attention"), Done)
-    experts.ask(JoinExchange(ticket), Done)
-    attention.ask(JoinExchange(ticket), Done)
-    rounds = {}
+    ticket = experts.ask("open_exchange", opening("experts"))
+    attention.ask("open_exchange", opening("attention"))
+    experts.ask("join_exchange", ticket)
+    attention.ask("join_exchange", ticket)
+    rounds: dict[int, Rounds] = {}
     for rows in bench.effort.exchange_rows:
-        rounds[rows] = attention.ask(TimeExchange(rows=rows, num_rounds=bench.effort.exchange_rounds), Rounds)
+        rounds[rows] = attention.ask("time_exchange", rows, bench.effort.exchange_rounds)
         bench.advance()
-    served = experts.ask(StopExchange(), Served)
-    attention.ask(StopExchange(), Done)
+    served: Served = experts.ask("stop_exchange")
+    attention.ask("stop_exchange")
     medians, first = {}, 0
     for rows, sent in rounds.items():
         medians[rows] = exchange_medians(sent, served, first + NUM_WARM)
@@ -204,22 +198,23 @@ def limits_of(bench: Bench) -> MachineLimits | None:
     return None
 
 
-def open_rigs(bench: Bench, crew: Crew, weight_bytes: int) -> tuple[RigHandle, RigHandle | None, Opened]:
-    """One process with the model, and a second one if memory and cores allow; both load at the same time."""
+def open_rigs(bench: Bench, crew: Children, weight_bytes: int) -> tuple[Child, Child | None, str]:
+    """One process with the model, and a second one if memory and cores allow; both load at the same time; the
+    name of their kernels."""
     needed = 1.2 * weight_bytes + _CACHE_MOST_BYTES
     free = allowance().memory.left_bytes
     if free < needed:
         raise ResourceError(
             f"{format_bytes(free)} of memory are free, measuring this model needs {format_bytes(needed)}: free some"
         )
-    first = crew.start("worker 0")
+    first = start_rigs(crew, ["worker 0"])[0]
     bench.open(first)
     second = None
     if len(bench.cores) > 1 and free > 2 * needed:
-        second = crew.start("worker 1")
+        second = start_rigs(crew, ["worker 1"])[0]
         bench.open(second)
-    opened = first.answer(Opened)
+    kernels: str = first.answer()
     if second is not None:
-        second.answer(Opened)
+        second.answer()
     bench.advance()
-    return first, second, opened
+    return first, second, kernels

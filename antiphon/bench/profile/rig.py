@@ -13,13 +13,26 @@ Rejected: timing kernels one by one. What Python, caches and the order of the la
 truth on a CPU, and would have to be fitted later.
 """
 
+import itertools
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
 
-from antiphon.bench.profile.orders import Open, Times, Work
+from antiphon import _native
+from antiphon.bench.profile.exchange import AttentionEnd, ExpertEnd
+from antiphon.bench.profile.orders import (
+    ExchangeOrder,
+    PartSeconds,
+    RigOrder,
+    RigWork,
+    Rounds,
+    Served,
+)
 from antiphon.kernels.api import KVCache
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.batch import BlockTables, make_attention_batch
@@ -42,6 +55,7 @@ _FILL_TOKENS = 4096
 _TIMEOUT_S = 60.0  # of a wait for experts; here there is none
 _NUM_DRAWS = 8
 _MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
+_MAX_REPETITIONS = 400
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 
 
@@ -70,7 +84,7 @@ class _CapturingExperts(LocalExperts):
 class Rig:
     """Loaded by `Open`; `run_once` does one piece of work, `times_of` reads what the last ones took."""
 
-    def __init__(self, order: Open) -> None:
+    def __init__(self, order: RigOrder) -> None:
         self.spec = load_model_spec(order.model)
         self.dtype = resolve_dtype(self.spec.dtype if order.dtype == "auto" else order.dtype)
         self.backend = make_backend(order.kernels, torch.device("cpu"), self.dtype)
@@ -89,9 +103,9 @@ class Rig:
         self._capturing = _CapturingExperts(self._experts)
         self._colocated = self._runner(LocalExperts(self._experts))
         self._alone = self._runner(self._capturing)
-        self._steps: dict[Work, RunStep] = {}
+        self._steps: dict[RigWork, RunStep] = {}
         self._draws: dict[tuple[int, int], int] = {}  # by rows and context
-        self._captures: dict[Work, dict[int, _Captured]] = {}
+        self._captures: dict[RigWork, dict[int, _Captured]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
         half, routing = self._half, Routing(self._half)
@@ -116,7 +130,7 @@ class Rig:
                     rows[:tokens], cache, layer, batch, rotary, num_heads=0, q_norm_D=None, k_norm_D=None, eps=1e-6
                 )
 
-    def run_once(self, work: Work) -> None:
+    def run_once(self, work: RigWork) -> None:
         """One repetition; its times are recorded."""
         if work.kind == "experts":
             self._run_experts(work)
@@ -124,22 +138,22 @@ class Rig:
         step = self._step_of(work)
         (self._colocated if work.kind == "colocated" else self._alone).run(step)
 
-    def times_of(self, work: Work) -> Times:
+    def times_of(self, work: RigWork) -> PartSeconds:
         """The repetitions since the last call."""
         spans = self._recorder.take()
         if work.kind == "experts":
-            return Times(experts=[seconds / self.spec.num_moe_layers for seconds in _sums(spans, DISPATCH)])
+            return PartSeconds(experts=[seconds / self.spec.num_moe_layers for seconds in _sums(spans, DISPATCH)])
         attention, experts, head = (_sums(spans, kind) for kind in (ATTENTION, DISPATCH, SAMPLE))
         whole = _sums(spans, STEP)
         rest = [all_s - sum(parts) for all_s, *parts in zip(whole, attention, experts, head, strict=True)]
-        return Times(
+        return PartSeconds(
             attention=[seconds / self.spec.num_layers for seconds in attention],
             experts=[seconds / self.spec.num_moe_layers for seconds in experts] if work.kind == "colocated" else [],
             head=head,
             step=[max(0.0, seconds) for seconds in rest],
         )
 
-    def _step_of(self, work: Work) -> RunStep:
+    def _step_of(self, work: RigWork) -> RunStep:
         """The message an engine would send; made once, because a step may be sent again with the same effect."""
         if work not in self._steps:
             self._steps = {work: self._begin(work, self._typical_draw(work))}  # one: a slot belongs to one sequence
@@ -153,13 +167,13 @@ class Rig:
             participants=step.participants,
         )
 
-    def _begin(self, work: Work, draw: int) -> RunStep:
+    def _begin(self, work: RigWork, draw: int) -> RunStep:
         step = self._make_step(work, draw)
         for start in step.starts:
             self._sampler.add(start)
         return step
 
-    def _typical_draw(self, work: Work) -> int:
+    def _typical_draw(self, work: RigWork) -> int:
         """The draw of tokens whose rows choose nearest to the expected number of different experts."""
         router, size = self.spec.router, (work.rows, work.context)
         if work.prompt_tokens or work.rows * router.top_k > _MANY_PAIRS * router.num_experts:
@@ -183,7 +197,7 @@ class Rig:
         self._recorder.take()
         return captured
 
-    def _make_step(self, work: Work, draw: int) -> RunStep:
+    def _make_step(self, work: RigWork, draw: int) -> RunStep:
         num_rows = 1 if work.prompt_tokens else work.rows
         context = work.prompt_tokens or work.context
         blocks_each = -(-context // BLOCK_SIZE)
@@ -200,17 +214,17 @@ class Rig:
         return RunStep(step=0, released=[], starts=starts, micro_batches=[sequences], participants=[[0]])
 
     @torch.inference_mode()
-    def _run_experts(self, work: Work) -> None:
+    def _run_experts(self, work: RigWork) -> None:
         captured = self._captured(work)
         self._recorder.step += 1
         for layer, sent in captured.items():
             with _Span(self._recorder, DISPATCH):
                 self._experts.forward(layer, sent.rows_TH, sent.ids_TK, sent.weights_TK)
 
-    def _captured(self, work: Work) -> dict[int, _Captured]:
+    def _captured(self, work: RigWork) -> dict[int, _Captured]:
         """Rows and choices of a step of `work.rows` rows, those kept that go to the first `num_held` experts."""
         if work not in self._captures:
-            sent = Work(kind="attention", rows=work.rows, context=work.context, prompt_tokens=work.prompt_tokens)
+            sent = RigWork(kind="attention", rows=work.rows, context=work.context, prompt_tokens=work.prompt_tokens)
             captured = self._capture(self._step_of(sent))
             self._captures = {work: {layer: _held(kept, work.num_held) for layer, kept in captured.items()}}
         return self._captures[work]
@@ -246,3 +260,88 @@ def _sums(spans: Spans, kind: int) -> list[float]:
         if name == kind:
             totals[spans.steps[index]] += (spans.ends_ns[index] - spans.starts_ns[index]) * 1e-9
     return list(totals.values())
+
+
+class RigProcess:
+    """What the profiler calls in each of its processes (`harness.children`)."""
+
+    def __init__(self) -> None:
+        self._rig: Rig | None = None
+        self._end: AttentionEnd | ExpertEnd | None = None
+
+    def open(self, order: RigOrder) -> str:
+        """Load the model; the name of its kernels."""
+        self._rig = Rig(order)
+        return self._rig.backend.name
+
+    def settle(self, num_threads: int, cores: list[int]) -> None:
+        """Claim cores and threads as a worker of the engine does."""
+        psutil.Process(os.getpid()).cpu_affinity(cores)
+        if self._rig is None or self._rig.backend.name == "cpu":
+            _native.set_num_threads(num_threads)
+            torch.set_num_threads(1)  # PyTorch's own pool would compete with the kernels' pool for the same cores
+        else:
+            torch.set_num_threads(num_threads)
+
+    def time(self, work: RigWork, seconds: float, min_repetitions: int) -> PartSeconds:
+        """Repeat the work at least `min_repetitions` times and for `seconds`."""
+        rig = self._opened()
+        rig.run_once(work)
+        rig.times_of(work)
+        deadline = time.monotonic() + seconds
+        count = 0
+        while count < min_repetitions or (time.monotonic() < deadline and count < _MAX_REPETITIONS):
+            rig.run_once(work)
+            count += 1
+        return rig.times_of(work)
+
+    def keep_busy(self, work: RigWork) -> Iterator[None]:
+        """Repeat the work until the next call."""
+        rig = self._opened()
+        rig.run_once(work)
+        try:
+            for count in itertools.count():
+                yield
+                rig.run_once(work)
+                if count % 100 == 0:
+                    rig.times_of(work)
+        finally:
+            rig.times_of(work)
+
+    def open_exchange(self, order: ExchangeOrder) -> bytes:
+        """Become one end of the exchange; the expert worker's end has a ticket for the other one."""
+        self._end = ExpertEnd(order) if order.role == "experts" else AttentionEnd(order)
+        return self._end.ticket if isinstance(self._end, ExpertEnd) else b""
+
+    def join_exchange(self, ticket: bytes) -> Iterator[None] | None:
+        """Connect to the expert worker. That one serves until the next call."""
+        if isinstance(self._end, ExpertEnd):
+            return _serve(self._end)
+        self._attention().join(ticket)
+        return None
+
+    def time_exchange(self, rows: int, num_rounds: int) -> Rounds:
+        """`num_rounds` rounds of each kind with `rows` rows, at the attention worker's end."""
+        return self._attention().time(rows, num_rounds)
+
+    def stop_exchange(self) -> Served | None:
+        """Leave the exchange."""
+        assert self._end is not None, "open_exchange comes first"
+        served = self._end.served() if isinstance(self._end, ExpertEnd) else None
+        self._end.close()
+        self._end = None
+        return served
+
+    def _opened(self) -> Rig:
+        assert self._rig is not None, "open comes first"
+        return self._rig
+
+    def _attention(self) -> AttentionEnd:
+        assert isinstance(self._end, AttentionEnd), "open_exchange comes first"
+        return self._end
+
+
+def _serve(experts: ExpertEnd) -> Iterator[None]:
+    while True:
+        yield
+        experts.serve_one()

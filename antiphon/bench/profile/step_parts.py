@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.antiphon_engine import AntiphonEngine, parse_contestant
-from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, SAMPLE, STEP, Spans
 from antiphon.serve.worker_process import WorkerName

@@ -1,25 +1,36 @@
-"""One rank's part in measuring training: the trainer's own layers, sums and updates, with gloo over loopback.
+"""Measures training on several ranks: the trainer's own layers, sums and updates, with gloo over loopback. The
+tables are those that `plan --phase train --profile` reads (`cost.training.tables`).
 
 Two layers of each kind stand for all of them. Every way to share them is run for some numbers of sequences: forward,
 backward, and for the plain way the whole step. Times by operator come from the spans that a timeline is made of;
 medians over the steps. Weights and tokens are random, as at the begin of a run.
 """
 
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from antiphon.bench.profile.orders import LayerSeconds, TimeTraining, TrainingSeconds
-from antiphon.bench.rank_processes import join_gloo, seconds_of_calls
+from antiphon.base.allowance import share_of_threads
+from antiphon.base.errors import UserError
+from antiphon.base.progress import Report
+from antiphon.bench.harness.children import Child, Children, join_gloo, programs, seconds_of_calls
+from antiphon.bench.harness.limits import measure_gemm_flops_per_s
+from antiphon.bench.profile.orders import Effort, LayerSeconds, TrainingOrder, TrainingSeconds
 from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceScatter, barrier, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.point_to_point import start_receive, start_send
+from antiphon.cost.curves import Curve, Surface
+from antiphon.cost.training.tables import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.models.config import load_model_spec
+from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import LossConfig, OptimizerConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
@@ -34,7 +45,14 @@ _NUM_LAYERS = 2  # of each kind
 _WARM = 1
 
 
-def time_training(order: TimeTraining) -> TrainingSeconds:
+class TrainingRank:
+    """What is called in each rank's process (`harness.children`)."""
+
+    def time_training(self, order: TrainingOrder) -> TrainingSeconds:
+        return time_training(order)
+
+
+def time_training(order: TrainingOrder) -> TrainingSeconds:
     """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together:
     PyTorch would name a new one like one that ended, and find its addresses in the store."""
     torch.set_num_threads(order.num_threads)
@@ -54,7 +72,7 @@ def few_layers(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_layers=len(kinds), moe_layers=kinds)
 
 
-def _time_all(order: TimeTraining, spec: ModelSpec) -> TrainingSeconds:
+def _time_all(order: TrainingOrder, spec: ModelSpec) -> TrainingSeconds:
     found = TrainingSeconds(layers=[], step=[], update={}, sums={}, message=[])
     plain = connect(Sizes(world_size=order.world_size), order.rank, _TIMEOUT_S)
     found.layers.extend(_time_layers(order, spec, plain, "all_to_all", 1))
@@ -70,7 +88,7 @@ def _time_all(order: TimeTraining, spec: ModelSpec) -> TrainingSeconds:
     return found
 
 
-def _time_ways(order: TimeTraining, spec: ModelSpec, degree: int) -> list[LayerSeconds]:
+def _time_ways(order: TrainingOrder, spec: ModelSpec, degree: int) -> list[LayerSeconds]:
     """All ways to share a layer between `degree` ranks; as many such groups as there are ranks for."""
     found = []
     for attention in ("sequence", "tensor"):
@@ -82,7 +100,7 @@ def _time_ways(order: TimeTraining, spec: ModelSpec, degree: int) -> list[LayerS
     return found
 
 
-def _model(order: TimeTraining, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: Spans) -> MoeModel:
+def _model(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: Spans) -> MoeModel:
     model = MoeModel(
         spec,
         mesh,
@@ -95,14 +113,14 @@ def _model(order: TimeTraining, spec: ModelSpec, mesh: Mesh, dispatch: str, span
     return model
 
 
-def _batch(order: TimeTraining, spec: ModelSpec, sequences: int, seed: int) -> Batch:
+def _batch(order: TrainingOrder, spec: ModelSpec, sequences: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, spec.vocab_size, (sequences, order.sequence_length + 1), generator=generator)
     positions = torch.arange(order.sequence_length).expand(sequences, -1).contiguous()
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, None)
 
 
-def _time_layers(order: TimeTraining, spec: ModelSpec, mesh: Mesh, dispatch: str, degree: int) -> list[LayerSeconds]:
+def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, degree: int) -> list[LayerSeconds]:
     """Forward and backward for each number of sequences of a group."""
     spans = Spans()
     model = _model(order, spec, mesh, dispatch, spans)
@@ -167,7 +185,7 @@ def _of_layers(spec: ModelSpec, spans: list[Span], mesh: Mesh) -> LayerSeconds:
     )
 
 
-def _time_step(order: TimeTraining, spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:
+def _time_step(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:
     """(seconds of a parameter's update, of what else a step takes beside layers and sums), all ranks at work."""
     spans = Spans()
     model = _model(order, spec, mesh, "all_to_all", spans)
@@ -196,7 +214,7 @@ def _time_step(order: TimeTraining, spec: ModelSpec, mesh: Mesh, optimizer: str)
     return median(updated[_WARM:]), median(rest[_WARM:])
 
 
-def _time_sums(order: TimeTraining, group: Group) -> dict[str, list[float]]:
+def _time_sums(order: TrainingOrder, group: Group) -> dict[str, list[float]]:
     """Median seconds by collective, for each size of the whole tensor."""
     found: dict[str, list[float]] = {"all_reduce": [], "reduce_scatter": [], "all_gather": []}
     for size in order.sizes_bytes:
@@ -212,7 +230,7 @@ def _time_sums(order: TimeTraining, group: Group) -> dict[str, list[float]]:
     return found
 
 
-def _time_messages(order: TimeTraining, group: Group) -> list[float]:
+def _time_messages(order: TrainingOrder, group: Group) -> list[float]:
     """One way between the first two ranks by bytes: half of there and back."""
 
     def there_and_back(x: torch.Tensor) -> None:
@@ -227,5 +245,135 @@ def _time_messages(order: TimeTraining, group: Group) -> list[float]:
     return [_median_s(order, group, partial(there_and_back, x)) / 2 for x in tensors]
 
 
-def _median_s(order: TimeTraining, group: Group, action: Callable[[], object]) -> float:
+def _median_s(order: TrainingOrder, group: Group, action: Callable[[], object]) -> float:
     return median(seconds_of_calls(action, max(5, order.repetitions), partial(barrier, group)))
+
+
+# --- all ranks' seconds to tables
+
+
+MOST_RANKS = 64
+ANSWER_TIMEOUT_S = 3600.0  # all ways to share a layer are one order
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedTraining:
+    """What to measure. `ranks`: how many at a time."""
+
+    model: Path
+    effort: Effort
+    sequence_length: int
+    ranks: tuple[int, ...] = (1, 2, 4)
+    dtype: ComputeDtype = "float32"
+
+    def __post_init__(self) -> None:
+        if not self.ranks or any(not 1 <= count <= MOST_RANKS for count in self.ranks):
+            raise UserError(f"--ranks is {list(self.ranks)}: give numbers from 1 to {MOST_RANKS}")
+        if self.sequence_length < max(self.ranks):
+            raise UserError(f"--sequence-length is {self.sequence_length}: it must be at least {max(self.ranks)} ranks")
+
+
+def measure_training(wanted: WantedTraining, report: Report) -> TrainingTables:
+    """Blocks for a minute or so. `UserError` if the model is at fault."""
+    spec = load_model_spec(wanted.model)
+    if wanted.sequence_length > spec.max_position:
+        raise UserError(f"--sequence-length is {wanted.sequence_length}: the model has {spec.max_position} positions")
+    counts = sorted({1, *wanted.ranks})
+    limits = {
+        "attention heads": spec.attention.num_heads,
+        "experts": spec.router.num_experts,
+        "columns of an expert": spec.feed_forward.intermediate,
+    }
+    found: dict[int, TrainingSeconds] = {}
+    with Children("the profiler's process") as crew:
+        handles: list[Child] = []
+        for number, ranks in enumerate(counts):
+            names = [f"rank {rank}" for rank in range(len(handles), ranks)]
+            handles += crew.start(names, [TrainingRank] * len(names), programs()) if names else []
+            degrees = [each for each in counts if 1 < each <= min(limits.values()) and ranks % each == 0]
+            found[ranks] = _measure(wanted, crew, handles[:ranks], degrees)
+            report(number + 1, len(counts))
+    return _tables(wanted, found, measure_gemm_flops_per_s(getattr(torch, wanted.dtype)))
+
+
+def _measure(wanted: WantedTraining, crew: Children, handles: Sequence[Child], degrees: list[int]) -> TrainingSeconds:
+    """Rank 0's answer. Ranks have the threads that `antiphon train --nproc` gives them."""
+    effort = wanted.effort
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, handle in enumerate(handles):
+            handle.begin(
+                "time_training",
+                TrainingOrder(
+                    rank=rank,
+                    world_size=len(handles),
+                    num_threads=share_of_threads(len(handles)),
+                    store=f"{folder}/store",
+                    model=str(wanted.model),
+                    dtype=wanted.dtype,
+                    sequence_length=wanted.sequence_length,
+                    sequences=list(effort.sequences),
+                    degrees=degrees,
+                    sizes_bytes=list(effort.sum_bytes),
+                    repetitions=effort.training_steps,
+                ),
+            )
+        answers: list[TrainingSeconds] = crew.collect(handles, ANSWER_TIMEOUT_S)
+        return answers[0]
+
+
+def _tables(wanted: WantedTraining, found: dict[int, TrainingSeconds], flops_per_s: float) -> TrainingTables:
+    ranks, effort = tuple(sorted(found)), wanted.effort
+    tokens = tuple(float(count * wanted.sequence_length) for count in effort.sequences)
+    sizes = tuple(map(float, effort.sum_bytes))
+    layers: dict[tuple[Any, ...], dict[str, dict[int, list[float]]]] = {}
+    head: dict[int, list[float]] = {}
+    for count, seconds in found.items():
+        for each in seconds.layers:  # by ascending number of sequences
+            for kind in each.forward_s:
+                way = (each.attention, each.experts, each.dispatch, kind, each.model_parallel)
+                values = {"forward": each.forward_s[kind], "backward": each.backward_s[kind], "waiting": each.waiting_s}
+                for name, value in values.items():
+                    layers.setdefault(way, {}).setdefault(name, {}).setdefault(count, []).append(value)
+            if each.model_parallel == 1:
+                head.setdefault(count, []).append(each.head_s)
+    return TrainingTables(
+        dtype=wanted.dtype,
+        flops_per_s=flops_per_s,
+        sequence_length=wanted.sequence_length,
+        ranks=ranks,
+        layers=tuple(
+            TrainingLayer(
+                attention=way[0],
+                experts=way[1],
+                dispatch=way[2],
+                layer=way[3],
+                model_parallel=way[4],
+                **{name: _surface(values, tokens) for name, values in by_name.items()},
+            )
+            for way, by_name in layers.items()
+        ),
+        head=_surface(head, tokens),
+        update={
+            name: Curve(tuple(map(float, ranks)), tuple(found[count].update[name] for count in ranks))
+            for name in found[ranks[0]].update
+        },
+        step=Curve(tuple(map(float, ranks)), tuple(max(found[count].step) for count in ranks)),
+        sums=tuple(
+            TrainingSum(
+                name=name,
+                degree=degree,
+                times=_surface(
+                    {count: each.sums[degree][name] for count, each in found.items() if degree in each.sums}, sizes
+                ),
+            )
+            for degree in ranks[1:]
+            for name in ("all_reduce", "reduce_scatter", "all_gather")
+            if degree in found[degree].sums
+        ),
+        message=next((Curve(sizes, tuple(each.message)) for each in found.values() if each.message), None),
+    )
+
+
+def _surface(by_ranks: dict[int, list[float]], second: tuple[float, ...]) -> Surface:
+    ranks = sorted(by_ranks)
+    return Surface(tuple(map(float, ranks)), second, tuple(tuple(by_ranks[count]) for count in ranks))

@@ -1,0 +1,246 @@
+"""What one M2N measurement is, the same for every contestant: who sends how much to whom, and when a round ends.
+
+One round: every sender writes one message to every receiver; a receiver acknowledges each sender once the messages of
+*all* senders have arrived. A process's operation lasts from its first post to its last acknowledgement. One way, the
+operations of the senders count; both ways at once, every process sends and receives, and its operation also covers the
+arrival of what it is sent.
+
+Touched rounds are what a program would do: a process writes its payloads anew before its operation begins, and reads
+what it was sent before it acknowledges. Untouched ones time the exchange alone; pages handed to the kernel are free
+there, so a gain by such means is only a gain if touched rounds show it too.
+
+A contestant is a set of processes. Each runs one `Member`, whose `phases`, called in turn, are its part of a round; the
+clock is read between them and nowhere else, so that no contestant can define its time its own way. Rejected: each
+contestant timing itself (the definitions drift apart), and a barrier before every round (it hides what a late process
+costs the others).
+
+Ranks: senders come first, then receivers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.base.units import format_bytes
+
+Role = Literal["sender", "receiver", "copier"]
+Bytes = NDArray[np.uint8]
+
+SEND = "send"
+WAIT = "wait"  # after this phase a member's incoming messages are there and may be read
+READ = "read"  # in touched rounds
+RELEASE = "release"
+CREDITS = "wait for credits"
+
+
+class Flow(NamedTuple):
+    """One message of a round."""
+
+    source: int
+    destination: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTraffic:
+    """One round's messages. `receiver_bytes[j]`: bytes from each sender to receiver j, and back if `both_ways`.
+    `touched`: written anew and read in every round."""
+
+    num_senders: int
+    receiver_bytes: tuple[int, ...]
+    both_ways: bool = False
+    touched: bool = False
+
+    @property
+    def num_receivers(self) -> int:
+        return len(self.receiver_bytes)
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_senders + self.num_receivers
+
+    @property
+    def is_balanced(self) -> bool:
+        return len(set(self.receiver_bytes)) == 1
+
+    @property
+    def message_bytes(self) -> int:
+        """The size of a message; of unequal ones the mean."""
+        return round(sum(self.receiver_bytes) / self.num_receivers)
+
+    @property
+    def round_bytes(self) -> int:
+        """All payload bytes of a round, both directions together."""
+        return self.num_senders * sum(self.receiver_bytes) * (2 if self.both_ways else 1)
+
+    def index(self, rank: int) -> int:
+        """The number of a rank among the senders, or among the receivers."""
+        return rank if rank < self.num_senders else rank - self.num_senders
+
+    def flows(self) -> list[Flow]:
+        """Every message of a round."""
+        pairs = [
+            Flow(sender, self.num_senders + receiver, num_bytes)
+            for sender in range(self.num_senders)
+            for receiver, num_bytes in enumerate(self.receiver_bytes)
+        ]
+        return pairs + [Flow(f.destination, f.source, f.num_bytes) for f in pairs if self.both_ways]
+
+    def outgoing(self, rank: int) -> list[Flow]:
+        """What a rank sends, by destination."""
+        return [flow for flow in self.flows() if flow.source == rank]
+
+    def incoming(self, rank: int) -> list[Flow]:
+        """What a rank is sent, by source."""
+        return [flow for flow in self.flows() if flow.destination == rank]
+
+    def __str__(self) -> str:
+        spread = "" if self.is_balanced else " on average"
+        ways = ", both ways" if self.both_ways else ""
+        touched = ", touched" if self.touched else ""
+        return f"{self.num_senders} x {self.num_receivers} of {format_bytes(self.message_bytes)}{spread}{ways}{touched}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberSeat:
+    """One process of a contestant. `traffic` has the largest messages it will see; `num_seats` counts its fellows too.
+
+    `timed`: whether its operations count for the round's time. `timeout_s` bounds each of its waits.
+    """
+
+    role: Role
+    index: int
+    rank: int
+    num_seats: int
+    timed: bool
+    traffic: RoundTraffic
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.role}[{self.index}]"
+
+
+class RoundPhase(NamedTuple):
+    """A named part of a round. `run(step)` blocks until the part is over."""
+
+    name: str
+    run: Callable[[int], None]
+
+
+def phases_of_pairs(
+    send: Callable[[int], None] | None,
+    receive: tuple[Callable[[int], None], Callable[[int], None]] | None,
+    wait_for_credits: Callable[[int], None],
+) -> list[RoundPhase]:
+    """The parts of a round of messages and their acknowledgements: `send` None for who sends nothing, `receive` (wait,
+    release) None for who receives nothing."""
+    phases = [] if send is None else [RoundPhase(SEND, send)]
+    if receive is not None:
+        phases += [RoundPhase(WAIT, receive[0]), RoundPhase(RELEASE, receive[1])]
+    return phases if send is None else [*phases, RoundPhase(CREDITS, wait_for_credits)]
+
+
+class Member(Protocol):
+    """One process's part of a contestant, called from one thread. No wait is longer than `MemberSeat.timeout_s`."""
+
+    def open(self) -> bytes:
+        """Set up what needs no peer; return what the others need to reach this process."""
+
+    def connect(self, introductions: Sequence[bytes]) -> None:
+        """Reach the others. `introductions[rank]` is what that rank's `open` returned."""
+
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+        """Make buffers for rounds of `traffic`; return the parts of a round, in order."""
+
+    def produce(self, step: int) -> None:
+        """Before a checked round: fill what will be sent in it with its patterns."""
+
+    def check(self, step: int) -> None:
+        """After `WAIT` of a checked round: `WrongData` if any byte is not what its sender's pattern says."""
+
+    def payloads(self) -> Sequence[Bytes]:
+        """Between rounds: what this process sends, to be written anew."""
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        """After `WAIT`: what this process has to read."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+# --- what messages hold while they are checked
+#
+# Bytes depend on step, source, destination and position: word i is `key + i * STRIDE` modulo 2^64, the key a mix of the
+# others. A message that is late, swapped, shifted, cut or torn therefore differs in every word concerned. Rejected:
+# random bytes from a seeded generator (ten times slower to make, and no better), a checksum (says that, not where).
+
+_STRIDE = 0x9E3779B97F4A7C15  # odd: all words of a message differ
+_STEP, _SOURCE, _DESTINATION = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93
+_WORD = 8
+
+
+class WrongData(ValueError):
+    """A message is not what was sent."""
+
+
+def pattern(num_bytes: int, step: int, source: int, destination: int) -> Bytes:
+    """The bytes of one message, in new memory."""
+    key = (step * _STEP + source * _SOURCE + destination * _DESTINATION) % 2**64
+    words = np.arange(-(-num_bytes // _WORD), dtype=np.uint64)
+    words *= np.uint64(_STRIDE)
+    words += np.uint64(key)
+    return words.view(np.uint8)[:num_bytes]
+
+
+def check_pattern(message: Bytes, num_bytes: int, step: int, source: int, destination: int) -> None:
+    """`WrongData` names the message and its first wrong byte."""
+    what = f"the message of step {step} from rank {source} to rank {destination}"
+    if message.nbytes != num_bytes:
+        raise WrongData(f"{what} has {message.nbytes} bytes instead of {num_bytes}")
+    expected = pattern(num_bytes, step, source, destination)
+    if np.array_equal(message, expected):
+        return
+    wrong = np.flatnonzero(message != expected)
+    first = int(wrong[0])
+    raise WrongData(
+        f"{what} has {wrong.size} wrong bytes of {num_bytes}, the first at {first}: {message[first]} instead of "
+        f"{expected[first]}"
+    )
+
+
+# --- what members have in common that send each message from a buffer, and receive it into one
+
+
+ACK_BYTES = 4
+
+
+class BufferedMember:
+    """The part of a `Member` (see above) that handles bytes. `prepare` sets `sent` and `received`, unless they
+    are elsewhere: a buffer for each of `outgoing` and of `incoming`."""
+
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        self.seat = seat
+        self.incoming: list[Flow] = []
+        self.outgoing: list[Flow] = []
+        self.sent: Sequence[Bytes] = ()
+        self.received: Sequence[Bytes] = ()
+
+    def set_flows(self, traffic: RoundTraffic) -> None:
+        self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
+
+    def produce(self, step: int) -> None:
+        for data, flow in zip(self.payloads(), self.outgoing, strict=True):
+            data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
+
+    def check(self, step: int) -> None:
+        for data, flow in zip(self.received, self.incoming, strict=True):
+            check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
+
+    def payloads(self) -> Sequence[Bytes]:
+        return self.sent
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        return self.received

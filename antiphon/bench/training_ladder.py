@@ -1,0 +1,340 @@
+"""Runs a ladder (`ladder_variants`) on a cluster in a box, one process a rank.
+
+Links between nodes are slow on purpose: they are the bottleneck, as in the papers, and not the cores that all ranks
+share. Variants take turns, step by step, in the same processes. Each trainer runs in a thread of its own and hands the
+turn back after every step, so it is `Trainer.run` that is timed, not a copy of its inside. What is reported is what the
+trainer's metrics say. Rejected: one run after the other, for the machine drifts within a minute; and a process for each
+variant, which would start for longer than it runs.
+"""
+
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any, Protocol
+
+from antiphon.base.allowance import allowance
+from antiphon.base.programs import python_module
+from antiphon.base.progress import Report
+from antiphon.bench.box import Box, NodeProcess
+from antiphon.bench.box.run import plan_ranks
+from antiphon.bench.harness import child
+from antiphon.bench.harness.children import Children
+from antiphon.bench.harness.contest import Columns, Row, num_bytes
+from antiphon.bench.harness.quiet import CpuWatch
+from antiphon.bench.ladder_prediction import BoxLinks, predicted_step_s
+from antiphon.bench.ladder_variants import LadderCase, Variant, variants_of
+from antiphon.bench.plain_loop import PlainLoop
+from antiphon.bench.train import TEXT, EnoughError, kept_for_backward, samples_of, write_text
+from antiphon.models.config import load_model_spec
+from antiphon.train.config import TrainConfig, config_of
+from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
+from antiphon.train.model import Batch
+from antiphon.train.ranks import leave
+from antiphon.train.row_budget import part_over_budget
+from antiphon.train.trainer import StepResult, Trainer
+
+LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
+ONE_BY_ONE = "one-by-one.txt"
+WARM = 3  # steps whose losses are compared and whose times are not
+END_S = 30.0
+# --- turns of one rank
+
+
+@dataclass
+class VariantRecord:
+    """One variant's measurements, by step. `exposed_s`: waiting for others, of the rank that waits longest.
+    `expert_rows`: of the last step, by layer and expert."""
+
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    sent_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    operator_s: list[dict[str, float]] = field(default_factory=list)
+    expert_rows: list[list[int]] = field(default_factory=list)
+
+
+class StepTurns(Protocol):
+    def step(self) -> None:
+        """Take the next step, together with the other ranks."""
+
+    def end(self) -> VariantRecord:
+        """Stop; what was recorded."""
+
+
+class TrainerTurns:
+    """The trainer of `config`; a step begins when `step` is called."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.trainer = Trainer(config, self._on_step)
+        self._folder = Path(config.output.folder)
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._ending = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"trainer {self._folder.name}", daemon=True)
+
+    def step(self) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> VariantRecord:
+        self._ending = True
+        self._turn.release()
+        self._thread.join()
+        return read_record(self._folder) if self.trainer.is_first else VariantRecord()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            self.trainer.run()
+        except EnoughError:
+            return
+        except BaseException as error:  # raised where the step was asked for
+            self._error = error
+        self._back.release()
+
+    def _on_step(self, result: StepResult) -> None:
+        self._back.release()  # metrics of this step are written when the next turn begins
+        self._turn.acquire()
+        if self._ending:
+            raise EnoughError
+
+
+class LoopTurns:
+    """`DistributedDataParallel` or FSDP2, over the same sequences. The trainers' process group has to be there."""
+
+    def __init__(self, case: LadderCase, config: TrainConfig, rank: int, *, sharded: bool) -> None:
+        self._case = case
+        self._config = config
+        self._rank = rank
+        self._sharded = sharded
+        self._record = VariantRecord()
+        self._loop: PlainLoop | None = None
+
+    def step(self) -> None:
+        loop, batch = self._loop or self._begin(), self._batch()
+        number = len(self._record.losses)
+        if 0 < number < WARM:  # it takes two more passes
+            self._record.exposed_s.append(loop.exposed_s(batch))
+        started_s = time.perf_counter()
+        if number:
+            loss = loop.step(batch, self._config.optimizer.learning_rate)
+        else:
+            with kept_for_backward() as kept:
+                loss = loop.step(batch, self._config.optimizer.learning_rate)
+            self._record.activation_bytes = kept.num_bytes
+        self._record.step_s.append(time.perf_counter() - started_s)
+        self._record.losses.append(loss)
+
+    def end(self) -> VariantRecord:
+        assert self._loop is not None
+        self._record.sent_bytes = self._loop.sent_bytes
+        return self._record
+
+    def _begin(self) -> PlainLoop:
+        loop = self._loop = self._case.loop(self._config, sharded=self._sharded)
+        self._samples = samples_of(self._config)
+        loop.choose_experts(load_model_spec(self._case.folder), self._batch(), lambda text: None)
+        return loop
+
+    def _batch(self) -> Batch:
+        return self._case.batch_of(self._samples, len(self._record.losses), self._rank)
+
+
+def read_record(folder: Path) -> VariantRecord:
+    """What a trainer wrote of itself."""
+    record = VariantRecord()
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "step_s" in row:
+            record.losses.append(row["loss"])
+            record.step_s.append(row["step_s"])
+            record.exposed_s.append(row["exposed_comm_s"])
+            record.operator_s.append(row["operator_s"])
+            record.expert_rows = row["expert_rows"]
+            record.sent_bytes = sum(row["collective_bytes"].values())
+            record.activation_bytes = max(record.activation_bytes, row["activation_bytes"])
+    return record
+
+
+def configuration(case: LadderCase, variant: Variant, number: int, workplace: Path) -> TrainConfig:
+    """A run of the trainer that logs every step; all variants share the tokens of one text."""
+    tables = case.tables(workplace, {"folder": str(workplace / f"variant-{number}"), "log_every": 1})
+    tables["data"]["cache"] = str(workplace / "tokens")
+    tables |= {name: dict(table) if isinstance(table, Mapping) else table for name, table in variant.tables.items()}
+    if "communication" in tables:
+        tables["communication"].setdefault("node_size", case.ranks_per_node)
+    if not variant.overlaps:
+        tables.setdefault("overlap", {})["schedule"] = str(workplace / ONE_BY_ONE)
+    return config_of(tables, f"variant {variant.name}")
+
+
+def write_schedule(workplace: Path) -> None:
+    """The default one, with nothing beside an exchange."""
+    text = str(one_by_one(parse(DEFAULT, "the default schedule")))
+    (workplace / ONE_BY_ONE).write_text(text, encoding="utf-8")
+
+
+class LadderRank:
+    """One rank of a ladder: its part in every variant."""
+
+    def __init__(self, case: LadderCase, workplace: Path) -> None:
+        self._case, self._rank, self._variants = case, int(os.environ["RANK"]), variants_of(case)
+        self._contestants = [self._turns(variant, number, workplace) for number, variant in enumerate(self._variants)]
+        self._link_bytes: list[list[int]] = [[] for _ in self._variants]
+
+    def step(self, index: int) -> None:
+        """The next step of one variant."""
+        before = _link_bytes()
+        self._contestants[index].step()
+        self._link_bytes[index].append(_link_bytes() - before)
+
+    def end(self) -> list[dict[str, Any]]:
+        """The rows, of the first rank. `AssertionError` if a variant does not train as the first one does."""
+        records = [each.end() for each in self._contestants]
+        leave()
+        if self._rank:
+            return []
+        check_losses(self._variants, records)
+        rows = _rows(self._case, self._variants, self._contestants, records)
+        for row, counted in zip(rows, self._link_bytes, strict=True):
+            row["link_bytes"] = statistics.median(counted[WARM:])
+        return rows
+
+    def _turns(self, variant: Variant, number: int, workplace: Path) -> StepTurns:
+        config = configuration(self._case, variant, number, workplace)
+        if variant.kind == "antiphon":
+            return TrainerTurns(config)
+        return LoopTurns(self._case, config, self._rank, sharded=variant.kind == "fsdp2")
+
+
+def _link_bytes() -> int:
+    return int(LINK.read_text(encoding="utf-8")) if LINK.exists() else 0
+
+
+# --- all ranks, in a box
+
+
+def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dict[str, Any]]:
+    """A row for each variant. `ChildFailed` or `PeerLost` names a rank that fails, `PeerTimeout` those that are not
+    done in time."""
+    deadline = time.monotonic() + timeout_s
+    num_variants, num_steps = len(variants_of(case)), WARM + case.rounds + 1  # the last one is not recorded
+    with TemporaryDirectory(prefix="antiphon-ladder-") as name:
+        workplace = Path(name)
+        write_text(workplace / TEXT, case.tokens_per_step * (WARM + case.rounds + 2))
+        write_schedule(workplace)
+        watch = CpuWatch()
+        with Box(num_nodes=case.nodes, mbit=case.mbit) as box, Children() as ranks:
+            names = [f"rank[{rank}]" for rank in range(case.ranks)]
+            ranks.start(names, [partial(LadderRank, case, workplace)] * case.ranks, partial(_start_in, box))
+            for done in range(num_steps * num_variants):
+                ranks.ask("step", done % num_variants, timeout_s=deadline - time.monotonic())
+                report(done + 1, num_steps * num_variants)
+            rows: list[dict[str, Any]] = ranks.ask("end", timeout_s=max(END_S, deadline - time.monotonic()))[0]
+    return [row | {"foreign_cpu_share": watch.foreign_share()} for row in rows]
+
+
+def _start_in(box: Box, socket: str, count: int, log: IO[bytes]) -> list[NodeProcess]:
+    """A starter of `harness.children`: as many processes in each node."""
+    threads = {"OMP_NUM_THREADS": str(max(1, allowance().num_cores // count))}
+    command = python_module(child.__name__, socket, "{rank}")
+    plans = plan_ranks(num_nodes=box.num_nodes, num_local_ranks=count // box.num_nodes, command=command)
+    return [box.start(plan.node, plan.args, env=plan.env | threads, stdout=log, stderr=log) for plan in plans]
+
+
+# --- the report
+
+
+def check_losses(variants: tuple[Variant, ...], records: list[VariantRecord]) -> None:
+    """`AssertionError` if a variant does not train as the first one does: a time of something else says nothing."""
+    for variant, record in zip(variants, records, strict=True):
+        for step, (loss, first) in enumerate(zip(record.losses[:WARM], records[0].losses, strict=False)):
+            difference = abs(loss - first) / max(1.0, abs(first))
+            assert difference <= variant.band, (
+                f"step {step}: the loss of {variant.name} is {loss:.6f}, that of {variants[0].name} {first:.6f}"
+            )
+
+
+def _rows(
+    case: LadderCase, variants: tuple[Variant, ...], contestants: list[StepTurns], records: list[VariantRecord]
+) -> list[dict[str, Any]]:
+    rows, plain_s = [], dict[str, dict[str, float]]()
+    for variant, contestant, record in zip(variants, contestants, records, strict=True):
+        steps = slice(max(WARM, variant.settles), WARM + case.rounds)
+        step_s = statistics.median(record.step_s[steps])
+        row = {
+            "ladder": case.ladder,
+            "variant": variant.name,
+            "world_size": case.ranks,
+            "nodes": case.nodes,
+            "mbit": case.mbit,
+            "tokens_per_s": case.tokens_per_step / step_s,
+            "step_s_median": step_s,
+            "steps_s": record.step_s[steps],
+            "exposed_comm_s": statistics.median(record.exposed_s[steps] or record.exposed_s),
+            "comm_bytes": record.sent_bytes,
+            "activation_bytes": record.activation_bytes,
+            "first_losses": record.losses[:WARM],
+            "predicted_step_s": None,
+        }
+        if isinstance(contestant, TrainerTurns):
+            own_s = {
+                name: statistics.median(each.get(name, 0.0) for each in record.operator_s[steps])
+                for name in record.operator_s[-1]
+            }
+            # Operators beside an exchange are slowed by it: the variant without overlap has their own times. Packing
+            # ends in a form of its own, with fewer exchanges.
+            form, first = str(contestant.trainer.mesh.sizes), not (variant.overlaps and not variant.settles)
+            assert form in plain_s or first, f"{variant.name} is the first of its form, and overlaps"
+            plain = plain_s.setdefault(form, own_s)
+            if not contestant.trainer.config.overlap.pairs:  # turns of two micro-batches are not simulated
+                row["predicted_step_s"] = _predicted_s(case, contestant, plain, record.expert_rows)
+            row["operator_s"] = own_s
+        rows.append(row)
+    return rows
+
+
+def _predicted_s(
+    case: LadderCase, contestant: TrainerTurns, operator_s: dict[str, float], expert_rows: list[list[int]]
+) -> float:
+    trainer, factor = contestant.trainer, contestant.trainer.config.parallel.row_budget
+    links = BoxLinks(nodes=case.nodes, ranks_per_node=case.ranks_per_node, bytes_per_s=case.mbit * 1e6 / 8)
+    plans = [layer.plan for layer in trainer.model.layers]
+    over = statistics.fmean(part_over_budget(rows, trainer.mesh.sizes.expert, factor) for rows in expert_rows)
+    return predicted_step_s(trainer.spec, trainer.config, trainer.mesh.sizes, plans, operator_s, links, over)
+
+
+def _error(row: Row) -> str:
+    predicted_s = row["predicted_step_s"]
+    return "" if predicted_s is None else f"{predicted_s / row['step_s_median'] - 1:+.0%}"
+
+
+def columns(rows: Sequence[Row]) -> Columns:
+    """They compare with the first row."""
+    first_s = rows[0]["step_s_median"]
+    return Columns(
+        (
+            ("variant", "variant"),
+            ("tok/s", "tokens_per_s"),
+            ("step s", "step_s_median"),
+            ("waits s", "exposed_comm_s"),
+            ("sends", num_bytes("comm_bytes")),
+            ("keeps", num_bytes("activation_bytes")),
+            ("to the first", lambda row: f"{first_s / row['step_s_median']:.2f}"),
+            ("simulated s", "predicted_step_s"),
+            ("error", _error),
+        ),
+        title=f"{rows[0]['nodes']} nodes, {rows[0]['world_size']} ranks, {rows[0]['mbit']:g} Mbit/s",
+    )
