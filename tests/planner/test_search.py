@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.cost.dispatch import expected_distinct
 from antiphon.planner.candidates import DISAGGREGATED, candidates_of
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import predict
@@ -14,6 +15,7 @@ from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.search import SearchLimits, evaluate_phase
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
+from antiphon.planner.worker_times import rows_each, rows_received
 from antiphon.specs.plan import LAYOUTS, OBJECTIVES, Layout
 from antiphon.specs.workload import SloSpec
 from tests.planner.serving_specimens import (
@@ -29,6 +31,29 @@ from tests.planner.serving_specimens import (
 )
 
 PHASES = ("prefill", "decode")
+
+
+@pytest.mark.parametrize(("skew", "rows"), [(1.0, 1.0), (1.1, 1.1), (50.0, None)])
+def test_skew_fills_the_busiest_expert_worker_but_no_row_comes_twice(skew: float, rows: float | None) -> None:
+    where = setting()
+    workers = candidates_of(
+        layout=DISAGGREGATED,
+        attention_kind=0,
+        expert_kind=0,
+        attention_tp=1,
+        attention_dp=3,
+        expert_tp=1,
+        expert_ep=2,
+        slots=4,
+        pp=1,
+        micro_batches=1,
+        piece_devices=0,
+        batch=np.array([30]),
+    )
+    tokens = rows_each(where, workers) * 3
+    found = rows_received(where, workers, skew * tokens * where.model.router.top_k / 2)
+    even = tokens * expected_distinct(where.model.router.num_experts, where.model.router.top_k, 2) / 2
+    np.testing.assert_allclose(found, tokens if rows is None else rows * even)
 
 
 def best_disaggregated_by_brute_force(where: Setting) -> float:
