@@ -89,7 +89,7 @@ def test_long_and_short_texts_count_the_same(server: Live, text: str) -> None:
 
 
 @pytest.mark.parametrize("num_kept", [1, 100, 200])
-@pytest.mark.parametrize("text", ["hello world, " * 100, "hello world, " * 20_000])
+@pytest.mark.parametrize("text", ["hello world, " * 100, "hello world, " * 4_000])
 def test_truncated_prompts_are_the_exact_end_of_the_whole(server: Live, text: str, num_kept: int) -> None:
     assert server.complete(prompt=text, truncate_prompt_tokens=num_kept).status_code == 200
     (submission,) = server.engine.submissions
