@@ -25,12 +25,6 @@ def shared_server() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    shared_server.engine.reset()
-    return shared_server
-
-
 def streamed(server: Live, path: str, **body: Any) -> list[dict[str, Any]]:
     text = server.http.post(path, json={"stream": True, **body}).text
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]

@@ -25,12 +25,6 @@ def shared_server() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    shared_server.engine.reset()
-    return shared_server
-
-
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     body = response.json()

@@ -80,6 +80,13 @@ def wanted(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+@pytest.fixture
+def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals for time come sooner; most of a schema's time is its last lane's."""
+    monkeypatch.setattr(grammar_lanes, "_CPU_LIMITS_S", (0.02, 0.1, 0.2, 0.4))
+
+
+@pytest.mark.usefixtures("little_time")
 @pytest.mark.parametrize(("schema", "reason"), TOO_MUCH, ids=range(len(TOO_MUCH)))
 def test_a_schema_that_asks_too_much_is_400(schema: dict[str, Any], reason: str) -> None:
     patient = "building" in reason  # it takes seconds: one of each form
@@ -102,6 +109,7 @@ def test_a_large_schema_is_followed(schema: dict[str, Any]) -> None:
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.usefixtures("little_time")
 def test_others_are_served_while_a_schema_is_tried() -> None:
     with live(fake_engine()) as server:
         statuses: list[int] = []

@@ -25,18 +25,6 @@ CONTEXT = 256
 TOO_LONG = "context_length_exceeded"
 
 
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Live]:
-    with live(fake_engine()) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    shared_server.engine.reset()
-    return shared_server
-
-
 def limits_for(max_model_len: int, tokenizer: TextTokenizer | None = None, **settings: Any) -> InputLimits:
     return input_limits(ServerSettings(**settings), max_model_len, 1000, tokenizer or small_tokenizer())
 

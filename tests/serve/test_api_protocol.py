@@ -37,12 +37,6 @@ IN_CHUNKS = b"1d\r\n" + BODY + b"\r\n0\r\n\r\n"
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(fake_engine()) as running:
-        yield running
-
-
 def completion(headers: bytes, body: bytes = BODY, version: bytes = b"1.1", host: bytes = b"host: x\r\n") -> bytes:
     head = b"POST /v1/completions HTTP/" + version + b"\r\n" + host + b"content-type: application/json\r\n"
     return head + headers + b"\r\n" + body
@@ -96,7 +90,6 @@ REFUSED: dict[str, tuple[bytes, int, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_http_is_refused_and_closes(server: Live, name: str, caplog: pytest.LogCaptureFixture) -> None:
     request, status, message = REFUSED[name]
-    server.engine.reset()
     with server.connect() as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(request + b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
     with server.connect() as connection:
