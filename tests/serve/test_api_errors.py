@@ -99,6 +99,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": HELLO}, "messages", "unknown parameter"),
     ({"frobnicate": 1}, "frobnicate", "unknown parameter: frobnicate"),
+    ({"tools": [{}]}, "tools", "only /v1/chat/completions has it"),
     ({"frobnicate": None}, "frobnicate", "unknown parameter"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
