@@ -2,7 +2,6 @@
 
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ from antiphon.base import allowance as module
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
 from antiphon.serve.worker import build
+from tests.serve.fork_server import PROGRAMS
 
 GIB = 2**30
 V2 = "30 23 0:26 {top} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -288,7 +288,7 @@ def test_a_process_in_a_group_below_one_with_a_quota(half_a_core: Path) -> None:
     enter = f"import os; open('{half_a_core}/cgroup.procs', 'w').write(str(os.getpid()))"
     command = [sys.executable, "-c", f"{enter}\n{SEEN}"]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    ended = PROGRAMS.run(command, env=environment, text=True, timeout=120)
     assert ended.stdout.split() == ["0.5", "1", "1", "block", "False", "block"], ended.stderr
 
 

@@ -1,5 +1,6 @@
 """What companies do to a command's environment: proxies, no home, other locales, folders that cannot be written, a
-small /dev/shm, modules in the working folder. A cheap command in each, all of them in the slow lane."""
+small /dev/shm, modules in the working folder. A cheap command in several at once; all commands in each in the slow
+lane."""
 
 import os
 import subprocess
@@ -29,6 +30,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "threads": {"OMP_NUM_THREADS": "1"},
 }
 SLOW = {
+    "list": ("plan", "--list"),
     "plan": ("plan", "dbrx", "--cluster", "msi-ampere"),
     "top": ("top", "http://127.0.0.1:1", "--once"),  # has no server: one line says so
     "doctor": ("doctor",),
@@ -65,9 +67,17 @@ def check(ended: "subprocess.CompletedProcess[str]", name: str) -> None:
     assert ended.returncode in (EXPECTED.get(name, 0), *([2] if name in EXPECTED else [])), said
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_a_cheap_command(environment: str, tmp_path: Path) -> None:
-    check(run(("plan", "--list"), ENVIRONMENTS[environment], tmp_path), "plan")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("proxies", "a home that is not there", "ascii", "threads"),
+        ("proxies", "no home", "a locale that is not installed", "strict"),
+    ],
+    ids=" and ".join,
+)
+def test_a_cheap_command(names: tuple[str, ...], tmp_path: Path) -> None:
+    changes = {name: value for each in names for name, value in ENVIRONMENTS[each].items()}
+    check(run(("plan", "--list"), changes, tmp_path), "plan")
 
 
 @pytest.mark.slow

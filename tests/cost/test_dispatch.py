@@ -1,13 +1,22 @@
 """Rows to their experts: both ways by hand, messages that exist, groups of experts, and what must never be slower."""
 
 import itertools
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.dispatch import Spread, direct, dispatch, expected_distinct, once_per_node
+from antiphon.cost.dispatch import (
+    Spread,
+    direct,
+    dispatch,
+    expected_distinct,
+    once_per_node,
+    probability_of_none,
+)
 from antiphon.cost.network import Link, Network
 
 WIRES = Network(
@@ -84,6 +93,41 @@ def test_better_wires_and_fewer_rows_never_cost_more(num_ranks: int, rows: int, 
         replace(WIRES, scale_up=replace(WIRES.scale_up, bytes_per_s=2000.0)),
     ):
         assert float(dispatch(better, spread, rows, 7168).total_s) <= now
+
+
+def test_expected_distinct_by_hand() -> None:
+    # 4 experts, top 2, 2 workers of 2: the second expert is on the first one's worker with probability 1/3.
+    assert expected_distinct(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
+    assert expected_distinct(8, 2, 8) == pytest.approx(2), "one expert per worker: k destinations"
+    assert expected_distinct(8, 2, 1) == pytest.approx(1)
+    assert expected_distinct(8, 8, 4) == pytest.approx(4)
+    # The closed form of DeepSeek-V3 on 32 workers.
+    assert expected_distinct(256, 8, 32) == pytest.approx(32 * (1 - math.comb(248, 8) / math.comb(256, 8)))
+
+
+@pytest.mark.parametrize(("experts", "top_k", "workers"), [(5, 2, 3), (7, 3, 2), (6, 2, 6), (5, 5, 3), (8, 3, 5)])
+def test_expected_distinct_equals_enumeration(experts: int, top_k: int, workers: int) -> None:
+    base, extra = divmod(experts, workers)
+    owner = [w for w in range(workers) for _ in range(base + (w < extra))]
+    counts = [len({owner[e] for e in chosen}) for chosen in itertools.combinations(range(experts), top_k)]
+    mean = sum(counts) / len(counts)
+    assert expected_distinct(experts, top_k, workers) == pytest.approx(mean)
+
+
+def test_probability_of_none_for_many_at_once() -> None:
+    both = probability_of_none(8, np.array([1.0, 2.0]), np.array([2.0, 7.0]))
+    np.testing.assert_allclose(both, [6 / 8, 0.0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 64), st.data())
+def test_more_workers_never_fewer_destinations(experts: int, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    workers = np.arange(1, experts + 1, dtype=float)
+    distinct = np.asarray(expected_distinct(experts, top_k, workers))
+    assert np.all(np.diff(distinct) >= -1e-9)
+    assert np.all(distinct <= np.minimum(workers, top_k) + 1e-9)
+    assert np.all(distinct >= 1 - 1e-9)
 
 
 @pytest.mark.parametrize(("workers", "groups", "taken"), [(2, 4, 2), (4, 4, 2), (8, 4, 1), (4, 2, 1), (8, 2, 2)])

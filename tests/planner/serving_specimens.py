@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from antiphon.planner.candidates import DISAGGREGATED, Candidates, candidates_of
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, make_plan
@@ -111,3 +112,14 @@ def check_counts(result: PlanResult, machines: ClusterSpec, experts: int) -> Non
         assert all(used <= usable * 1.0001 for used in phase.predicted.memory_bytes.values())
     assert min(available.values()) >= 0
     assert pools_fit(machines, pools)
+
+
+def candidates(**changes: object) -> Candidates:
+    """One expert slot on one device beside one for attention, one request at a time, but for `changes`."""
+    plain: dict[str, object] = {
+        "layout": DISAGGREGATED,
+        **dict.fromkeys(("attention_kind", "expert_kind", "piece_devices"), 0),
+        **dict.fromkeys(("attention_tp", "attention_dp", "expert_tp", "expert_ep", "slots", "pp"), 1),
+        **dict.fromkeys(("micro_batches", "batch"), 1),
+    }
+    return candidates_of(**(plain | changes))  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ import pytest
 
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import AttentionTable, ExpertTable, MachineFacts, MessageTable, Profile
-from antiphon.planner.candidates import DISAGGREGATED, candidates_of
+from antiphon.planner.candidates import Candidates
 from antiphon.planner.search import evaluate_phase
 from antiphon.planner.step_times import step_times
-from tests.planner.serving_specimens import setting
+from tests.planner.serving_specimens import candidates, setting
 
 FLAT = Surface((1.0, 100.0), (1.0, 10_000.0), ((3e-3, 3e-3), (3e-3, 3e-3)))
 EXPERTS = Surface((1.0, 8.0), (1.0, 1000.0), ((5e-3, 5e-3), (5e-3, 5e-3)))
@@ -29,33 +29,22 @@ def profile() -> Profile:
     )
 
 
-def candidates(tp: int) -> object:
-    return candidates_of(
-        layout=DISAGGREGATED,
-        attention_kind=0,
-        expert_kind=0,
-        attention_tp=tp,
-        attention_dp=2,
-        expert_tp=tp,
-        expert_ep=2,
-        slots=4,
-        pp=1,
-        micro_batches=3,
-        piece_devices=0,
-        batch=np.array([1, 50]),
+def apart(tp: int) -> Candidates:
+    return candidates(
+        attention_tp=tp, attention_dp=2, expert_tp=tp, expert_ep=2, slots=4, micro_batches=3, batch=np.array([1, 50])
     )
 
 
 def test_measured_times_are_used_where_they_cover_the_worker() -> None:
-    measured = step_times(setting(profile=profile()), candidates(1))
+    measured = step_times(setting(profile=profile()), apart(1))
     assert measured.t_a_s.tolist() == pytest.approx([3e-3, 3e-3])
     assert measured.t_e_s.tolist() == pytest.approx([5e-3, 5e-3])
     assert measured.t_c_s.tolist() == pytest.approx([2e-3, 2e-3])  # two senders' messages, one after another
 
 
 def test_other_degrees_keep_the_roofline() -> None:
-    measured = step_times(setting(profile=profile()), candidates(2))
-    modelled = step_times(setting(), candidates(2))
+    measured = step_times(setting(profile=profile()), apart(2))
+    modelled = step_times(setting(), apart(2))
     assert measured.t_a_s.tolist() == modelled.t_a_s.tolist()
     assert measured.t_e_s.tolist() == modelled.t_e_s.tolist()
 
@@ -68,7 +57,7 @@ def test_a_whole_search_runs_on_a_profile() -> None:
 
 
 def test_the_engine_s_own_turn_is_part_of_every_step() -> None:
-    quick = step_times(setting(profile=profile()), candidates(1))
-    slow = step_times(setting(profile=replace(profile(), step_s=2e-3, step_per_sequence_s=1e-5)), candidates(1))
+    quick = step_times(setting(profile=profile()), apart(1))
+    slow = step_times(setting(profile=replace(profile(), step_s=2e-3, step_per_sequence_s=1e-5)), apart(1))
     added = [2e-3 + 1e-5 * 3 * batch for batch in (1, 50)]  # three micro-batches a worker
     assert (slow.step_s - quick.step_s).tolist() == pytest.approx(added)

@@ -5,27 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.planner.candidates import DISAGGREGATED, HYBRID, Candidates, candidates_of
+from antiphon.planner.candidates import HYBRID, Candidates
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.room import domains_of, instances_that_fit, widest_domain
-from tests.planner.serving_specimens import cluster, device, group
+from tests.planner.serving_specimens import candidates, cluster, device, group
 
 
 def apart(tp_a: int, dp: int, tp_e: int, workers: int, expert_kind: int = 0) -> Candidates:
-    return candidates_of(
-        layout=DISAGGREGATED,
-        attention_kind=0,
-        expert_kind=expert_kind,
-        attention_tp=tp_a,
-        attention_dp=dp,
-        expert_tp=tp_e,
-        expert_ep=workers,
-        slots=1,
-        pp=1,
-        micro_batches=1,
-        piece_devices=0,
-        batch=1,
-    )
+    return candidates(expert_kind=expert_kind, attention_tp=tp_a, attention_dp=dp, expert_tp=tp_e, expert_ep=workers)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +64,13 @@ def test_three_by_three_do_not_fit_on_eight() -> None:
 
 def test_pieces_of_a_stage_lie_in_different_domains() -> None:
     """Two nodes of 4: a stage of 2 x 2 has one piece on each, so two of them fit; three pieces have nowhere to go."""
-    stages = candidates_of(
+    stages = candidates(
         layout=HYBRID,
-        attention_kind=0,
-        expert_kind=0,
         attention_tp=2,
         attention_dp=np.array([2, 3]),
         expert_tp=2,
         expert_ep=np.array([2, 3]),
         slots=4,
-        pp=1,
-        micro_batches=1,
         piece_devices=2,
-        batch=1,
     )
     assert instances_that_fit(cluster(), stages).tolist() == [2, 0]

@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.planner.candidates import DISAGGREGATED, candidates_of
+from antiphon.cost.dispatch import expected_distinct
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import predict
 from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.search import SearchLimits, evaluate_phase
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
+from antiphon.planner.worker_times import rows_each, rows_received
 from antiphon.specs.plan import LAYOUTS, OBJECTIVES, Layout
 from antiphon.specs.workload import SloSpec
 from tests.planner.serving_specimens import (
+    candidates,
     check_counts,
     cluster,
     device,
@@ -31,6 +33,16 @@ from tests.planner.serving_specimens import (
 PHASES = ("prefill", "decode")
 
 
+@pytest.mark.parametrize(("skew", "rows"), [(1.0, 1.0), (1.1, 1.1), (50.0, None)])
+def test_skew_fills_the_busiest_expert_worker_but_no_row_comes_twice(skew: float, rows: float | None) -> None:
+    where = setting()
+    workers = candidates(attention_dp=3, expert_ep=2, slots=4, batch=np.array([30]))
+    tokens = rows_each(where, workers) * 3
+    found = rows_received(where, workers, skew * tokens * where.model.router.top_k / 2)
+    even = tokens * expected_distinct(where.model.router.num_experts, where.model.router.top_k, 2) / 2
+    np.testing.assert_allclose(found, tokens if rows is None else rows * even)
+
+
 def best_disaggregated_by_brute_force(where: Setting) -> float:
     """Every degree, one at a time, and every batch of each, by plain loops."""
     target_s = where.workload.slo.tpot_s
@@ -41,19 +53,13 @@ def best_disaggregated_by_brute_force(where: Setting) -> float:
             for workers in range(1, experts + 1):
                 for dp in range(1, devices + 1):
                     for m in (1, 2):
-                        one = candidates_of(
-                            layout=DISAGGREGATED,
-                            attention_kind=0,
-                            expert_kind=0,
+                        one = candidates(
                             attention_tp=tp_a,
                             attention_dp=dp,
                             expert_tp=tp_e,
                             expert_ep=workers,
                             slots=-(-experts // workers),
-                            pp=1,
                             micro_batches=m,
-                            piece_devices=0,
-                            batch=1,
                         )
                         if tp_a * dp + tp_e * workers > devices or instances_that_fit(where.cluster, one)[0] == 0:
                             continue

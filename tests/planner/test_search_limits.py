@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.planner.candidates import candidates_of
 from antiphon.planner.explain import account
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import phase_plan
@@ -18,6 +17,7 @@ from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.plan import COLLECTIVES, LAYOUTS, Collectives
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import (
+    candidates,
     check_counts,
     cluster,
     device,
@@ -212,17 +212,13 @@ def test_the_faster_form_is_no_slower_than_either() -> None:
             exchanged = []
             for form in COLLECTIVES:
                 here = setting(phase=phase, cluster=calls, limits=SearchLimits(collectives=form))
-                tables = candidates_of(
+                tables = candidates(
                     layout=LAYOUTS.index("hybrid"),
-                    attention_kind=0,
-                    expert_kind=0,
                     attention_tp=2,
                     attention_dp=4,
                     expert_tp=4,
                     expert_ep=2,
                     slots=4,
-                    pp=1,
-                    micro_batches=1,
                     piece_devices=4,
                     batch=np.array([1, 64, 4096]),
                 )

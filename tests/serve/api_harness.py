@@ -141,6 +141,17 @@ def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
     return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
 
 
+def refusal(connection: socket.socket, status: int) -> dict[str, Any]:
+    """The error of the next response, which ends its connection."""
+    answer = read_answer(connection)
+    assert answer[0] == status
+    assert answer[1]["content-type"] == "application/json"
+    assert answer[1]["connection"] == "close"
+    error: dict[str, Any] = json.loads(answer[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
 def read_all(connection: socket.socket) -> bytes:
     """What comes until the server closes the connection."""
     received = b""

@@ -25,12 +25,6 @@ def shared_server() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    shared_server.engine.reset()
-    return shared_server
-
-
 def streamed(server: Live, path: str, **body: Any) -> list[dict[str, Any]]:
     text = server.http.post(path, json={"stream": True, **body}).text
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
@@ -204,16 +198,22 @@ STOPS: list[tuple[str, list[str], dict[str, Any], str, str | None]] = [
 
 @pytest.mark.parametrize(("said", "stop", "body", "text", "reason"), STOPS)
 def test_stop_strings_see_special_tokens(
-    said: str, stop: list[str], body: dict[str, Any], text: str, reason: str | None
+    server: Live,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    stop: list[str],
+    body: dict[str, Any],
+    text: str,
+    reason: str | None,
 ) -> None:
-    with live(says(said)) as server:
-        choice = server.complete(stop=stop, **body).json()["choices"][0]
-        assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == (text, reason, "stop")
-        message = server.chat(stop=stop, max_tokens=50, **body).json()["choices"][0]
-        assert (message["message"]["content"], message["stop_reason"]) == (text, reason)
-        events = streamed(server, COMPLETIONS, prompt="x", stop=stop, logprobs=1, **body)
-        assert "".join(event["choices"][0]["text"] for event in events) == text
-        assert events[-1]["choices"][0]["stop_reason"] == reason
+    monkeypatch.setattr(server.engine, "script", says(said).script)
+    choice = server.complete(stop=stop, **body).json()["choices"][0]
+    assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == (text, reason, "stop")
+    message = server.chat(stop=stop, max_tokens=50, **body).json()["choices"][0]
+    assert (message["message"]["content"], message["stop_reason"]) == (text, reason)
+    events = streamed(server, COMPLETIONS, prompt="x", stop=stop, logprobs=1, **body)
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert events[-1]["choices"][0]["stop_reason"] == reason
 
 
 # ---- token ids -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Connections that wait, come in crowds or speak no HTTP: deadlines, the cap, and refusals in OpenAI's shape."""
+"""Connections that wait, come in crowds, are not read or break off: deadlines, caps, and refusals in OpenAI's shape."""
 
 import contextlib
 import errno
@@ -6,12 +6,16 @@ import json
 import resource
 import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer
+from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer, refusal
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until
 
@@ -19,71 +23,83 @@ GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
-def error_of(answer: tuple[int, dict[str, str], bytes], status: int) -> dict[str, Any]:
-    """The error of a refusal that ends its connection."""
-    assert answer[0] == status
-    assert answer[1]["content-type"] == "application/json"
-    assert answer[1]["connection"] == "close"
-    error: dict[str, Any] = json.loads(answer[2])["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Live]:
+    with live(fake_engine(), header_timeout_s=0.5, keep_alive_timeout_s=3) as running:
+        yield running
 
 
-def test_half_a_head_is_408_after_the_deadline() -> None:
-    with live(fake_engine(), header_timeout_s=0.5) as server, server.connect() as connection:
+def ended(server: Live, reason: str) -> float:
+    """Connections that the server ended for this reason."""
+    return server.metric(f'connections_ended_total{{reason="{reason}"}}')
+
+
+def trickle(connection: socket.socket, piece: bytes) -> bytes:
+    """Send `piece` again and again; what the server says to it, nothing where it closes."""
+    connection.settimeout(0.1)
+    for _ in range(200):
+        try:
+            connection.sendall(piece)
+            return connection.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return b""
+    pytest.fail("the server reads without an end")
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_half_a_head_is_408_after_the_deadline(impatient: Live) -> None:
+    before = ended(impatient, "header timeout")
+    with impatient.connect() as connection:
         connection.sendall(HALF_A_HEAD)
-        assert "headers did not arrive within 1 s" in error_of(read_answer(connection), 408)["message"]
+        assert "headers did not arrive within 1 s" in refusal(connection, 408)["message"]
         assert is_closed(connection)
-        assert server.metric('connections_ended_total{reason="header timeout"}') == 1
+    assert ended(impatient, "header timeout") == before + 1
 
 
-def test_a_head_that_trickles_is_no_excuse() -> None:
-    with live(fake_engine(), header_timeout_s=0.5) as server, server.connect() as connection:
+def test_a_head_that_trickles_is_no_excuse(impatient: Live) -> None:
+    with impatient.connect() as connection:
         connection.sendall(HALF_A_HEAD)
-        connection.settimeout(0.1)
-        for _ in range(200):
-            try:
-                connection.sendall(b"x: y\r\n")
-                answer = connection.recv(4096)
-            except TimeoutError:
-                continue
-            assert answer.startswith(b"HTTP/1.1 408")
-            return
-        pytest.fail("the server waits for ever")
+        assert trickle(connection, b"x: y\r\n").startswith(b"HTTP/1.1 408")
 
 
-def test_a_connection_that_asks_nothing_is_closed() -> None:
-    with live(fake_engine(), header_timeout_s=0.5) as server, server.connect() as connection:
+def test_a_connection_that_asks_nothing_is_closed(impatient: Live) -> None:
+    with impatient.connect() as connection:
         assert is_closed(connection)
 
 
-def test_an_idle_connection_is_kept_for_a_while_and_serves_again() -> None:
-    with live(fake_engine(), header_timeout_s=0.5, keep_alive_timeout_s=3) as server, server.connect() as connection:
-        for _ in range(3):
+def test_an_idle_connection_is_kept_for_a_while_and_serves_again(impatient: Live) -> None:
+    with impatient.connect() as connection:
+        for _ in range(2):
             connection.sendall(GET)
             assert read_answer(connection)[0] == 200
-            connection.settimeout(1.5)
+            connection.settimeout(1.0)
             with pytest.raises(TimeoutError):  # longer than a head may take, shorter than idle connections are kept
                 connection.recv(1)
             connection.settimeout(30)
         assert is_closed(connection)
 
 
-def test_a_body_that_nobody_reads_may_not_trickle_for_ever() -> None:
+def test_pipelined_requests_are_answered_in_order(impatient: Live) -> None:
+    with impatient.connect() as connection:
+        connection.sendall(GET + GET.replace(b"health", b"version") + b"GET /v1/models HTT")
+        health, version, late = read_all(connection).split(b"HTTP/1.1 ")[1:]
+        assert b'{"status":"ok",' in health
+        assert b"fake-moe" in version
+        assert late.startswith(b"408")
+
+
+def test_a_body_that_is_not_read_may_not_trickle_without_an_end() -> None:
     with live(fake_engine(), header_timeout_s=0.5, api_keys=("secret",)) as server, server.connect() as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
         assert read_answer(connection)[0] == 401
-        connection.settimeout(0.1)
-        for _ in range(200):
-            try:
-                connection.sendall(b" ")
-                assert connection.recv(1) == b""
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                pass
-            return
-        pytest.fail("the server reads for ever")
+        assert trickle(connection, b" ") == b""
+
+
+# --- caps -------------------------------------------------------------------------------------------------------------
 
 
 def test_when_all_connections_are_busy_the_next_is_503() -> None:
@@ -97,17 +113,17 @@ def test_when_all_connections_are_busy_the_next_is_503() -> None:
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             with server.connect() as third:
                 third.sendall(GET)
-                answer = read_answer(third)
-                error = error_of(answer, 503)
+                answer = third.recv(65536, socket.MSG_PEEK)
+                error = refusal(third, 503)
                 assert (error["code"], error["type"]) == ("too_many_connections", "server_error")
                 assert "all 2 connections of this server are in use" in error["message"]
-                assert answer[1]["retry-after"] == "1"
+                assert b"retry-after: 1\r\n" in answer
                 assert is_closed(third)
             engine.release()
             received = b""
             while b"[DONE]" not in received:
                 received += first.recv(65536)
-        assert server.metric('connections_ended_total{reason="refused"}') == 1
+        assert ended(server, "refused") == 1
         with server.connect() as fourth:
             fourth.sendall(GET)
             assert read_answer(fourth)[0] == 200
@@ -125,39 +141,7 @@ def test_idle_connections_make_room_the_longest_waiting_first() -> None:
                 assert is_closed(second)
                 first.sendall(GET)
                 assert read_answer(first)[0] == 200
-        assert server.metric('connections_ended_total{reason="made room"}') >= 1
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status", "message"),
-    [
-        (b"hello\r\n\r\n", 400, "not a valid HTTP/1.1 request"),
-        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
-        (b"GET /health HTTP/one\r\nhost: x\r\n\r\n", 400, "not a valid HTTP/1.1 request"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n", 400, "header"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400, "Content-Length"),
-        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not a valid HTTP/1.1 request"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello over TLS", 400, "not a valid HTTP/1.1 request"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 400, "Transfer-Encoding"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000, 431, "too long"),
-    ],
-)
-def test_what_is_not_http_is_refused_in_the_same_shape(request_bytes: bytes, status: int, message: str) -> None:
-    with live(fake_engine()) as server, server.connect() as connection:
-        connection.sendall(request_bytes)
-        assert message in error_of(read_answer(connection), status)["message"]
-        assert is_closed(connection)
-        assert server.complete(max_tokens=1).status_code == 200
-
-
-@pytest.mark.parametrize("header", [b"", b"expect: 100-continue\r\n"])
-def test_a_body_that_breaks_off_in_nonsense_is_400(header: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + header + b"transfer-encoding: chunked\r\n\r\n"
-    with live(fake_engine()) as server, server.connect() as connection:
-        connection.sendall(head + b"5\r\nhello\r\nnonsense\r\n")
-        assert "not a valid HTTP/1.1 request" in error_of(read_answer(connection), 400)["message"]
-        assert is_closed(connection)
-    assert "failed" not in caplog.text
+        assert ended(server, "made room") >= 1
 
 
 def test_nonsense_behind_a_request_does_not_spoil_its_answer() -> None:
@@ -167,38 +151,9 @@ def test_nonsense_behind_a_request_does_not_spoil_its_answer() -> None:
         connection.sendall(post("/v1/completions", {"prompt": "x", "stream": True}) + b"nonsense\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         engine.release()
-        stream, _, refusal = read_all(connection).partition(b"HTTP/1.1 400")
+        stream, _, refused = read_all(connection).partition(b"HTTP/1.1 400")
         assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert b"not a valid HTTP/1.1 request" in refusal
-
-
-def test_pipelined_requests_are_answered_in_order() -> None:
-    with live(fake_engine(), header_timeout_s=0.5) as server, server.connect() as connection:
-        connection.sendall(GET + GET.replace(b"health", b"version") + b"GET /v1/models HTT")
-        health, version, late = read_all(connection).split(b"HTTP/1.1 ")[1:]
-        assert b'{"status":"ok",' in health
-        assert b"fake-moe" in version
-        assert late.startswith(b"408")
-
-
-@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "BREW"])
-def test_other_methods_are_405(method: str) -> None:
-    with live(fake_engine()) as server:
-        response = server.http.request(method, "/v1/completions")
-        assert response.status_code == 405
-        assert response.headers["allow"] == "POST"
-        assert response.headers["content-type"] == "application/json"
-        if method != "HEAD":
-            assert "method not allowed" in response.json()["error"]["message"]
-
-
-def test_a_slash_too_many_is_404_and_names_the_path() -> None:
-    with live(fake_engine()) as server:
-        response = server.http.post("/v1/completions/", json={"prompt": "x"})
-        assert response.status_code == 404
-        message = response.json()["error"]["message"]
-        assert message == "POST /v1/completions/: not found; leave the slash at the end out: /v1/completions"
-        assert "/openapi.json" in server.http.get("/nothing/").json()["error"]["message"]
+        assert b"not a valid HTTP/1.1 request" in refused
 
 
 def open_half_bodies(server: Live, stack: contextlib.ExitStack, num: int) -> list[socket.socket]:
@@ -213,13 +168,13 @@ def test_an_address_may_have_a_few_late_bodies() -> None:
     with live(fake_engine(), max_slow_bodies=2) as server, contextlib.ExitStack() as stack:
         opened = open_half_bodies(server, stack, 5)
         for connection in opened[2:]:
-            answer = read_answer(connection)
-            assert "2 requests of this address" in error_of(answer, 429)["message"]
-            assert answer[1]["retry-after"] == "1"
+            status, headers, content = read_answer(connection)
+            assert (status, headers["retry-after"]) == (429, "1")
+            assert b"2 requests of this address" in content
         for connection in opened[:2]:
             connection.sendall(b" " * 98 + b"}}")
             assert read_answer(connection)[0] == 400, "it was not ended: its body is not JSON"
-        assert server.metric('connections_ended_total{reason="slow body"}') == 3
+        assert ended(server, "slow body") == 3
 
 
 def test_late_bodies_make_room_and_sockets_stay_within_the_cap() -> None:
@@ -310,3 +265,168 @@ def test_the_limit_on_open_files_is_raised_and_a_reserve_is_kept(soft: int, hard
     else:
         assert hard - 400 < in_use + lingering <= hard - 256, "what is open, and 256 for everything else"
         assert f"at most {in_use} connections instead of 1000" in run.stderr
+
+
+# --- a crowd ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_files(needed: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"needs {needed} open files, this machine allows {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def trickle_all(connections: list[socket.socket], stop: threading.Event) -> None:
+    """A byte of a header or of a body now and then."""
+    while not stop.wait(0.5):
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.send(b"x")
+
+
+def assert_served(server: Live) -> None:
+    for _ in range(5):
+        assert server.complete(max_tokens=2).status_code == 200
+        events = server.complete(max_tokens=2, stream=True).text
+        assert events.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("num_idle", "num_slow", "most"), [(400, 60, 300), pytest.param(2000, 300, 1500, marks=pytest.mark.slow)]
+)
+def test_a_few_clients_are_served_among_many_that_wait(num_idle: int, num_slow: int, most: int) -> None:
+    half_a_body = post("/v1/completions", {"prompt": "x" * 1000})[:-500]
+    limits = {"max_connections": most, "header_timeout_s": 5.0, "body_timeout_s": 10.0}
+    both_ends = 2 * (num_idle + num_slow)
+    with open_files(both_ends + 500), live(fake_engine(), **limits) as server, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(server.connect()) for _ in range(num_slow)]
+        for number, connection in enumerate(slow):
+            connection.sendall((HALF_A_HEAD, half_a_body)[number % 2])
+        stop = threading.Event()
+        trickling = threading.Thread(target=trickle_all, args=(slow, stop))
+        trickling.start()
+        try:
+            for _ in range(num_idle):
+                stack.enter_context(server.connect())
+            assert_served(server)
+            assert server.metric("connections") <= most
+            assert ended(server, "made room") >= num_idle - most
+            deadline_s = time.monotonic() + 120
+            while server.metric("connections") > 1:  # the one that asks
+                assert time.monotonic() < deadline_s, "connections that ask nothing are kept"
+                assert_served(server)
+                time.sleep(0.1)
+        finally:
+            stop.set()
+            trickling.join()
+        assert ended(server, "refused") == 0
+        assert server.server.config.app.state.context.num_active == 0  # type: ignore[union-attr]
+
+
+# --- clients that do not read -----------------------------------------------------------------------------------------
+
+MANY_TOKENS = 8_000  # more than the operating system keeps for a connection
+LONG_STREAM = {"prompt": "x", "stream": True, "n": 4, "logprobs": 20, "max_tokens": MANY_TOKENS}
+LONG_ANSWER = {"prompt": "x", "max_tokens": MANY_TOKENS, "logprobs": 20}
+
+
+@pytest.fixture
+def talkative() -> Iterator[Live]:
+    """A server that is quick to give up, with an engine that has much to say."""
+    with live(fake_engine(max_model_len=MANY_TOKENS + 100), send_timeout_s=1.0, max_unread_bytes=200_000) as running:
+        yield running
+
+
+def wait_given_up(server: Live, num_requests: int) -> None:
+    wait_until(lambda: len(server.engine.submissions) == num_requests, "all requests")
+    for submission in server.engine.submissions:
+        assert submission.ended.wait(60), "the engine still computes for a client that does not read"
+        assert submission.aborted
+
+
+def wait_idle(server: Live) -> None:
+    context = server.server.config.app.state.context  # type: ignore[union-attr]
+    wait_until(lambda: context.num_active == 0, "the engine is done with it")
+
+
+def wait_reset(server: Live) -> None:
+    """Wait for the end of the one connection that takes nothing."""
+    wait_until(lambda: ended(server, "send timeout") == 1, "the connection ends")
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_stream_that_is_not_read_is_cancelled_at_the_limit(talkative: Live, n: int) -> None:
+    with talkative.connect(receive_buffer_bytes=4096) as connection:
+        connection.sendall(post("/v1/completions", LONG_STREAM | {"n": n}))
+        wait_given_up(talkative, n)
+        assert talkative.metric("slow_readers_total") == 1
+        wait_idle(talkative)  # what was left went with the connection
+        wait_reset(talkative)
+    assert talkative.complete(max_tokens=1).status_code == 200
+
+
+def test_a_client_that_reads_late_gets_what_there_is_and_an_error(talkative: Live) -> None:
+    with talkative.connect(receive_buffer_bytes=4096) as connection:
+        connection.sendall(post("/v1/completions", LONG_STREAM))
+        wait_given_up(talkative, 4)
+        received = b""
+        while b"\r\n0\r\n\r\n" not in received[-100:]:
+            part = connection.recv(65536)
+            assert part, received[-300:]
+            received += part
+    events = [line for line in received.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data: ")]
+    assert events[-1] == b"data: [DONE]"
+    error = json.loads(events[-2].removeprefix(b"data: "))["error"]
+    assert (error["code"], error["type"]) == ("slow_reader", "invalid_request_error")
+    assert "the limit is 200000" in error["message"]
+
+
+def test_hanging_up_while_the_stream_is_held_up_frees_the_engine_at_once() -> None:
+    engine = fake_engine(max_model_len=MANY_TOKENS + 100)
+    engine.hold_after_tokens = 1500
+    with live(engine, send_timeout_s=600, max_unread_bytes=10**9) as server:
+        with server.connect(receive_buffer_bytes=4096) as connection:
+            connection.sendall(post("/v1/completions", LONG_STREAM))
+            wait_until(
+                lambda: any(other.flow.write_paused for other in server.server.server_state.connections),
+                "a full connection",
+            )
+        wait_given_up(server, 4)
+        wait_idle(server)
+
+
+def test_a_whole_answer_that_is_not_read_is_dropped_after_the_timeout(talkative: Live) -> None:
+    with talkative.connect(receive_buffer_bytes=4096) as connection:
+        connection.sendall(post("/v1/completions", LONG_ANSWER))
+        wait_reset(talkative)
+        with pytest.raises(ConnectionError):
+            read_all(connection)
+
+
+def test_a_whole_answer_may_be_read_slowly(talkative: Live) -> None:
+    with talkative.connect(receive_buffer_bytes=65536) as connection:
+        connection.sendall(post("/v1/completions", LONG_ANSWER))
+        received = connection.recv(4096)
+        started_s = time.monotonic()
+        while time.monotonic() < started_s + 4:  # four times the timeout, never without progress
+            received += connection.recv(65536)
+            time.sleep(0.1)
+        length = int(received.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        head_bytes = received.index(b"\r\n\r\n") + 4
+        assert len(received) < length, "read too fast to show anything"
+        while len(received) < head_bytes + length:
+            received += connection.recv(65536)
+    assert len(json.loads(received[head_bytes:])["choices"][0]["logprobs"]["tokens"]) == MANY_TOKENS
+
+
+def test_a_client_that_does_not_read_may_not_pipeline(talkative: Live) -> None:
+    with talkative.connect(receive_buffer_bytes=4096) as connection:
+        connection.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):  # requests wait in the operating system: the server reads no more
+            while True:
+                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
+        wait_reset(talkative)

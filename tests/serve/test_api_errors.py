@@ -25,12 +25,6 @@ def shared_server() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    shared_server.engine.reset()
-    return shared_server
-
-
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     body = response.json()
@@ -105,6 +99,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": HELLO}, "messages", "unknown parameter"),
     ({"frobnicate": 1}, "frobnicate", "unknown parameter: frobnicate"),
+    ({"tools": [{}]}, "tools", "only /v1/chat/completions has it"),
     ({"frobnicate": None}, "frobnicate", "unknown parameter"),
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),

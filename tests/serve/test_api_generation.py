@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 
 import httpx
 import numpy as np
@@ -17,19 +16,6 @@ from tests.serve.fake_engine import FakeEngine
 
 HELLO = [{"role": "user", "content": "hello"}]
 PROMPT_TEXT = f"<|im_start|>user\nhello{END}\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Live]:
-    with live(fake_engine()) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    """The shared server, with an engine that has seen nothing yet."""
-    shared_server.engine.reset()
-    return shared_server
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -1,28 +1,15 @@
 """Parameters that stock clients send along: defaults of other servers are accepted, and what can be obeyed is."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from antiphon.serve.api.harmless import HARMLESS
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest
-from tests.serve.api_harness import END, Live, fake_engine, ids, live, says, small_tokenizer
+from tests.serve.api_harness import END, Live, ids, live, says, small_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Live]:
-    with live(fake_engine()) as running:
-        yield running
-
-
-@pytest.fixture
-def server(shared_server: Live) -> Live:
-    shared_server.engine.reset()
-    return shared_server
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -1,5 +1,5 @@
-"""What clients and browsers may send: requests that two servers would read differently, pages of other sites, bodies
-that are sent whole before the answer is read, and directions that end before the answer."""
+"""What clients and browsers may send: what is no HTTP, requests that two servers would read differently, pages of other
+sites, bodies that are sent whole before the answer is read, and directions that end before the answer."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,17 @@ import pytest
 from antiphon.serve.api.app import create_app
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.api.strict_http import StrictConnection
-from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer, small_tokenizer
-from tests.serve.test_api_connections import error_of
+from tests.serve.api_harness import (
+    Live,
+    fake_engine,
+    is_closed,
+    live,
+    post,
+    read_all,
+    read_answer,
+    refusal,
+    small_tokenizer,
+)
 from tests.waiting import wait_until
 
 BODY = b'{"prompt":"x","max_tokens":1}'
@@ -28,57 +37,69 @@ IN_CHUNKS = b"1d\r\n" + BODY + b"\r\n0\r\n\r\n"
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(fake_engine()) as running:
-        yield running
-
-
 def completion(headers: bytes, body: bytes = BODY, version: bytes = b"1.1", host: bytes = b"host: x\r\n") -> bytes:
     head = b"POST /v1/completions HTTP/" + version + b"\r\n" + host + b"content-type: application/json\r\n"
     return head + headers + b"\r\n" + body
 
 
-AMBIGUOUS: dict[str, tuple[bytes, str]] = {
-    "two framings": (completion(LENGTH + CHUNKED), "contradict"),
-    "two framings, the other order": (completion(CHUNKED + LENGTH, IN_CHUNKS), "contradict"),
-    "chunks in 1.0": (completion(CHUNKED, IN_CHUNKS, version=b"1.0"), "does not exist in HTTP/1.0"),
-    "two lengths": (completion(LENGTH + b"content-length: 3\r\n"), "conflicting Content-Length"),
-    "a signed length": (completion(b"content-length: +29\r\n"), "bad Content-Length"),
-    "another coding": (completion(b"transfer-encoding: gzip, chunked\r\n", IN_CHUNKS), "Transfer-Encoding"),
-    "chunked twice": (completion(CHUNKED + CHUNKED, IN_CHUNKS), "Transfer-Encoding"),
-    "a blank before the colon": (completion(b"transfer-encoding : chunked\r\n", IN_CHUNKS), "illegal header line"),
-    "a continued header": (completion(LENGTH + b"x: a\r\n b\r\n"), "in the next line"),
-    "a bare line feed": (completion(LENGTH + b"x: a\ny: b\r\n"), "without a carriage return"),
-    "a bare carriage return": (completion(LENGTH + b"x: a\ry: b\r\n"), "illegal header line"),
-    "only line feeds": (completion(LENGTH).replace(b"\r\n", b"\n"), "without a carriage return"),
-    "two hosts": (completion(LENGTH, host=b"host: x\r\nhost: y\r\n"), "multiple Host"),
-    "a user in the host": (completion(LENGTH, host=b"host: a@x\r\n"), "must be a name or an address"),
-    "a list of hosts": (completion(LENGTH, host=b"host: x, y\r\n"), "must be a name or an address"),
-    "a size that others count as 0": (completion(CHUNKED, b"1" + b"0" * 16 + b"\r\n"), "not the size of a chunk"),
-    "a size with a prefix": (completion(CHUNKED, b"0x1d\r\n" + IN_CHUNKS[4:]), "not the size of a chunk"),
-    "a chunk longer than its size": (completion(CHUNKED, b"1c" + IN_CHUNKS[2:]), "longer than its size"),
-    "a line feed in an extension": (completion(CHUNKED, b"1d;a\nb" + IN_CHUNKS[2:]), "not the size of a chunk"),
-    "a bare line feed behind the chunks": (completion(CHUNKED, IN_CHUNKS[:-2] + b"\n"), "trailers"),
-    "a trailer": (completion(CHUNKED, IN_CHUNKS[:-2] + b"content-length: 3\r\n\r\n"), "trailers"),
-    "a megabyte of extension": (completion(CHUNKED, b"1d;" + b"x" * 2**20), "too long"),
-    "chunks of a byte": (completion(CHUNKED, b"1\r\n \r\n" * 50_000), "hold too little"),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "HTTP/2.0 is not spoken"),
+NO_HTTP = "not a valid HTTP/1.1 request"
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+TOKENIZE = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n"
+# Name: bytes, status, words of the message.
+REFUSED: dict[str, tuple[bytes, int, str]] = {
+    "two framings": (completion(LENGTH + CHUNKED), 400, "contradict"),
+    "two framings, the other order": (completion(CHUNKED + LENGTH, IN_CHUNKS), 400, "contradict"),
+    "chunks in 1.0": (completion(CHUNKED, IN_CHUNKS, version=b"1.0"), 400, "does not exist in HTTP/1.0"),
+    "two lengths": (completion(LENGTH + b"content-length: 3\r\n"), 400, "conflicting Content-Length"),
+    "a signed length": (completion(b"content-length: +29\r\n"), 400, "bad Content-Length"),
+    "another coding": (completion(b"transfer-encoding: gzip, chunked\r\n", IN_CHUNKS), 400, "Transfer-Encoding"),
+    "chunked twice": (completion(CHUNKED + CHUNKED, IN_CHUNKS), 400, "Transfer-Encoding"),
+    "a blank before the colon": (completion(b"transfer-encoding : chunked\r\n", IN_CHUNKS), 400, "illegal header line"),
+    "a continued header": (completion(LENGTH + b"x: a\r\n b\r\n"), 400, "in the next line"),
+    "a bare line feed": (completion(LENGTH + b"x: a\ny: b\r\n"), 400, "without a carriage return"),
+    "a bare carriage return": (completion(LENGTH + b"x: a\ry: b\r\n"), 400, "illegal header line"),
+    "only line feeds": (completion(LENGTH).replace(b"\r\n", b"\n"), 400, "without a carriage return"),
+    "two hosts": (completion(LENGTH, host=b"host: x\r\nhost: y\r\n"), 400, "multiple Host"),
+    "a user in the host": (completion(LENGTH, host=b"host: a@x\r\n"), 400, "must be a name or an address"),
+    "a list of hosts": (completion(LENGTH, host=b"host: x, y\r\n"), 400, "must be a name or an address"),
+    "a size that others count as 0": (completion(CHUNKED, b"1" + b"0" * 16 + b"\r\n"), 400, "not the size of a chunk"),
+    "a size with a prefix": (completion(CHUNKED, b"0x1d\r\n" + IN_CHUNKS[4:]), 400, "not the size of a chunk"),
+    "a chunk longer than its size": (completion(CHUNKED, b"1c" + IN_CHUNKS[2:]), 400, "longer than its size"),
+    "a line feed in an extension": (completion(CHUNKED, b"1d;a\nb" + IN_CHUNKS[2:]), 400, "not the size of a chunk"),
+    "a bare line feed behind the chunks": (completion(CHUNKED, IN_CHUNKS[:-2] + b"\n"), 400, "trailers"),
+    "a trailer": (completion(CHUNKED, IN_CHUNKS[:-2] + b"content-length: 3\r\n\r\n"), 400, "trailers"),
+    "a megabyte of extension": (completion(CHUNKED, b"1d;" + b"x" * 2**20), 400, "too long"),
+    "chunks of a byte": (completion(CHUNKED, b"1\r\n \r\n" * 50_000), 400, "hold too little"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "HTTP/2.0 is not spoken"),
+    "words": (b"hello\r\n\r\n", 400, NO_HTTP),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
+    "no version": (b"GET /health HTTP/one\r\nhost: x\r\n\r\n", 400, NO_HTTP),
+    "no colon": (GET[:-2] + b"bad header\r\n\r\n", 400, "header"),
+    "a negative length": (GET[:-2] + b"content-length: -1\r\n\r\n", 400, "Content-Length"),
+    "a path beyond ASCII": (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400, NO_HTTP),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello over TLS", 400, NO_HTTP),
+    "a coding in a GET": (GET[:-2] + b"transfer-encoding: gzip\r\n\r\n", 400, "Transfer-Encoding"),
+    "a header of 100 KB": (GET[:-2] + b"x: " + b"y" * 100_000, 431, "too long"),
+    "nonsense in a body": (TOKENIZE + CHUNKED + b"\r\n5\r\nhello\r\nnonsense\r\n", 400, NO_HTTP),
+    "nonsense in a body that was asked for": (
+        TOKENIZE + b"expect: 100-continue\r\n" + CHUNKED + b"\r\n5\r\nhello\r\nnonsense\r\n", 400, NO_HTTP
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_two_servers_may_read_differently_is_400_and_closes(server: Live, name: str) -> None:
-    request, message = AMBIGUOUS[name]
-    server.engine.reset()
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_plain_http_is_refused_and_closes(server: Live, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    request, status, message = REFUSED[name]
     with server.connect() as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(request + b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
     with server.connect() as connection:
         connection.sendall(request)
-        assert message in error_of(read_answer(connection), 400)["message"]
+        assert message in refusal(connection, status)["message"]
         connection.shutdown(socket.SHUT_WR)
         assert is_closed(connection)
     assert server.engine.submissions == []
+    assert server.complete(max_tokens=1).status_code == 200
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -119,6 +140,24 @@ def test_strange_requests_have_plain_answers(server: Live, request_bytes: bytes,
     with server.connect() as connection:
         connection.sendall(request_bytes)
         assert connection.recv(12) == b"HTTP/1.1 %d" % status
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "BREW"])
+def test_other_methods_are_405(server: Live, method: str) -> None:
+    response = server.http.request(method, "/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert response.headers["content-type"] == "application/json"
+    if method != "HEAD":
+        assert "method not allowed" in response.json()["error"]["message"]
+
+
+def test_a_slash_too_many_is_404_and_names_the_path(server: Live) -> None:
+    response = server.http.post("/v1/completions/", json={"prompt": "x"})
+    assert response.status_code == 404
+    message = response.json()["error"]["message"]
+    assert message == "POST /v1/completions/: not found; leave the slash at the end out: /v1/completions"
+    assert "/openapi.json" in server.http.get("/nothing/").json()["error"]["message"]
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
@@ -231,7 +270,7 @@ def test_half_a_body_and_the_end_is_400(server: Live) -> None:
     with server.connect() as connection:
         connection.sendall(completion(LENGTH, BODY[:-5]))
         connection.shutdown(socket.SHUT_WR)
-        assert "before the whole body" in error_of(read_answer(connection), 400)["message"]
+        assert "before the whole body" in refusal(connection, 400)["message"]
 
 
 # --- browsers ---------------------------------------------------------------------------------------------------------
@@ -258,24 +297,31 @@ FROM_PAGES: list[tuple[str, dict[str, str], int]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[Live]:
+    with live(fake_engine(), allowed_hosts=()) as running:
+        yield running
+
+
 @pytest.mark.parametrize(("name", "headers", "status"), FROM_PAGES, ids=[name for name, _, _ in FROM_PAGES])
 @pytest.mark.parametrize("path", ["/v1/completions", "/placement"])
-def test_pages_of_other_sites_change_nothing(path: str, name: str, headers: dict[str, str], status: int) -> None:
-    with live(fake_engine(), allowed_hosts=()) as server:
-        request = httpx.Request("POST", f"{server.url}{path}", content=BODY, headers=headers)
-        answer = server.http.send(request)
-        expected = status if path == "/v1/completions" or status != 200 else 400  # it is no placement
-        assert answer.status_code == expected, answer.text
-        assert bool(server.engine.submissions) == (answer.status_code == 200)
+def test_pages_of_other_sites_change_nothing(
+    own_server: Live, path: str, name: str, headers: dict[str, str], status: int
+) -> None:
+    own_server.engine.reset()
+    answer = own_server.http.send(httpx.Request("POST", f"{own_server.url}{path}", content=BODY, headers=headers))
+    expected = status if path == "/v1/completions" or status != 200 else 400  # it is no placement
+    assert answer.status_code == expected, answer.text
+    assert bool(own_server.engine.submissions) == (answer.status_code == 200)
 
 
-@pytest.mark.parametrize("path", ["/dashboard", "/metrics", "/v1/models", "/health", "/nothing"])
-def test_another_name_reads_nothing(path: str) -> None:
+def test_another_name_reads_nothing() -> None:
     with live(fake_engine(), allowed_hosts=("llm.example",)) as server:
-        refused = server.http.get(path, headers={"host": "evil.example"})
-        assert refused.status_code == 403
-        assert "--allowed-hosts evil.example" in refused.json()["error"]["message"]
-        assert server.http.get(path, headers={"host": "llm.example:80"}).status_code != 403
+        for path in ("/dashboard", "/metrics", "/v1/models", "/health", "/nothing"):
+            refused = server.http.get(path, headers={"host": "evil.example"})
+            assert refused.status_code == 403
+            assert "--allowed-hosts evil.example" in refused.json()["error"]["message"]
+            assert server.http.get(path, headers={"host": "llm.example:80"}).status_code != 403
 
 
 @pytest.mark.parametrize(

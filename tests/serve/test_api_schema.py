@@ -4,6 +4,9 @@ All its default checks but one: data that fits the description may still be refu
 length of a prompt in tokens, conflicting parameters) cannot be said in JSON schema.
 """
 
+from functools import partial
+
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -17,15 +20,25 @@ _app = create_app(fake_engine(), small_tokenizer(), ServerSettings(allowed_hosts
 schema = schemathesis.openapi.from_asgi("/openapi.json", _app)
 
 
-@schema.parametrize()
-@settings(
-    max_examples=50,
+made = partial(
+    settings,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
+
+
+@schema.parametrize()
+@made(max_examples=8)
 def test_answers_are_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@made(max_examples=50)
+def test_many_answers_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
 

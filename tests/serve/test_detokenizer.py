@@ -32,7 +32,7 @@ def streamed(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> str:
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(token_ids=ids)
 def test_any_tokens_stream_to_what_the_tokenizer_decodes(kind: str, skip: bool, token_ids: list[int]) -> None:
     detokenizer = IncrementalDetokenizer(token_bytes(kind), skip_special_tokens=skip)
@@ -56,7 +56,7 @@ def test_texts_stream_to_what_the_tokenizer_decodes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(prompt=ids, answer=ids)
 def test_an_answer_is_the_whole_text_without_the_prompts(kind: str, prompt: list[int], answer: list[int]) -> None:
     before = small(kind).decode(prompt)

@@ -30,7 +30,7 @@ from tests.serve.engine_harness import (
 )
 from tests.waiting import wait_until
 
-TOTAL = 64 * NUM_TOKENS
+TOTAL = 32 * NUM_TOKENS
 
 
 def at(marks: dict[float, Callable[[], object]]) -> Callable[[int], None]:

@@ -181,14 +181,14 @@ def test_pipelined_requests_take_turns_and_all_are_answered() -> None:
 
 def test_a_large_body_arrives_whole_in_a_crowd() -> None:
     with live(fake_engine(max_model_len=100_000)) as server:
-        clients = [server.connect() for _ in range(30)]
-        body = post("/tokenize", {"prompt": "x y " * 20_000})
+        clients = [server.connect() for _ in range(15)]
+        body = post("/tokenize", {"prompt": "x", "model": " " * 200_000})
         for client in clients:
             client.sendall(body)
         lengths = set()
         for client in clients:
             status, _, answer = read_answer(client)
-            assert status == 200, answer[:300]
+            assert status == 404, answer[:300]  # which names what came
             lengths.add(len(answer))
             client.close()
         assert len(lengths) == 1

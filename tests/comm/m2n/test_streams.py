@@ -8,14 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch import Tensor
 
-import antiphon
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, NoCredit, PeerLost, PeerTimeout, UserError
 from antiphon.comm.m2n.streams.core import StreamCore
@@ -501,11 +499,3 @@ def test_what_a_gpu_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(UserError, match=r"streams of a GPU need cuda-python .*: pip install 'cuda-python"):
             load_driver()
-
-
-def test_nothing_of_the_engine_imports_the_streams() -> None:
-    """They are for tensors on a GPU; a worker on a CPU loads none of it."""
-    package = Path(antiphon.__file__).parent
-    for path in package.rglob("*.py"):
-        if path.parent != package / "comm" / "m2n" / "streams":
-            assert "comm.m2n.streams" not in path.read_text(), path

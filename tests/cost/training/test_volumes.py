@@ -63,16 +63,6 @@ def test_distinct_ranks() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
-def test_distinct_ranks_by_enumeration(held: int, degree: int, top_k: int) -> None:
-    experts = held * degree
-    top_k = min(top_k, experts)
-    choices = list(itertools.combinations(range(experts), top_k))
-    mean = sum(len({expert // held for expert in choice}) for choice in choices) / len(choices)
-    assert expected_distinct(experts, top_k, degree) == pytest.approx(mean)
-
-
-@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 128), st.integers(1, 16), st.integers(1, 16))
 def test_ratios_are_positive_and_arrays_agree(degree: int, heads_per_kv: int, top_k: int) -> None:
     assert float(sequence_to_tensor_ratio(degree, heads_per_kv)) > 0
