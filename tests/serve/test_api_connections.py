@@ -11,6 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from antiphon.serve.api.connections import Connections
+from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until
@@ -290,7 +293,7 @@ def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.
 
 LIMITS_PROGRAM = """
 import resource
-from antiphon.serve.api.connections import affordable_connections
+from antiphon.serve.api.connections import Connections, affordable_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(*affordable_connections(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
@@ -310,3 +313,31 @@ def test_the_limit_on_open_files_is_raised_and_a_reserve_is_kept(soft: int, hard
     else:
         assert hard - 400 < in_use + lingering <= hard - 256, "what is open, and 256 for everything else"
         assert f"at most {in_use} connections instead of 1000" in run.stderr
+
+
+class Watched:
+    """A connection that counts how often its deadlines are looked at."""
+
+    body_began_s = None
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+
+    def check(self, now_s: float) -> None:
+        self.num_checks += 1
+
+
+def test_deadlines_of_many_connections_are_looked_at_a_tenth_at_a_time() -> None:
+    connections = Connections(ServerSettings(), ServerMetrics(fake_engine(), None))
+    watched = [Watched() for _ in range(2000)]
+    connections.connections.update(watched)  # type: ignore[arg-type]
+    for number in range(20):
+        connections.check(number / 10)
+        assert sum(each.num_checks for each in watched) == 200 * (number + 1)
+    assert {each.num_checks for each in watched} == {2}
+    gone = watched[:500]
+    connections.connections.difference_update(gone)  # type: ignore[arg-type]
+    for number in range(10):
+        connections.check(2 + number / 10)
+    assert {each.num_checks for each in gone} == {2}
+    assert {each.num_checks for each in watched[500:]} == {3}

@@ -24,6 +24,7 @@ from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _SLICE_S = 0.0005
+_SMALL_SHARE = 8  # one part in so many of the engine's line is for requests with a single answer
 
 
 class Pace:
@@ -81,6 +82,7 @@ class ApiContext:
         self.started_at_s = int(time.time())
         self.draining = False
         self.num_active = 0
+        self.num_in_line = 0  # answers that the engine has not begun
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -103,6 +105,18 @@ class ApiContext:
         self.num_active -= 1
         if self.num_active == 0:
             self._idle.set()
+
+    def check_line(self, num_answers: int) -> None:
+        """429 for a request with so many answers when they would fill the engine's line, of which a part is kept for
+        requests with a single answer. It may always fill an empty line: then the engine decides."""
+        limit = self.engine.info.max_waiting
+        limit -= limit // _SMALL_SHARE
+        if num_answers > 1 and self.num_in_line and self.num_in_line + num_answers > limit:
+            raise too_busy(
+                f"{self.num_in_line} answers are waiting, the limit for requests with several is {limit}: this one has"
+                f" {num_answers}; try again later",
+                1.0,
+            )
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from antiphon.serve.api.context import ApiContext, Pace
 from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.parameters import ToolUse, with_seed
 from antiphon.serve.api.requests import GenerationRequest
-from antiphon.serve.engine_api import AsyncEngine, EngineOutput
+from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.text.stop_strings import StopStrings
 from antiphon.specs.sampling import SamplingParams
 
@@ -34,7 +34,7 @@ class _EngineRequest:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        context: ApiContext,
         request_id: str,
         choice: Choice,
         outputs: AsyncIterator[EngineOutput],
@@ -44,15 +44,18 @@ class _EngineRequest:
         self.request_id = request_id
         self.choice = choice
         self.clock = clock
-        self._engine = engine
+        self._context = context
         self._outputs = outputs
         self._pace = pace
         self.ended_by_engine = False
+        self._is_in_line = True
+        context.num_in_line += 1
 
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
         """The engine's outputs, the last with a finish reason, whatever the engine does."""
         try:
             async for output in self._outputs:
+                self._leave_line()
                 self.ended_by_engine = output.finish_reason is not None
                 self.clock.tokens_arrived(len(output.token_ids))
                 yield output
@@ -79,12 +82,17 @@ class _EngineRequest:
     async def end(self) -> None:
         """Make the engine forget the request unless it ended it itself. A generator that was never started runs none
         of its clean-up when closed, so the engine is also told by name."""
+        self._leave_line()
         if not self.ended_by_engine:
-            self._engine.abort(self.request_id)
+            self._context.engine.abort(self.request_id)
             self.ended_by_engine = True
         aclose = getattr(self._outputs, "aclose", None)
         if aclose is not None:
             await aclose()
+
+    def _leave_line(self) -> None:
+        self._context.num_in_line -= self._is_in_line
+        self._is_in_line = False
 
     def give_up(self) -> None:
         """Nobody reads the rest of the answer."""
@@ -128,6 +136,7 @@ class Generation:
         engine = self._context.engine
         self.prompts = prompts
         self.num_answers = request.n or 1
+        self._context.check_line(self.num_answers * len(prompts))
         stops = StopStrings(self._context.tokenizer, tuple(request.stop or ()))
         for prompt, prompt_params in zip(prompts, params, strict=True):
             for answer in range(self.num_answers):
@@ -150,7 +159,7 @@ class Generation:
                 own_params = with_seed(prompt_params, request.seed, answer)
                 outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self.request_id)
                 clock = RequestClock(self._context.metrics, self._arrived_s)
-                self._requests.append(_EngineRequest(engine, engine_id, choice, outputs, clock, self.pace))
+                self._requests.append(_EngineRequest(self._context, engine_id, choice, outputs, clock, self.pace))
                 self.pace.spend(began_s)
 
     @property
