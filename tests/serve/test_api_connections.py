@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from antiphon.serve.api.connections import Connections
+from antiphon.serve.api.guard.connections import Connections
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer
@@ -272,8 +272,8 @@ def test_a_process_without_descriptors_serves_on_and_says_so_once(caplog: pytest
 
 
 def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.serve.api.input_limits._MIN_BODY_MEMORY_BYTES", 2**20)
-    monkeypatch.setattr("antiphon.serve.api.input_limits._NUM_LARGEST_BODIES", 1)
+    monkeypatch.setattr("antiphon.serve.api.guard.input_limits._MIN_BODY_MEMORY_BYTES", 2**20)
+    monkeypatch.setattr("antiphon.serve.api.guard.input_limits._NUM_LARGEST_BODIES", 1)
     with live(fake_engine()) as server, server.connect() as connection:
         content = json.dumps({"prompt": "x" * 2**20}).encode()
         connection.sendall(post("/v1/completions", {"prompt": "x" * 2**20})[:-100])
@@ -293,7 +293,7 @@ def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.
 
 LIMITS_PROGRAM = """
 import resource
-from antiphon.serve.api.connections import Connections, affordable_connections
+from antiphon.serve.api.guard.connections import Connections, affordable_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(*affordable_connections(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """

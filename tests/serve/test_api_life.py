@@ -86,7 +86,7 @@ def test_requests_that_end_by_themselves_are_not_aborted(server: Live) -> None:
 def test_too_many_streams_are_429_and_a_place_is_free_again_after_one_ended() -> None:
     engine = fake_engine()
     engine.hold_after_tokens = 1
-    with live(engine, max_concurrent_streams=1) as server:
+    with live(engine, max_streams=1) as server:
         body = {"prompt": "x", "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
@@ -238,7 +238,6 @@ def test_full_collections_of_garbage_wait_until_the_server_is_idle_or_memory_has
     finally:
         gc.callbacks.remove(note)
         collector.end()
-        gc.unfreeze()
 
 
 def test_what_does_not_finish_in_time_is_cut_off_by_the_engine() -> None:

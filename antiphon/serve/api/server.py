@@ -1,4 +1,4 @@
-"""Runs the application on a socket, and ends it without cutting anybody off.
+"""Runs the application on a socket, and ends it without cutting clients off.
 
 On SIGTERM or SIGINT (a second one ends at once):
 
@@ -6,7 +6,7 @@ On SIGTERM or SIGINT (a second one ends at once):
 2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
 3. the socket closes and `run_server` returns, so that the caller can stop the engine.
 
-When the engine gives up the same happens by itself: a process that serves nobody must end, so that its supervisor
+When the engine gives up the same happens by itself: a process without an engine must end, so that its supervisor
 starts another.
 
 Rejected: uvicorn's own order, which closes the socket first (a health check then sees a refused connection, as after a
@@ -32,10 +32,10 @@ from fastapi import FastAPI
 from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.base.memory import resident_bytes
-from antiphon.serve.api.acceptor import Acceptor
-from antiphon.serve.api.connection import ApiConnection
-from antiphon.serve.api.connections import Connections
 from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.guard.acceptor import Acceptor
+from antiphon.serve.api.guard.connection import ApiConnection
+from antiphon.serve.api.guard.connections import Connections
 from antiphon.serve.api.settings import ServerSettings
 
 _log = get_logger("serve.api")
@@ -243,9 +243,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A socket bound to `host:port` that refuses connections until `listen`; `UserError` if somebody listens there.
+    """A socket bound to `host:port` that refuses connections until `listen`; `UserError` if the port is in use.
 
-    For the time between the start and the loaded model: a wrong port is found at once, and nobody's request hangs."""
+    For the time between the start and the loaded model: a wrong port is found at once, and no request hangs."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

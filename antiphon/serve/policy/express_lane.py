@@ -8,11 +8,11 @@ way has. A small request that would have to wait there enters the lane instead, 
    a slot; and its prompt is short enough for all members' prompts to fit into one step.
 3. Each slot taken halves how long the next answer may be. The last slot is for answers of up to 4 tokens, so it is free
    again after some steps, however many requests with small prompts and long answers there are.
-4. Main requests leave `num_kept` blocks alone: those of the lane that its members do not hold. A member shares no
-   block with anybody until it ends. Hence free >= kept at any time, members are never pushed out, and the main way
-   always has all blocks but the lane's: an endless stream of small requests starves nobody.
+4. Main requests leave `num_kept` blocks alone: those of the lane that its members do not hold. A member shares
+   no block until it ends. Hence free >= kept at any time, members are never pushed out, and the main way
+   always has all blocks but the lane's: an endless stream of small requests starves none.
 
-Rejected: room for small requests in the main way only (whoever came first holds it); preempting large requests for
+Rejected: room for small requests in the main way only (the first to come holds it); preempting large requests for
 small ones (an endless stream would starve the large ones); a member that shares cached blocks (who keeps them when it
 leaves? The lane would have to take back what is in use).
 """

@@ -2,7 +2,7 @@
 
 At the cap, in this order: the connection that has waited longest for a request is closed; then the body that has been
 on its way longest, if it is late, is refused with 429; when all have a request in progress, the new connection gets
-503. An address may have a few late bodies only, so that nobody holds all connections by sending half a request on each.
+503. An address may have a few late bodies only, so that no client holds all connections by half a request on each.
 Connections that linger to have their answer read are counted apart.
 
 Rejected: uvicorn's `limit_concurrency`, which lets idle connections keep busy clients out and answers in plain text;
@@ -21,8 +21,8 @@ from uvicorn.server import ServerState
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.errors import ApiError, too_busy
+from antiphon.serve.api.guard.reading_line import ReadingLine
 from antiphon.serve.api.metrics import ServerMetrics
-from antiphon.serve.api.reading_line import ReadingLine
 from antiphon.serve.api.settings import ServerSettings
 
 _log = get_logger("serve.api")
@@ -32,7 +32,7 @@ _MAX_LINGERING = 256
 _PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
 _CROWD_PIECE_BYTES = 4 * 1024  # the same while others wait
 _MANY = 200
-_READING_S = 0.25  # an answer is read, where somebody reads it
+_READING_S = 0.25  # by then an answer has been read, if the client reads at all
 _SLOW_BODY_S = 0.25
 _CALLS_A_ROUND = 10
 _LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
@@ -203,7 +203,7 @@ class Connections(ServerState):
         ]
         yield from (connection for _, connection in sorted(late, key=lambda entry: entry[0]))
 
-    # --- what is counted and said ----------------------------------------------------------------------------------
+    # --- counters and warnings -------------------------------------------------------------------------------------
 
     def note_refusal(self) -> None:
         """A connection was turned away; said once, counted always."""
