@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.serve.api.chat_messages import RequestModel
-from antiphon.serve.api.harmless import HARMLESS
+from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, StreamOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "http.md"

@@ -45,3 +45,11 @@ def address_space_bytes() -> int:
         return int(psutil.Process().memory_info().vms)
     except (psutil.Error, OSError):
         return 16 * 1024**3
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the system does not say."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0

@@ -1,11 +1,10 @@
 """`antiphon serve`: an OpenAI-compatible server over one checkpoint."""
 
 import re
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 import typer
 
@@ -37,29 +36,6 @@ from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer_reading import read_tokenizer
 
 
-class PlacedWorkers(Protocol):
-    """Who places the workers that the engine does not start itself; `serve/ray_placement` explains the members."""
-
-    config: ServeConfig
-
-    def check(self) -> None: ...
-
-    def expect_end(self) -> None: ...
-
-
-@dataclass
-class PlacedByNobody:
-    """The engine starts its workers, and people those that join."""
-
-    config: ServeConfig
-
-    def check(self) -> None:
-        pass
-
-    def expect_end(self) -> None:
-        pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
     """All workers on a Ray cluster."""
@@ -69,17 +45,12 @@ class RayOptions:
         str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.", hidden=True)
     ] = None
 
-    @contextmanager
-    def placed(self, config: ServeConfig) -> Iterator[PlacedWorkers]:
-        """The workers on their way to their nodes; the configuration to start the engine with is theirs."""
+    def placement(self, config: ServeConfig) -> AbstractContextManager[RayPlacement | None]:
+        """Within it the workers are on their way to their nodes; None where the engine starts its workers itself."""
         check_not_empty("--ray-address", self.ray_address)
         if self.ray_address and not self.ray:
             raise UserError(f"--ray-address {self.ray_address} does nothing without --ray: add it")
-        if not self.ray:
-            yield PlacedByNobody(config)
-            return
-        with RayPlacement(config, RayCluster(self.ray_address or "auto")) as placement:
-            yield placement
+        return RayPlacement(config, RayCluster(self.ray_address or "auto")) if self.ray else nullcontext()
 
 
 ReadyOption = Annotated[
@@ -104,26 +75,34 @@ AllOptions = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """Where the server listens, to whom, and how much one request may ask."""
+    """Where the server listens, who may use it, and how much one request may ask: fields of `ServerSettings`, as they
+    are written on the command line."""
 
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any.")] = 8000
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys, one a line.")] = None
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = ServerSettings.host
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any.")] = ServerSettings.port
+    api_keys: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="API keys, one a line.")] = (
+        None
+    )
     allowed_hosts: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Names of this server, a,b; others: 403.", hidden=True)
     ] = None
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
     ] = None
-    max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = 1024
+    max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = (
+        ServerSettings.max_streams
+    )
     # Only in `--help-all`; the log and the metrics name them where they matter.
     max_connections: Annotated[int, typer.Option(metavar="N", help="Connections at once; more: 503.", hidden=True)] = (
-        2048
+        ServerSettings.max_connections
     )
-    max_slow_bodies: Annotated[int, typer.Option(metavar="N", help="Late bodies of an address.", hidden=True)] = 128
-    send_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Patience with clients that do not read.", hidden=True)
-    ] = 60.0
+    max_slow_bodies: Annotated[int, typer.Option(metavar="N", help="Late bodies of an address.", hidden=True)] = (
+        ServerSettings.max_slow_bodies
+    )
+    send_timeout_s: Annotated[
+        float,
+        typer.Option("--send-timeout", metavar="S", help="Patience with clients that do not read.", hidden=True),
+    ] = ServerSettings.send_timeout_s
     max_body_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.", hidden=True)
     ] = None
@@ -131,30 +110,23 @@ class HttpOptions:
     max_prompt_tokens: Annotated[
         int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.", hidden=True)
     ] = None
-    drain_timeout: Annotated[float, typer.Option(metavar="S", help="Time to finish at the end.", hidden=True)] = 30.0
+    drain_timeout_s: Annotated[
+        float, typer.Option("--drain-timeout", metavar="S", help="Time to finish at the end.", hidden=True)
+    ] = ServerSettings.drain_timeout_s
 
     def settings(self) -> ServerSettings:
         """The validated settings; `UserError` for a wrong value or key file."""
         options.check_not_empty("--host", self.host)  # would be every address of this machine
         options.check_not_empty("--served-model-name", self.served_model_name)
         options.check_not_empty("--allowed-hosts", self.allowed_hosts)
-        return ServerSettings(
-            host=self.host,
-            port=self.port,
-            api_keys=read_api_keys(self.api_key_file) if self.api_key_file else (),
-            allowed_hosts=tuple(options.words_of(self.allowed_hosts or "")),
-            served_model_name=self.served_model_name,
-            max_body_bytes=None
-            if self.max_body_bytes is None
-            else options.parse_size("--max-body-bytes", self.max_body_bytes),
-            max_answer_bytes=options.parse_size("--max-answer-bytes", self.max_answer_bytes),
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_concurrent_streams=self.max_streams,
-            max_connections=self.max_connections,
-            max_slow_bodies=self.max_slow_bodies,
-            send_timeout_s=self.send_timeout,
-            drain_timeout_s=self.drain_timeout,
-        )
+        parsed: dict[str, Any] = {
+            "api_keys": read_api_keys(self.api_keys) if self.api_keys else (),
+            "allowed_hosts": tuple(options.words_of(self.allowed_hosts or "")),
+            "max_answer_bytes": options.parse_size("--max-answer-bytes", self.max_answer_bytes),
+        }
+        if self.max_body_bytes is not None:
+            parsed["max_body_bytes"] = options.parse_size("--max-body-bytes", self.max_body_bytes)
+        return ServerSettings(**(vars(self) | parsed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +205,9 @@ def run(
     spec = load_model_spec(asked.model, asked.rope_scaling)
     tokenizer = read_tokenizer(asked.model, spec.vocab_size)
     address = reserve(settings.host, settings.port)
-    with closing(address), ray.placed(asked) as placed:
-        config = placed.config
-        engine = start_with_progress(config, placed.check)
+    with closing(address), ray.placement(asked) as placement:
+        config = asked if placement is None else placement.config
+        engine = start_with_progress(config) if placement is None else start_with_progress(config, placement.check)
         grammars: GrammarCompiler | None = None
         try:
             app = create_app(engine, tokenizer, settings)
@@ -259,5 +231,6 @@ def run(
         finally:
             if grammars is not None:
                 grammars.close()
-            placed.expect_end()
+            if placement is not None:
+                placement.expect_end()
             engine.stop()

@@ -4,7 +4,7 @@ A mask takes microseconds, or a tenth of a second where a client's schema asks f
 next mask is asked for here; batching leaves its request out until the mask is there (`Request.awaits_mask`).
 
 Two lanes: grammars known to be slow have one thread, all others have two, and in each lane grammars take turns. So slow
-grammars delay each other and nobody else, and occupy one core at most. The library computes without the interpreter's
+grammars delay each other and no others, and occupy one core at most. The library computes without the interpreter's
 lock. Rejected: one lane (three slow grammars hold three threads); a process (tens of microseconds more for every token
 of every grammar, and memory that two processes must bound).
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from antiphon.base.logging import get_logger
 from antiphon.base.memory import give_memory_back
-from antiphon.serve.policy.turns import TurnLine
+from antiphon.serve.policy.fair_line import FairLine
 
 _log = get_logger("engine")
 _NUM_QUICK_THREADS = 2
@@ -64,7 +64,7 @@ class MaskJob:
         self.cancelled = False
 
     def compute(self) -> None:
-        """Whatever goes wrong, panics of the library included, is this sequence's error and nobody else's."""
+        """Any failure, panics of the library included, is this sequence's error only."""
         try:
             if self.token_id is not None:
                 self.matcher.accept(self.token_id)
@@ -77,9 +77,9 @@ class MaskJob:
         self.done = True
 
 
-class _Lane:
+class _MaskLane:
     def __init__(self, num_threads: int) -> None:
-        self.line: TurnLine[MaskJob] = TurnLine()
+        self.line: FairLine[MaskJob] = FairLine()
         self.num_busy = 0
         self.num_missing = num_threads
         self.num_threads = 0
@@ -92,11 +92,11 @@ class MaskPool:
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         self._on_done = on_done
-        self._quick, self._slow = _Lane(_NUM_QUICK_THREADS), _Lane(1)
+        self._quick, self._slow = _MaskLane(_NUM_QUICK_THREADS), _MaskLane(1)
         self._closing = False
 
     def ask(self, jobs: list[MaskJob]) -> None:
-        """Have these masks computed. Called by one thread. Takes microseconds, but for the first job ever."""
+        """Have these masks computed. Called by one thread. Takes microseconds; the first call starts threads."""
         for lane, is_slow in ((self._quick, False), (self._slow, True)):
             mine = [job for job in jobs if job.is_slow is is_slow]
             if mine and not self._start(lane):
@@ -106,10 +106,10 @@ class MaskPool:
             elif mine:
                 with lane.work:
                     for job in mine:
-                        lane.line.add(job.matcher.grammar_id, job)
+                        lane.line.put(job.matcher.grammar_id, job)
                     lane.work.notify(len(mine))
 
-    def _start(self, lane: _Lane) -> bool:
+    def _start(self, lane: _MaskLane) -> bool:
         """The lane's threads, unless they run. Whether at least one does: the system may refuse to start another."""
         while lane.num_missing and not self._closing:
             # A daemon: one mask is no reason to delay the end of the program.
@@ -129,7 +129,7 @@ class MaskPool:
             with lane.work:
                 lane.work.notify_all()
 
-    def _work(self, lane: _Lane) -> None:
+    def _work(self, lane: _MaskLane) -> None:
         has_rested = True  # quick grammars take too little memory to look after
         while True:
             with lane.work:

@@ -25,7 +25,7 @@ from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs
 
-_MASK_PATIENCE_S = 0.004  # a step waits so long for quick masks; one sequence a step is worse than a short delay
+_MASK_PATIENCE_S = 0.004  # a step waits this long for quick masks; one sequence a step is worse than a short delay
 
 
 class Sink(Protocol):
@@ -52,7 +52,7 @@ class AsyncSink:
         return sinks[loop]
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the outputs are not read any more
             self._loop.call_soon_threadsafe(self._distribute, outputs)
 
     def _distribute(self, outputs: list[EngineOutput]) -> None:
@@ -142,7 +142,7 @@ class TrackedRequests:
         """`wake` is called by other threads when masks have come."""
         self._by_id: dict[str, TrackedRequest] = {}
         self._awaited: dict[str, MaskJob] = {}  # the masks that are asked for
-        self._patience_s: dict[str, float] = {}  # how long those are still worth waiting for that will come soon
+        self._patience_s: dict[str, float] = {}  # how long masks that will come soon are still worth waiting for
         self._masks = MaskPool(wake)
 
     def __len__(self) -> int:

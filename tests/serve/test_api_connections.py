@@ -15,6 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from antiphon.serve.api.guard.connections import Connections
+from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, is_closed, live, post, read_all, read_answer, refusal
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until
@@ -224,8 +227,8 @@ def test_a_process_without_descriptors_serves_on_and_says_so_once(caplog: pytest
 
 
 def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.serve.api.input_limits._MIN_BODY_MEMORY_BYTES", 2**20)
-    monkeypatch.setattr("antiphon.serve.api.input_limits._NUM_LARGEST_BODIES", 1)
+    monkeypatch.setattr("antiphon.serve.api.guard.input_limits._MIN_BODY_MEMORY_BYTES", 2**20)
+    monkeypatch.setattr("antiphon.serve.api.guard.input_limits._NUM_LARGEST_BODIES", 1)
     with live(fake_engine()) as server, server.connect() as connection:
         content = json.dumps({"prompt": "x" * 2**20}).encode()
         connection.sendall(post("/v1/completions", {"prompt": "x" * 2**20})[:-100])
@@ -245,7 +248,7 @@ def test_large_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.
 
 LIMITS_PROGRAM = """
 import resource
-from antiphon.serve.api.connections import affordable_connections
+from antiphon.serve.api.guard.connections import Connections, affordable_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(*affordable_connections(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
@@ -430,3 +433,31 @@ def test_a_client_that_does_not_read_may_not_pipeline(talkative: Live) -> None:
             while True:
                 connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
         wait_reset(talkative)
+
+
+class Watched:
+    """A connection that counts how often its deadlines are looked at."""
+
+    body_began_s = None
+
+    def __init__(self) -> None:
+        self.num_checks = 0
+
+    def check(self, now_s: float) -> None:
+        self.num_checks += 1
+
+
+def test_deadlines_of_many_connections_are_looked_at_a_tenth_at_a_time() -> None:
+    connections = Connections(ServerSettings(), ServerMetrics(fake_engine(), None))
+    watched = [Watched() for _ in range(2000)]
+    connections.connections.update(watched)  # type: ignore[arg-type]
+    for number in range(20):
+        connections.check(number / 10)
+        assert sum(each.num_checks for each in watched) == 200 * (number + 1)
+    assert {each.num_checks for each in watched} == {2}
+    gone = watched[:500]
+    connections.connections.difference_update(gone)  # type: ignore[arg-type]
+    for number in range(10):
+        connections.check(2 + number / 10)
+    assert {each.num_checks for each in gone} == {2}
+    assert {each.num_checks for each in watched[500:]} == {3}

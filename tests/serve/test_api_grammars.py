@@ -16,11 +16,9 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text import grammar_lanes, grammar_trial, structured
-from antiphon.serve.text.grammar_matcher import GrammarMatcher
-from antiphon.serve.text.grammar_text import json_grammar
-from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.grammar_text import json_grammar, tool_grammar
+from antiphon.serve.text.structured import GrammarCompiler, GrammarMatcher
 from antiphon.serve.text.tool_calls import HERMES
-from antiphon.serve.text.tool_grammar import tool_grammar
 from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, fake_engine, ids, live, small_grammars, small_tokenizer
 from tests.waiting import wait_until
 

@@ -1,5 +1,6 @@
 """Clients that hang up, limits, keys, and the end of the server."""
 
+import gc
 import os
 import signal
 import socket
@@ -14,8 +15,9 @@ import openai
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.serve.api import server as server_module
 from antiphon.serve.api.key_file import read_api_keys
-from antiphon.serve.api.server import bind
+from antiphon.serve.api.server import QuietCollector, bind
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.fork_server import PROGRAMS
@@ -84,7 +86,7 @@ def test_requests_that_end_by_themselves_are_not_aborted(server: Live) -> None:
 def test_too_many_streams_are_429_and_a_place_is_free_again_after_one_ended() -> None:
     engine = fake_engine()
     engine.hold_after_tokens = 1
-    with live(engine, max_concurrent_streams=1) as server:
+    with live(engine, max_streams=1) as server:
         body = {"prompt": "x", "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
@@ -97,6 +99,20 @@ def test_too_many_streams_are_429_and_a_place_is_free_again_after_one_ended() ->
             engine.release()
             assert list(lines)[-2:] == ["data: [DONE]", ""]
         wait_until(lambda: server.complete().status_code == 200, "the place is free again")
+
+
+def test_many_answers_leave_room_in_line_for_a_single_one() -> None:
+    with live(fake_engine()) as server:  # whose line is 64 long
+        context = server.server.config.app.state.context  # type: ignore[union-attr]
+        server.engine.hold_after_tokens = 0
+        with server.http.stream("POST", "/v1/completions", json={"prompt": "a", "n": 16, "stream": True}):
+            wait_until(lambda: context.num_in_line == 16, "sixteen wait")
+            refused = server.complete(n=10, prompt=["a"] * 4 + ["b"])
+            assert refused.status_code == 429
+            assert "the limit for requests with several is 56: this one has 50" in refused.json()["error"]["message"]
+            server.engine.release()
+            assert server.complete(n=2, max_tokens=2).status_code == 200
+        wait_until(lambda: context.num_in_line == 0, "all have begun or were given up")
 
 
 def test_the_operators_prompt_limit() -> None:
@@ -192,6 +208,36 @@ def test_a_server_whose_engine_gives_up_ends_too() -> None:
         server.engine.on_giving_up()
         wait_until(lambda: not listens(server), "it listens no more")
         server.engine.on_giving_up()
+
+
+def test_full_collections_of_garbage_wait_until_the_server_is_idle_or_memory_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2:
+            full.append(phase)
+
+    collector = QuietCollector()
+    collector.begin()
+    gc.callbacks.append(note)
+    try:
+        crowd = [{"answer": [number]} for number in range(300_000)]
+        assert not full, "a crowd of objects alone starts no full collection"
+        collector.collect_if_due(is_idle=False)
+        assert not full
+        monkeypatch.setattr(server_module, "resident_bytes", lambda: 2**40)
+        collector.collect_if_due(is_idle=False)
+        assert full == ["start", "stop"], "cycles may take so much memory and no more"
+        collector.collect_if_due(is_idle=True)
+        assert full == ["start", "stop"], "nothing has happened since"
+        crowd.extend({"answer": [number]} for number in range(100_000))
+        collector.collect_if_due(is_idle=True)
+        assert full == ["start", "stop"] * 2
+    finally:
+        gc.callbacks.remove(note)
+        collector.end()
 
 
 def test_what_does_not_finish_in_time_is_cut_off_by_the_engine() -> None:

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from antiphon.serve.api.app import create_app
-from antiphon.serve.api.input_limits import InputLimits, input_limits
+from antiphon.serve.api.guard.input_limits import InputLimits, input_limits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -164,7 +164,7 @@ def test_counting_tokens_takes_a_place_among_the_running_requests(path: str) -> 
     body = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [65]}}[path]
     engine = fake_engine()
     engine.hold_after_tokens = 1
-    with live(engine, max_concurrent_streams=1) as server, httpx.Client(base_url=server.url) as other:
+    with live(engine, max_streams=1) as server, httpx.Client(base_url=server.url) as other:
         with server.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.serve.api.harmless import HARMLESS
+from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest
 from tests.serve.api_harness import END, Live, ids, live, says, small_tokenizer
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from antiphon.cli.main import COMMANDS
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.harmless import HARMLESS
+from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -5,37 +5,44 @@ import threading
 import pytest
 
 from antiphon.serve.engine_api import QueueFull
-from antiphon.serve.text.fair_line import FairLine, WaitingCount
+from antiphon.serve.policy.fair_line import FairLine
+from antiphon.serve.text.text_messages import CompileTemplate, TextConfigure
+from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest, WaitingCount
 
 LARGE = 1024 * 1024
 
 
+def put(line: FairLine[str], item: str, client: str, came_s: float, num_bytes: int) -> None:
+    """As a text process's line does."""
+    line.put(client, item, TextRequest([], "", 1.0, client, num_bytes, came_s=came_s).due_s)
+
+
 def drained(line: FairLine[str]) -> list[str]:
-    return [str(line.take(0)) for _ in range(len(line))]
+    return [line.take() for _ in range(len(line))]
 
 
 def test_clients_take_turns_however_many_one_has_waiting() -> None:
     line: FairLine[str] = FairLine()
     for number in range(64):
-        line.put(f"a{number}", "a", 0.0, LARGE)
-    line.put("b0", "b", 1.0, LARGE)
-    line.put("c0", "c", 2.0, LARGE)
-    line.put("b1", "b", 3.0, LARGE)
+        put(line, f"a{number}", "a", 0.0, LARGE)
+    put(line, "b0", "b", 1.0, LARGE)
+    put(line, "c0", "c", 2.0, LARGE)
+    put(line, "b1", "b", 3.0, LARGE)
     assert drained(line)[:6] == ["a0", "b0", "c0", "a1", "b1", "a2"]
 
 
 def test_a_client_goes_on_behind_the_others() -> None:
     """A request of several jobs comes back after each: the other clients' come first, and no other of its own."""
     line: FairLine[str] = FairLine()
-    line.put("a, in three pieces", "a", 0.0, LARGE)
-    line.put("a, later", "a", 1.0, LARGE)
-    line.put("b0", "b", 1.0, LARGE)
-    line.put("b1", "b", 1.0, LARGE)
+    put(line, "a, in three pieces", "a", 0.0, LARGE)
+    put(line, "a, later", "a", 1.0, LARGE)
+    put(line, "b0", "b", 1.0, LARGE)
+    put(line, "b1", "b", 1.0, LARGE)
     order = []
     for _ in range(3):
-        order.append(line.take(0))
-        line.put("a, in three pieces", "a", 0.0, LARGE)
-        order.append(line.take(0))
+        order.append(line.take())
+        put(line, "a, in three pieces", "a", 0.0, LARGE)
+        order.append(line.take())
         if order[-1] == "b1":
             break
     assert order == ["a, in three pieces", "b0", "a, in three pieces", "b1"]
@@ -44,29 +51,28 @@ def test_a_client_goes_on_behind_the_others() -> None:
 
 def test_small_work_of_one_client_goes_before_large_work_but_not_for_ever() -> None:
     line: FairLine[str] = FairLine()
-    line.put("large", "a", 0.0, 8 * LARGE)
+    put(line, "large", "a", 0.0, 8 * LARGE)
     for second in range(20):
-        line.put(f"small {second}", "a", float(second), 100)
+        put(line, f"small {second}", "a", float(second), 100)
     order = drained(line)
     assert order[0] == "small 0"
     assert order.index("large") == 10, "it waits for what came in its first 10 s"
 
 
 def test_an_empty_line_waits_and_a_closed_one_does_not() -> None:
-    line: FairLine[str] = FairLine()
-    assert line.take(0.01) is None
-    assert not line.is_closed
-    taken: list[str | None] = []
-    taker = threading.Thread(target=lambda: taken.append(line.take(30)))
+    queue = TextQueue("texts", TextConfigure(source=None, memory_bytes=0, niceness=0), TextLimits())
+    taken: list[TextRequest | None] = []
+    taker = threading.Thread(target=lambda: taken.append(queue._take()))
     taker.start()
-    line.put("x", "a", 0.0, 1)
+    first, left = (TextRequest([CompileTemplate()], "the template", 1.0) for _ in range(2))
+    queue.submit(first)
     taker.join(20)
-    assert taken == ["x"]
-    line.put("left", "a", 0.0, 1)
-    line.close()
-    assert line.take(30) == "left"
-    assert line.take(30) is None
-    assert line.is_closed
+    assert taken == [first]
+    queue.submit(left)
+    queue._line.put("", left)
+    with queue._changed:
+        queue._closing = True
+    assert [queue._take() for _ in range(3)] == [left, left, None]
 
 
 def test_what_waits_is_bounded_for_one_client_and_for_all() -> None:

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from antiphon.serve.mask_pool import MaskJob, MaskPool
-from antiphon.serve.policy.turns import TurnLine
+from antiphon.serve.policy.fair_line import FairLine
 from tests.waiting import wait_until
 
 
@@ -51,11 +51,11 @@ def pool() -> Iterator[MaskPool]:
 
 
 def test_owners_take_turns() -> None:
-    line: TurnLine[int] = TurnLine()
+    line: FairLine[int] = FairLine()
     for item in range(5):
-        line.add("greedy", item)
-    line.add("modest", 10)
-    line.add("late", 20)
+        line.put("greedy", item)
+    line.put("modest", 10)
+    line.put("late", 20)
     assert (len(line), line.num_of("greedy"), line.num_of("nobody")) == (7, 5, 0)
     assert [line.take() for _ in range(7)] == [0, 10, 20, 1, 2, 3, 4]
 

@@ -104,6 +104,19 @@ def test_the_smallest_finds_room_beside_the_largest_of_the_lane() -> None:
     assert in_last_plan(sim, "small")
 
 
+def test_long_answers_leave_a_slot_to_short_ones() -> None:
+    sim = crowded(express_slots=8, max_running=7)
+    sim.step()
+    for index in range(12):
+        sim.submit(f"long {index}", [3], dataclasses.replace(TWO, max_tokens=27))
+    for number in range(6):
+        sim.submit(f"small {number}", SMALL_PROMPT, TWO)
+        for _ in range(2):
+            sim.step()
+            assert in_last_plan(sim, f"small {number}")
+    assert in_last_plan(sim, "long 0")
+
+
 def test_no_lane_is_needed_while_there_is_room() -> None:
     sim = crowded(num_running=8, waiting=-7, max_batch_tokens=256)
     sim.step()

@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from antiphon.base.errors import UserError
+from antiphon.serve.text.grammar_text import tool_grammar
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tool_calls import (
@@ -21,7 +22,6 @@ from antiphon.serve.text.tool_calls import (
     ToolFormat,
     tool_format,
 )
-from antiphon.serve.text.tool_grammar import tool_grammar
 from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, ids, small_grammars, write_tokenizer
 
 NAMES = frozenset({"add", "look-up"})

@@ -2,5 +2,5 @@
 
 Reading order: `app` (what is where), `requests` and `responses` (the shapes), `parameters` and `prompts` (a request
 becomes engine requests), `generation` (engine outputs become text), `respond` (text becomes JSON or server-sent
-events).
+events). `guard` is what a request passes before: connections, strict HTTP, limits on bodies. Skip it at first.
 """

@@ -26,7 +26,7 @@ _NUM_REMEMBERED = 16 * 1024
 
 
 class Encoded:
-    """A JSON value in pieces, which nobody copies until they are sent."""
+    """A JSON value in pieces, which are not copied until they are sent."""
 
     def __init__(self, parts: list[bytes | bytearray]) -> None:
         self.parts = parts

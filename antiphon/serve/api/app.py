@@ -14,7 +14,8 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.api import chat, completions, placement, status, tokens
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, install_error_handlers
-from antiphon.serve.api.harmless import harmless_properties
+from antiphon.serve.api.guard.harmless import harmless_properties
+from antiphon.serve.api.guard.sites import SiteMiddleware
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
@@ -23,7 +24,6 @@ from antiphon.serve.api.requests import (
     TokenizeRequest,
 )
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.api.sites import SiteMiddleware
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.text_queue import TextLimits

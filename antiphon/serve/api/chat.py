@@ -14,14 +14,14 @@ from antiphon.serve.api.answer_json import (
     encoded_object,
 )
 from antiphon.serve.api.answer_limits import check_answer_size
-from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
+from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
-from antiphon.serve.api.respond import respond, token_json
+from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
 from antiphon.serve.text.tool_calls import CallPiece
 
@@ -44,36 +44,20 @@ class ChatShape:
         return ChatLogprobsJson(self._tokens) if self._with_logprobs else None
 
     def opening(self, index: int) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
+        return choice_object(ChoiceDelta(index), "delta", {"role": "assistant", "content": ""})
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
         news: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.calls:
             news["tool_calls"] = [_streamed_call(piece) for piece in delta.calls]
-        return _choice(delta, "delta", news)
+        return choice_object(delta, "delta", news)
 
     def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
         text = None if answer.calls and answer.text.is_empty else answer.text.encoded()
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if answer.calls:
             message["tool_calls"] = encoded_list(_whole_call(*call) for call in answer.calls)
-        return _choice(answer, "message", encoded_object(message))
-
-
-def _choice(answer: ChoiceDelta | AnswerInTheMaking, key: str, content: dict[str, Any] | Encoded) -> dict[str, Any]:
-    return {
-        "index": answer.index,
-        key: content,
-        "logprobs": None,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
+        return choice_object(answer, "message", encoded_object(message))
 
 
 def _whole_call(begin: CallPiece, arguments: GrowingText) -> Encoded:

@@ -1,6 +1,6 @@
 """The messages and tools of a chat request, as pydantic models.
 
-Messages are told apart by their role. Fields that clients echo back from an answer may be there as long as they are
+A message's role says which kind it is. Fields that clients echo back from an answer may be there as long as they are
 null; calls and their results in earlier turns are given back to the model through its chat template.
 """
 

@@ -67,7 +67,7 @@ class ChoiceDelta:
         yield self
 
 
-class Choice:
+class ChoiceText:
     """The text side of one engine request."""
 
     def __init__(

@@ -4,16 +4,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from antiphon.serve.api.answer_json import AnswerInTheMaking, CompletionLogprobsJson, Encoded, TokenJson
+from antiphon.serve.api.answer_json import AnswerInTheMaking, CompletionLogprobsJson, TokenJson
 from antiphon.serve.api.answer_limits import check_answer_size
-from antiphon.serve.api.body import read_request
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
+from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import check_request, compile_grammar, completion_sampling
 from antiphon.serve.api.prompts import completion_prompts
 from antiphon.serve.api.requests import CompletionRequest, split_prompts
-from antiphon.serve.api.respond import respond, token_json
+from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import CompletionResponse, described_generation
 
 router = APIRouter(tags=["generation"])
@@ -38,20 +38,10 @@ class CompletionShape:
         return None
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        return _choice(delta, delta.text)
+        return choice_object(delta, "text", delta.text)
 
     def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
-        return _choice(answer, answer.text.encoded())
-
-
-def _choice(answer: ChoiceDelta | AnswerInTheMaking, text: str | Encoded) -> dict[str, Any]:
-    return {
-        "index": answer.index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
+        return choice_object(answer, "text", answer.text.encoded())
 
 
 @router.post(

@@ -15,7 +15,7 @@ from antiphon.base.memory import MemoryTrimmer
 from antiphon.serve.api.answer_json import TokenJson
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy
-from antiphon.serve.api.input_limits import BodyMemory, input_limits
+from antiphon.serve.api.guard.input_limits import BodyMemory, input_limits
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
@@ -24,25 +24,31 @@ from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _SLICE_S = 0.0005
+_SMALL_SHARE = 8  # one part in eight of the engine's line is for requests with a single answer
 
 
 class Pace:
     """Cuts one request's work on the event loop into slices: after each half millisecond it waits for its turn, and all
-    requests that have so much to do share one turn an iteration of the loop. So a large request, or a hundred of them,
-    delay a small one by some milliseconds; one that never works for long never waits.
+    requests with as much to do share one turn an iteration of the loop. So a large request, or a hundred of them, delay
+    a small one by some milliseconds; one that never works for long never waits.
 
-    Counted is processor time, or a request would wait because another program has taken the core."""
+    Each piece of work is a block: ``async with pace: ...``, without `await` in it. Counted is processor time, or a
+    request would wait because another program has taken the core."""
 
     def __init__(self, turns: asyncio.Lock) -> None:
         self._turns = turns
         self._spent_s = 0.0
+        self._began_s = 0.0
 
-    def spend(self, began_s: float) -> None:
-        """Something was done since `began_s` (`time.thread_time`)."""
-        self._spent_s += time.thread_time() - began_s
+    async def __aenter__(self) -> None:
+        await self.wait()
+        self._began_s = time.thread_time()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._spent_s += time.thread_time() - self._began_s
 
     async def wait(self) -> None:
-        """Call before each piece of work."""
+        """Wait for a turn, if the last slice is spent."""
         if self._spent_s >= _SLICE_S:
             async with self._turns:
                 await asyncio.sleep(0)
@@ -81,6 +87,7 @@ class ApiContext:
         self.started_at_s = int(time.time())
         self.draining = False
         self.num_active = 0
+        self.num_in_line = 0  # answers that the engine has not begun
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -92,7 +99,7 @@ class ApiContext:
         """Count one more running request, or refuse it: 503 when draining, 429 at the limit."""
         if self.draining:
             raise shutting_down()
-        limit = self.settings.max_concurrent_streams
+        limit = self.settings.max_streams
         if self.num_active >= limit:
             raise too_busy(f"{self.num_active} requests are running, the limit is {limit}: try again later", 1.0)
         self.num_active += 1
@@ -103,6 +110,18 @@ class ApiContext:
         self.num_active -= 1
         if self.num_active == 0:
             self._idle.set()
+
+    def check_line(self, num_answers: int) -> None:
+        """429 for a request whose `num_answers` would fill the engine's line, of which a part is kept for requests
+        with a single answer. It may always fill an empty line: then the engine decides."""
+        limit = self.engine.info.max_waiting
+        limit -= limit // _SMALL_SHARE
+        if num_answers > 1 and self.num_in_line and self.num_in_line + num_answers > limit:
+            raise too_busy(
+                f"{self.num_in_line} answers are waiting, the limit for requests with several is {limit}: this one has"
+                f" {num_answers}; try again later",
+                1.0,
+            )
 
     @contextmanager
     def running(self) -> Iterator[None]:

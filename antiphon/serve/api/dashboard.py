@@ -4,9 +4,9 @@ The server samples the counters once a second, so that the page shows the last m
 look share a reading that is at most `_FRESH_S` old: ten open pages cost the workers as much as one.
 
 The last steps are bars: the workers' spans in the window of the steps of the one that stepped last.
-Expert workers answer in the middle of a step, attention workers at its end. A step of which an expert worker has not
-told all is left out. Replicas and instances step each for itself, so the steps of one set the window; others' spans are
-cut to it.
+Expert workers answer in the middle of a step, attention workers at its end. A step that an expert worker has not
+reported in full is left out. Replicas and instances step each for itself, so the steps of one set the window; others'
+spans are cut to it.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class Dashboard:
             return self._reading
 
     def _note_steps(self, spans: dict[str, Spans]) -> None:
-        """What busy workers have not told in time is told of next time; till then the steps before are shown."""
+        """What busy workers have not reported in time is reported next time; until then the steps before are shown."""
         steps = last_steps(spans, time.monotonic_ns())
         if steps is not None:
             self._last_steps, self._stepped_s = steps, time.monotonic() - steps.ended_s_ago
@@ -196,7 +196,7 @@ def _load(stats: EngineStats, per_instance: int) -> list[LayerLoad]:
 
 
 def _name_of(number: int, per_instance: int) -> str:
-    """Of an expert worker that is counted over all instances."""
+    """The name of an expert worker that is counted over all instances."""
     instance, index = divmod(number, per_instance)
     return (f"{instance}/" if instance else "") + f"experts[{index}]"
 

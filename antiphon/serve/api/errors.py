@@ -23,7 +23,7 @@ RETRY_AFTER_S = 1  # with every 429 and 503 that does not know better
 
 
 class ApiError(Exception):
-    """A refusal with everything the client is told."""
+    """A refusal with everything that its answer says."""
 
     def __init__(
         self,

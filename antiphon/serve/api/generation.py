@@ -16,12 +16,12 @@ from contextlib import aclosing, asynccontextmanager
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.choice import Choice, ChoiceDelta, TokenizedPrompt
+from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, Pace
 from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.parameters import ToolUse, with_seed
 from antiphon.serve.api.requests import GenerationRequest
-from antiphon.serve.engine_api import AsyncEngine, EngineOutput
+from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.text.stop_strings import StopStrings
 from antiphon.specs.sampling import SamplingParams
 
@@ -34,9 +34,9 @@ class _EngineRequest:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        context: ApiContext,
         request_id: str,
-        choice: Choice,
+        choice: ChoiceText,
         outputs: AsyncIterator[EngineOutput],
         clock: RequestClock,
         pace: Pace,
@@ -44,15 +44,18 @@ class _EngineRequest:
         self.request_id = request_id
         self.choice = choice
         self.clock = clock
-        self._engine = engine
+        self._context = context
         self._outputs = outputs
         self._pace = pace
         self.ended_by_engine = False
+        self._is_in_line = True
+        context.num_in_line += 1
 
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
         """The engine's outputs, the last with a finish reason, whatever the engine does."""
         try:
             async for output in self._outputs:
+                self._leave_line()
                 self.ended_by_engine = output.finish_reason is not None
                 self.clock.tokens_arrived(len(output.token_ids))
                 yield output
@@ -68,33 +71,36 @@ class _EngineRequest:
 
     async def consume(self, output: EngineOutput) -> ChoiceDelta | None:
         """What an output adds to the answer, worked out when it is this HTTP request's turn; None for nothing yet."""
-        await self._pace.wait()
-        began_s = time.thread_time()
-        delta = self.choice.consume(output)
-        self._pace.spend(began_s)
+        async with self._pace:
+            delta = self.choice.consume(output)
         if delta is not None and delta.finish_reason is not None:
             self.clock.finished(delta.finish_reason)
         return delta
 
     async def end(self) -> None:
-        """Make the engine forget the request unless it ended it itself. A generator that was never started runs none
-        of its clean-up when closed, so the engine is also told by name."""
+        """Make the engine forget the request unless it ended it itself. A generator that was never started runs none of
+        its clean-up when closed, so the engine also gets an abort by name."""
+        self._leave_line()
         if not self.ended_by_engine:
-            self._engine.abort(self.request_id)
+            self._context.engine.abort(self.request_id)
             self.ended_by_engine = True
         aclose = getattr(self._outputs, "aclose", None)
         if aclose is not None:
             await aclose()
 
+    def _leave_line(self) -> None:
+        self._context.num_in_line -= self._is_in_line
+        self._is_in_line = False
+
     def give_up(self) -> None:
-        """Nobody reads the rest of the answer."""
+        """The rest of the answer is not read."""
         if not self.choice.finished:
             self.choice.finished = True
             self.clock.finished("abort")
 
 
 class Generation:
-    """The answers to one HTTP request, in order: prompt 0's n answers first."""
+    """The answers to one HTTP request, in order: prompt 0's n answers first. Made by `generation_for`."""
 
     def __init__(self, context: ApiContext, request_id: str) -> None:
         self.request_id = request_id
@@ -105,15 +111,8 @@ class Generation:
         self._context = context
         self._requests: list[_EngineRequest] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._entered = False
+        self._is_open = True
         self._arrived_s = time.perf_counter()
-
-    def begin(self, user: str | None) -> None:
-        """Take a place among the running requests, until `close`; `ApiError` 429 or 503 when there is none."""
-        self._context.enter()
-        if user is not None:
-            _log.info("request %s is from user %r", self.request_id, user)
-        self._entered = True
 
     async def submit(
         self,
@@ -128,30 +127,29 @@ class Generation:
         engine = self._context.engine
         self.prompts = prompts
         self.num_answers = request.n or 1
+        self._context.check_line(self.num_answers * len(prompts))
         stops = StopStrings(self._context.tokenizer, tuple(request.stop or ()))
         for prompt, prompt_params in zip(prompts, params, strict=True):
             for answer in range(self.num_answers):
-                await self.pace.wait()
-                began_s = time.thread_time()
-                index = len(self._requests)
-                choice = Choice(
-                    index=index,
-                    prompt=prompt,
-                    params=prompt_params,
-                    stops=stops,
-                    echo=echo,
-                    tokenizer=self._context.tokenizer,
-                    skip_special_tokens=request.skip_special_tokens is not False,
-                    keep_stop=bool(request.include_stop_str_in_output),
-                    reader=tools.reader() if tools is not None else None,
-                    reports_ids=bool(request.return_token_ids),
-                )
-                engine_id = f"{self.request_id}-{index}"
-                own_params = with_seed(prompt_params, request.seed, answer)
-                outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self.request_id)
-                clock = RequestClock(self._context.metrics, self._arrived_s)
-                self._requests.append(_EngineRequest(engine, engine_id, choice, outputs, clock, self.pace))
-                self.pace.spend(began_s)
+                async with self.pace:
+                    index = len(self._requests)
+                    choice = ChoiceText(
+                        index=index,
+                        prompt=prompt,
+                        params=prompt_params,
+                        stops=stops,
+                        echo=echo,
+                        tokenizer=self._context.tokenizer,
+                        skip_special_tokens=request.skip_special_tokens is not False,
+                        keep_stop=bool(request.include_stop_str_in_output),
+                        reader=tools.reader() if tools is not None else None,
+                        reports_ids=bool(request.return_token_ids),
+                    )
+                    engine_id = f"{self.request_id}-{index}"
+                    own_params = with_seed(prompt_params, request.seed, answer)
+                    outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self.request_id)
+                    clock = RequestClock(self._context.metrics, self._arrived_s)
+                    self._requests.append(_EngineRequest(self._context, engine_id, choice, outputs, clock, self.pace))
 
     @property
     def num_choices(self) -> int:
@@ -207,8 +205,8 @@ class Generation:
             await request.end()
             request.give_up()
         self._requests, self._tasks = [], []
-        if self._entered:
-            self._entered = False
+        if self._is_open:
+            self._is_open = False
             self._context.leave()
 
     def usage(self) -> dict[str, object]:
@@ -240,12 +238,15 @@ def _usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, o
 
 @asynccontextmanager
 async def generation_for(context: ApiContext, request: GenerationRequest, prefix: str) -> AsyncIterator[Generation]:
-    """A begun generation; `prefix` begins its id. With a response the caller has given it away: only what goes wrong
-    before that closes it here."""
+    """A generation, which has a place among the running requests until its `close`; `ApiError` 429 or 503 when there is
+    none. `prefix` begins its id. A response that the caller returns closes it; only what goes wrong before is closed
+    here."""
+    context.enter()
     generation = Generation(context, f"{prefix}-{uuid.uuid4().hex}")
-    generation.begin(request.user)
+    if request.user is not None:
+        _log.info("request %s is from user %r", generation.request_id, request.user)
     try:
         yield generation
-    except BaseException:  # cancellation, too: nobody would read the answers, and their KV blocks would stay taken
+    except BaseException:  # cancellation, too: unread answers would keep their KV blocks
         await generation.close()
         raise

@@ -1,4 +1,4 @@
-"""The file of API keys, read by the server and by those who ask it (`antiphon top`, which loads no model's library)."""
+"""The file of API keys, read by the server and by `antiphon top`, which must load neither torch nor a web server."""
 
 from pathlib import Path
 
@@ -8,9 +8,7 @@ from antiphon.base.errors import UserError
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """The keys in a file, one a line; empty lines and lines that begin with ``#`` do not count.
 
-    `UserError` when the file cannot be read or holds no key: a server that was told to ask for keys must not run
-    open.
-    """
+    `UserError` when the file cannot be read or holds no key: a server that is to ask for keys must not run open."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -2,8 +2,8 @@
 
 The engine's reading hands over the queue times since the last one, so there is one place that reads: `read_stats`, for
 scrapes and health checks alike. `antiphon:prediction_error_ratio` (measured / predicted time per output token) is there
-only when a plan predicted something and tokens have been measured: a sample without a meaning would be averaged by
-somebody. Per-expert series are left out on purpose: layers x experts makes thousands.
+only when a plan predicted something and tokens have been measured: a sample without a meaning would end up in
+averages. Per-expert series are left out on purpose: layers x experts makes thousands.
 """
 
 import time

@@ -18,7 +18,7 @@ _PATIENCE_S = 10.0  # for one batch to be sent, when more is ready
 
 
 class ClientGone(ApiError):
-    """The client closed the connection; nobody will read this."""
+    """The client closed the connection; this will not be read."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection")
@@ -27,7 +27,7 @@ class ClientGone(ApiError):
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before.
 
-    The web server reports a closed connection only to somebody who listens, and sending to one fails in silence. So one
+    The web server reports a closed connection only to a task that listens, and sending to one fails in silence. So one
     task works and one listens, for the whole request; whichever is first ends the other."""
     working = asyncio.ensure_future(work)
     listening = asyncio.ensure_future(_disconnected(receive))

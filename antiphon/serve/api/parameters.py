@@ -18,7 +18,7 @@ from antiphon.serve.api.answer_limits import num_affordable_tokens
 from antiphon.serve.api.chat_messages import FunctionDefinition, NamedToolChoice
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request, from_user_error, too_busy
-from antiphon.serve.api.input_limits import too_long
+from antiphon.serve.api.guard.input_limits import too_long
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,8 +27,8 @@ from antiphon.serve.api.requests import (
     JsonSchemaFormat,
 )
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
+from antiphon.serve.text.grammar_text import tool_grammar
 from antiphon.serve.text.tool_calls import ToolCallReader, ToolFormat, tool_format
-from antiphon.serve.text.tool_grammar import tool_grammar
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16

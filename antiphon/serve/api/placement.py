@@ -5,8 +5,8 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from antiphon.serve.api.body import read_bytes
 from antiphon.serve.api.context import context_of
+from antiphon.serve.api.guard.body import read_bytes
 from antiphon.serve.api.responses import BODY_ERRORS, PlacementResponse, described_errors
 from antiphon.specs.placement import placement_from_json
 

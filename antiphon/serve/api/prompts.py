@@ -1,30 +1,32 @@
 """From what a request says to the token ids of its prompts, within the limits of model and operator.
 
-A chat becomes one text through the model's chat template. Tools and variables that a template does not read would be
-dropped in silence, so they are refused here, by name; what messages hold, in `turns`.
+A chat becomes one text through the model's chat template. What a template does not read would be dropped in silence, so
+it is refused here, by name: tools, calls in earlier turns, results of tools, names, variables.
 
 Texts are tokenized, and chat templates rendered, in the processes of `text_service`, where clients take turns: `client`
 is whose request it is. With `truncate_prompt_tokens` a text is tokenized whole, up to a length of its own, and then
 cut: tokenizing only its end could split the first kept token differently.
 """
 
+import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api.chat_messages import Message, TemplateOptions, Tool
+from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
 from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
-from antiphon.serve.api.input_limits import too_long
+from antiphon.serve.api.guard.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
-from antiphon.serve.api.turns import CUT_HERE, mark_end, turn_of, with_arguments_as_text
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.chat_rendering import settable_variables
-from antiphon.serve.text.tokenizer import ChatMessage
+from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 _MAX_NAMES_SHOWN = 32
+# Stands behind the last message while it is rendered, so that the text can be cut there.
+_CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
 
 
 async def encode_texts(
@@ -162,18 +164,18 @@ async def render_conversation(
         tools=_described(names, options.tools) if options.tools and offers_tools else None,
         template_kwargs=_variables(names, options.chat_template_kwargs or {}, reasoning_effort),
     )
-    turns = [turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
+    turns = [_turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
-        mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
+        _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
     try:
         text = await _rendered(render, turns)
     except RequestTooLong as error:
         raise too_long(f"messages {error}", "messages") from None
     if not continues:
         return text
-    if CUT_HERE not in text:
+    if _CUT_HERE not in text:
         raise bad_request("this model's chat template cannot end in a message", param="continue_final_message")
-    return text[: text.rindex(CUT_HERE)]
+    return text[: text.rindex(_CUT_HERE)]
 
 
 async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns: list[ChatMessage]) -> str:
@@ -184,7 +186,7 @@ async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns
         if type(error) is not UserError or not any("tool_calls" in turn for turn in turns):
             raise
         try:
-            return await render(with_arguments_as_text(turns))
+            return await render(_with_arguments_as_text(turns))
         except UserError:
             raise error from None
 
@@ -223,3 +225,77 @@ def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: s
         ' null or "none"',
         param="reasoning_effort",
     )
+
+
+# --- messages as templates read them ----------------------------------------------------------------------------------
+
+
+def _turn_of(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMessage:
+    """One message as templates want it; text parts are joined by line breaks."""
+    role: str = message.role
+    if role == "developer" and not tokenizer.template_reads("developer"):
+        role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
+    turn: ChatMessage = {"role": role, "content": _text(message.content)}
+    if isinstance(message, ToolMessage):
+        if not tokenizer.template_reads("tool"):
+            raise _not_read(f"{param}.role", "results of tools")
+        turn["tool_call_id"] = message.tool_call_id
+    elif isinstance(message, AssistantMessage) and message.tool_calls:
+        if not tokenizer.template_reads("tool_calls"):
+            raise _not_read(f"{param}.tool_calls", "calls of tools")
+        turn["tool_calls"] = _calls(message, param)
+    elif message.content is None:
+        raise bad_request(f"{param}.content is missing: send a text, or tool_calls", param=f"{param}.content")
+    if message.name is not None:
+        if tokenizer.template_reads("name"):
+            turn["name"] = message.name
+        elif not isinstance(message, ToolMessage):  # the call's id says it too
+            raise _not_read(f"{param}.name", "names")
+    return turn
+
+
+def _text(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def _not_read(param: str, what: str) -> Exception:
+    return bad_request(f"{param}: this model's chat template does not read {what}; leave it out", param=param)
+
+
+def _calls(message: AssistantMessage, param: str) -> list[dict[str, Any]]:
+    calls = []
+    for number, call in enumerate(message.tool_calls or ()):
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            where = f"{param}.tool_calls[{number}].function.arguments"
+            raise bad_request(f"{where} is not a JSON object as text: send one", param=where)
+        function = {"name": call.function.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
+
+
+def _with_arguments_as_text(turns: list[ChatMessage]) -> list[ChatMessage]:
+    """Copies in which the arguments of calls are texts of JSON."""
+    copies = []
+    for turn in turns:
+        calls = [
+            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in turn.get("tool_calls", ())
+        ]
+        copies.append(turn | {"tool_calls": calls} if calls else turn)
+    return copies
+
+
+def _mark_end(message: Message, turn: ChatMessage, param: str) -> None:
+    """Add `_CUT_HERE` to the turn of the last message, which `param` holds; `ApiError` 400 when it is none to go on."""
+    if message.role != "assistant" or "tool_calls" in turn or not turn["content"]:
+        raise bad_request(
+            f"continue_final_message: {param} must be the assistant's and have text, and no calls",
+            param="continue_final_message",
+        )
+    turn["content"] += _CUT_HERE

@@ -8,8 +8,6 @@ grows. Whatever takes long takes turns with other requests (`Pace`).
 """
 
 import asyncio
-import time
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -94,32 +92,23 @@ async def _whole(
             answer = answers[delta.index]
             num_bytes -= answer.num_bytes
             parts = delta.slices()
-            while (part := await _next(parts, generation)) is not None:
-                began_s = time.thread_time()
-                answer.add(part)
-                generation.pace.spend(began_s)
+            while True:
+                async with generation.pace:
+                    part = next(parts, None)
+                    if part is None:
+                        break
+                    answer.add(part)
             num_bytes += answer.num_bytes
             if num_bytes > 2 * context.settings.max_answer_bytes:
                 raise answer_too_large(context, f"has {num_bytes} bytes already")
     choices = []
     for answer in answers:
-        await generation.pace.wait()
-        began_s = time.thread_time()
-        choices.append(_whole_choice(shape, answer, body))
-        generation.pace.spend(began_s)
+        async with generation.pace:
+            choices.append(_whole_choice(shape, answer, body))
     fields = header | {"object": shape.object_name, "choices": encoded_list(choices), "usage": generation.usage()}
     if body.return_token_ids and shape.prompt_ids_beside_choices:
         fields["prompt_token_ids"] = answers[0].prompt_token_ids
     return encoded_object(fields)
-
-
-async def _next(parts: Iterator[ChoiceDelta], generation: Generation) -> ChoiceDelta | None:
-    """The next part of a delta, when it is this request's turn."""
-    await generation.pace.wait()
-    began_s = time.thread_time()
-    part = next(parts, None)
-    generation.pace.spend(began_s)
-    return part
 
 
 def _whole_choice(shape: AnswerShape, answer: AnswerInTheMaking, body: GenerationRequest) -> Encoded:
@@ -130,6 +119,17 @@ def _whole_choice(shape: AnswerShape, answer: AnswerInTheMaking, body: Generatio
         if not shape.prompt_ids_beside_choices:
             choice["prompt_token_ids"] = answer.prompt_token_ids
     return encoded_object(choice)
+
+
+def choice_object(answer: ChoiceDelta | AnswerInTheMaking, key: str, content: object) -> dict[str, Any]:
+    """A choice whose `content`, plain or `Encoded`, stands under `key`."""
+    return {
+        "index": answer.index,
+        key: content,
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
 
 
 def _raise_failure(delta: ChoiceDelta) -> None:
@@ -209,12 +209,14 @@ class EventStream(Response):
                 is_large = delta.echoed is not None or delta.prompt_token_ids is not None
                 self._was_large |= is_large
                 parts = delta.slices()
-                while (part := await _next(parts, self._generation)) is not None:
+                while True:
+                    async with self._generation.pace:
+                        part = next(parts, None)
+                        if part is None:
+                            break
+                        event = self._piece(part)
                     if is_large:
                         await outbox.room()
-                    began_s = time.thread_time()
-                    event = self._piece(part)
-                    self._generation.pace.spend(began_s)
                     await outbox.put(event)
         if self._include_usage:
             await outbox.put(_event(self._header | {"choices": [], "usage": self._generation.usage()}))

@@ -82,7 +82,7 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
-class CalledFunction(BaseModel):
+class AnsweredFunction(BaseModel):
     name: str
     arguments: str = Field(description="JSON as the model wrote it.")
 
@@ -90,7 +90,7 @@ class CalledFunction(BaseModel):
 class AnsweredToolCall(BaseModel):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: AnsweredFunction
 
 
 class ChatMessage(BaseModel):

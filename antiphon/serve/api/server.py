@@ -1,4 +1,4 @@
-"""Runs the application on a socket, and ends it without cutting anybody off.
+"""Runs the application on a socket, and ends it without cutting clients off.
 
 On SIGTERM or SIGINT (a second one ends at once):
 
@@ -6,7 +6,7 @@ On SIGTERM or SIGINT (a second one ends at once):
 2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
 3. the socket closes and `run_server` returns, so that the caller can stop the engine.
 
-When the engine gives up the same happens by itself: a process that serves nobody must end, so that its supervisor
+When the engine gives up the same happens by itself: a process without an engine must end, so that its supervisor
 starts another.
 
 Rejected: uvicorn's own order, which closes the socket first (a health check then sees a refused connection, as after a
@@ -31,10 +31,11 @@ from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
-from antiphon.serve.api.acceptor import Acceptor
-from antiphon.serve.api.connection import ApiConnection
-from antiphon.serve.api.connections import Connections
+from antiphon.base.memory import resident_bytes
 from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.guard.acceptor import Acceptor
+from antiphon.serve.api.guard.connection import ApiConnection
+from antiphon.serve.api.guard.connections import Connections
 from antiphon.serve.api.settings import ServerSettings
 
 _log = get_logger("serve.api")
@@ -42,6 +43,8 @@ _log = get_logger("serve.api")
 _LAST_BYTES_TIMEOUT_S = 5.0
 _BACKLOG = 2048
 _TICKS_PER_SECOND = 10  # uvicorn's
+_MOST_GROWTH_BYTES = 128 * 1024 * 1024
+_NEVER = 2**31 - 1
 
 
 class DrainingServer(uvicorn.Server):
@@ -56,6 +59,7 @@ class DrainingServer(uvicorn.Server):
         self._on_ready: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._collector = QuietCollector()
 
     def call_when_ready(self, on_ready: Callable[[], None]) -> None:
         self._on_ready = on_ready
@@ -64,10 +68,7 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_note_exception)
         self._context.texts.start()
-        # What the start left behind stays. A large request would else make the collector walk through all of it, which
-        # takes tenths of a second with a model's libraries loaded.
-        gc.collect()
-        gc.freeze()
+        self._collector.begin()
         await super().startup(sockets=[])
         for listener in sockets or []:
             self._open(listener, self._loop)
@@ -89,17 +90,23 @@ class DrainingServer(uvicorn.Server):
             acceptor.close()
         await super().shutdown(sockets)
         self._context.texts.close()
+        self._collector.end()
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS_PER_SECOND == 0:
-            try:
-                self._connections.check(time.monotonic())
-                if self._connections.have_left():
-                    self._context.trimmer.note_large_input()
-                self._context.dashboard.sample()
-            except (OSError, MemoryError):  # raised here it would end the server
-                _log.exception("the system refused the server something: the next look is in a second")
+        try:
+            self._connections.check(time.monotonic())
+            if counter % _TICKS_PER_SECOND == 0:
+                self._look_around()
+        except (OSError, MemoryError):  # raised here it would end the server
+            _log.exception("the system refused the server something: the next look is in a moment")
         return await super().on_tick(counter)
+
+    def _look_around(self) -> None:
+        """Once a second."""
+        if self._connections.have_left():
+            self._context.trimmer.note_large_input()
+        self._collector.collect_if_due(is_idle=not self._context.num_active)
+        self._context.dashboard.sample()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.request_stop()
@@ -134,6 +141,40 @@ class DrainingServer(uvicorn.Server):
                 _log.warning("%d requests did not end and are cut off", self._context.num_active)
         finally:
             self.should_exit = True
+
+
+class QuietCollector:
+    """Chooses when Python's garbage collector walks through all objects: when the server is idle, or when memory has
+    grown. With 2,500 answers under way that takes a tenth of a second, in which every thread waits.
+
+    Reference counts free what requests leave behind, and collections of young objects, which take a millisecond, find
+    most of the cycles. Rejected: the collector's own choice, a full collection each time the objects have become a
+    quarter more, which is when a crowd of requests arrives; none at all, with which cycles would take memory for
+    good."""
+
+    def __init__(self) -> None:
+        self._thresholds = gc.get_threshold()
+        self._collected_bytes = 0  # resident after the last full collection
+
+    def begin(self) -> None:
+        """What is there stays: a model's libraries alone take tenths of a second to walk through."""
+        self._collect()
+        gc.freeze()
+        young, middle, _ = self._thresholds
+        gc.set_threshold(young, middle, _NEVER)
+
+    def end(self) -> None:
+        """Leave the choice to the collector again."""
+        gc.set_threshold(*self._thresholds)
+
+    def collect_if_due(self, *, is_idle: bool) -> None:
+        """Called once a second. The middle generation's collections are counted since the last full one."""
+        if (is_idle and gc.get_count()[2]) or resident_bytes() > self._collected_bytes + _MOST_GROWTH_BYTES:
+            self._collect()
+
+    def _collect(self) -> None:
+        gc.collect()
+        self._collected_bytes = resident_bytes()
 
 
 def _note_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -202,9 +243,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A socket bound to `host:port` that refuses connections until `listen`; `UserError` if somebody listens there.
+    """A socket bound to `host:port` that refuses connections until `listen`; `UserError` if the port is in use.
 
-    For the time between the start and the loaded model: a wrong port is found at once, and nobody's request hangs."""
+    For the time between the start and the loaded model: a wrong port is found at once, and no request hangs."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

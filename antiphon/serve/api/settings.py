@@ -11,16 +11,16 @@ from antiphon.specs.plan import Predicted
 class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
-    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `max_concurrent_streams`
-    counts HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits
-    prompts. `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes`
-    of one answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
+    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `max_streams` counts
+    HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits prompts.
+    `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes` limits one
+    answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
     without a plan.
 
-    Of a connection: `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head,
-    `keep_alive_timeout_s` idle between requests, `send_timeout_s` in which a client must take some of what waits for
-    it. An address may have `max_slow_bodies` requests whose body is late. `max_unread_bytes` of a streamed answer may
-    wait for a client that is slower than the engine.
+    A connection has `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head. It
+    may be idle for `keep_alive_timeout_s` between requests. A client must take some of what waits for it within
+    `send_timeout_s`. An address may have `max_slow_bodies` requests whose body is late. `max_unread_bytes` of a
+    streamed answer may wait for a client that is slower than the engine.
     """
 
     host: str = "127.0.0.1"
@@ -38,7 +38,7 @@ class ServerSettings:
     max_connections: int = 2048
     max_slow_bodies: int = 128
     max_prompt_tokens: int | None = None
-    max_concurrent_streams: int = 1024
+    max_streams: int = 1024
     max_n: int = 16
     max_prompts_per_request: int = 128
     max_choices_per_request: int = 256
@@ -52,7 +52,7 @@ class ServerSettings:
             raise UserError(f"--port is {self.port}: use 1 to 65535, or 0 for any free port")
         counts = (
             ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),
-            ("--max-streams", self.max_concurrent_streams),
+            ("--max-streams", self.max_streams),
             ("--max-connections", self.max_connections),
             ("--max-slow-bodies", self.max_slow_bodies),
             ("max_unread_bytes", self.max_unread_bytes),

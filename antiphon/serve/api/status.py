@@ -14,10 +14,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from antiphon import __version__
-from antiphon.serve.api.body import check_model_name
 from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.dashboard_reading import DashboardReading
 from antiphon.serve.api.errors import RETRY_AFTER_S
+from antiphon.serve.api.guard.body import check_model_name
 from antiphon.serve.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse, described_errors
 
 router = APIRouter(tags=["status"])

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from antiphon.serve.api.body import read_request
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import bad_request
+from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.prompts import encode_texts, render_conversation
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from antiphon.serve.api.responses import (

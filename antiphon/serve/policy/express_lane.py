@@ -4,19 +4,23 @@ However much one legal request asks for (64 long prompts, 256 answers), the main
 way has. A small request that would have to wait there enters the lane instead, past the line:
 
 1. It is promised blocks for all that it may ever hold (prompt and `max_tokens`), so it never needs more than it has.
-2. It may take a quarter of what is not promised yet, so there is room for the smallest as long as there is a slot; and
-   its prompt is short enough for all members' prompts to fit into one step.
-3. Main requests leave `num_kept` blocks alone: those of the lane that its members do not hold. A member shares no
-   block with anybody until it ends. Hence free >= kept at any time, members are never pushed out, and the main way
-   always has all blocks but the lane's: an endless stream of small requests starves nobody.
+2. It may take a quarter of the blocks that are not promised yet, so there is room for the smallest as long as there is
+   a slot; and its prompt is short enough for all members' prompts to fit into one step.
+3. Each slot taken halves how long the next answer may be. The last slot is for answers of up to 4 tokens, so it is free
+   again after some steps, however many requests with small prompts and long answers there are.
+4. Main requests leave `num_kept` blocks alone: those of the lane that its members do not hold. A member shares
+   no block until it ends. Hence free >= kept at any time, members are never pushed out, and the main way
+   always has all blocks but the lane's: an endless stream of small requests starves none.
 
-Rejected: room for small requests in the main way only (whoever came first holds it); preempting large requests for
+Rejected: room for small requests in the main way only (the first to come holds it); preempting large requests for
 small ones (an endless stream would starve the large ones); a member that shares cached blocks (who keeps them when it
 leaves? The lane would have to take back what is in use).
 """
 
 from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.policy.request import Request, SchedulerConfig
+
+_LAST_SLOT_TOKENS = 4
 
 
 class ExpressLane:
@@ -39,7 +43,10 @@ class ExpressLane:
     def takes(self, request: Request) -> bool:
         """Whether it may enter now."""
         config = self._config
-        if len(self._members) >= config.express_slots or request.num_prompt > config.num_express_rows:
+        num_slots = self.num_free_slots
+        if num_slots <= 0 or request.num_prompt > config.num_express_rows:
+            return False
+        if request.params.max_tokens > _LAST_SLOT_TOKENS << (num_slots - 1):
             return False
         num_left = config.express_blocks - self._num_promised
         num_needed = self._num_needed(request)

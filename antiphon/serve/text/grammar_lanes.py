@@ -1,6 +1,6 @@
 """Which grammar is tried when (`grammar_trial`), so that a schema in good order does not wait for bad ones.
 
-Whether a schema takes a millisecond or for ever shows only when it is tried. So there are lanes, each with one trial at
+Only a trial shows whether a schema takes a millisecond or never ends. So there are lanes, each with one trial at
 a time and a limit of processor time; a trial that reaches the limit is ended and begins anew in the next lane, which
 allows five times as much. What it lost is at most a quarter of what it takes. In each lane clients take turns, so that
 sixteen bad schemas hold up a small one of the same client for a third of a second, and that of another client for one
@@ -25,7 +25,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.programs import python_module
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
-from antiphon.serve.policy.turns import TurnLine
+from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, TrialVerdict
 
 _log = get_logger("serve.text")
@@ -33,7 +33,7 @@ _CPU_LIMITS_S = (0.02, 0.1, 0.5, 2.0)
 _NICENESS = (0, 5, 5, 5)  # the workers share the cores
 _MAX_WAITING = 256
 _MAX_WAITING_OF_CLIENT = 64
-_MAX_STARTS = 2  # of the process, for one trial: it may have been ended by a trial of somebody else
+_MAX_STARTS = 2  # of the process, for one trial: another client's trial may have ended it
 _RETRY_AFTER_S = 5.0
 
 
@@ -54,7 +54,7 @@ class GrammarTrials:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         self._tokenizer = [tokenizer_json, vocab_size, eos_token_ids]
-        self._lines: list[TurnLine[_Trial]] = [TurnLine() for _ in _CPU_LIMITS_S]
+        self._lines: list[FairLine[_Trial]] = [FairLine() for _ in _CPU_LIMITS_S]
         self._running: dict[int, _Trial] = {}
         self._num_orders = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,9 +64,9 @@ class GrammarTrials:
         self._has_work = threading.Condition(self._lock)
 
     def submit(self, client: Hashable, grammar: str) -> "Future[TrialVerdict]":
-        """Try a grammar for `client`; cancel what nobody waits for. The future's error is a `UserError` when it cannot
-        be tried at all. `QueueFull` when too many wait, `RuntimeError` when no thread can be started. Blocks while the
-        process reads, which takes it milliseconds."""
+        """Try a grammar for `client`; cancel the answer once it is not wanted. The future's error is a `UserError` when
+        it cannot be tried at all. `QueueFull` when too many wait, `RuntimeError` when no thread can be started. Blocks
+        while the process reads, which takes it milliseconds."""
         trial = _Trial(client, grammar)
         with self._lock:
             if self._closing:
@@ -82,7 +82,7 @@ class GrammarTrials:
                 thread = threading.Thread(target=self._serve, name="grammar trials", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._lines[0].add(client, trial)
+            self._lines[0].put(client, trial)
             self._has_work.notify()
             self._begin_trials()
         return trial.verdict
@@ -93,7 +93,7 @@ class GrammarTrials:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process and its trials; who still waits is told. Waits for the end, seconds at most."""
+        """End the process and fail the trials that still wait. Waits for the end, seconds at most."""
         with self._lock:
             self._closing = True
             self._has_work.notify()
@@ -140,7 +140,7 @@ class GrammarTrials:
             return [(trial, QueueFull("the JSON schema cannot be tried out now: try again later", _RETRY_AFTER_S))]
         if end.signal == signal.SIGPROF and trial.lane + 1 < len(_CPU_LIMITS_S):
             trial.lane += 1
-            self._lines[trial.lane].add(trial.client, trial)
+            self._lines[trial.lane].put(trial.client, trial)
             return []
         return [(trial, TrialVerdict(reason=_why_ended(end.signal)))]
 
@@ -151,7 +151,7 @@ class GrammarTrials:
         for trial in running:
             trial.num_starts += 1
             if trial.num_starts < _MAX_STARTS:
-                self._lines[trial.lane].add(trial.client, trial)
+                self._lines[trial.lane].put(trial.client, trial)
         lost = [trial for trial in running if trial.num_starts >= _MAX_STARTS]
         if not was_of_use:
             lost += self._take_all()
@@ -233,13 +233,13 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _settle(settled: _Settled) -> None:
-    for trial, told in settled:
+    for trial, outcome in settled:
         if not trial.verdict.set_running_or_notify_cancel():
             continue
-        if isinstance(told, UserError):
-            trial.verdict.set_exception(told)
+        if isinstance(outcome, UserError):
+            trial.verdict.set_exception(outcome)
         else:
-            trial.verdict.set_result(told)
+            trial.verdict.set_result(outcome)
 
 
 def _shutting_down() -> ShuttingDown:

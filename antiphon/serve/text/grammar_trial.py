@@ -5,7 +5,7 @@ thread that computes in it cannot be stopped. So a grammar is built here first, 
 that passed is built in the server.
 
 One process loads the tokenizer and forks for every trial, which takes milliseconds; the fork has the limits. What it
-says, or how it ended, is told to the server (`grammar_lanes`), which decides what is tried when. Trials and answers are
+says, or how it ended, goes to the server (`grammar_lanes`), which decides what is tried when. Trials and answers are
 lines of JSON over pipes. Rejected: limits inside the server's process, as above; a process that tries one grammar after
 the other (one bad grammar ends it, and the next ones wait for its restart); a wall-clock limit, which would refuse good
 schemas on a busy machine.
@@ -79,16 +79,6 @@ class MaskTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialOrder:
-    """`number` names the trial in its answer; `cpu_limit_s` is processor time."""
-
-    number: int
-    grammar: str
-    cpu_limit_s: float
-    niceness: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrialVerdict:
     """`reason`: why the grammar cannot be used, None if it can. `compute_s`: processor time, of which `num_masks` masks
     took `mask_s`; `grown_bytes`: by so much its process grew."""
@@ -126,7 +116,7 @@ class _Child:
     said: bytes = field(default=b"")
 
 
-class _Lines:
+class _LineSplitter:
     """Whole lines out of pieces as they come."""
 
     def __init__(self) -> None:
@@ -148,7 +138,7 @@ class TrialProcess:
         """File descriptors. The first line of `orders` describes the tokenizer."""
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._orders, self._answers = orders, answers
-        self._lines = _Lines()
+        self._lines = _LineSplitter()
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
 
@@ -161,41 +151,42 @@ class TrialProcess:
                 elif not data:
                     return
                 for line in self._lines.add(data) if key.data is None else ():
-                    self._obey(json.loads(line))
+                    self._begin(json.loads(line))
 
-    def _obey(self, told: Any) -> None:
+    def _begin(self, line: Any) -> None:
+        """The first line describes the tokenizer, each further one is a trial: its number, and what it is to try."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(*told)
+            self._tokenizer = load_tokenizer(*line)
             return
-        order, descriptors = TrialOrder(**told), list[int]()
+        number, descriptors = line.pop("number"), list[int]()
         try:
             descriptors += os.pipe()
             pid = os.fork()
         except OSError:  # no process, descriptor or memory to be had now
             for descriptor in descriptors:
                 os.close(descriptor)
-            self._answer(TrialEnd(number=order.number))
+            self._answer(TrialEnd(number=number))
             return
         ours, theirs = descriptors
         if pid == 0:
-            self._be_the_trial(order, theirs)
+            self._be_the_trial(theirs, **line)
         os.close(theirs)
-        self._selector.register(ours, selectors.EVENT_READ, _Child(order.number, pid))
+        self._selector.register(ours, selectors.EVENT_READ, _Child(number, pid))
 
-    def _be_the_trial(self, order: TrialOrder, answer: int) -> None:
-        """In the fork; does not return."""
+    def _be_the_trial(self, answer: int, *, grammar: str, cpu_limit_s: float, niceness: int) -> None:
+        """In the fork; does not return. `cpu_limit_s` is processor time."""
         code = 1
         try:
             os.close(self._orders)
             os.close(self._answers)
-            os.nice(order.niceness)
+            os.nice(niceness)
             size = address_space_bytes() + MEMORY_LIMIT_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
             stack, most = resource.getrlimit(resource.RLIMIT_STACK)
             stack = _THREAD_STACK_BYTES if stack == resource.RLIM_INFINITY else stack
             resource.setrlimit(resource.RLIMIT_STACK, (stack // 2, most))  # what passes here fits a thread there
-            signal.setitimer(signal.ITIMER_PROF, order.cpu_limit_s)  # SIGPROF ends it
-            os.write(answer, json.dumps(asdict(try_grammar(self._tokenizer, order.grammar))).encode())
+            signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # SIGPROF ends it
+            os.write(answer, json.dumps(asdict(try_grammar(self._tokenizer, grammar))).encode())
             code = 0
         finally:
             os._exit(code)

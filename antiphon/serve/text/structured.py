@@ -10,6 +10,10 @@ Two halves, because two threads need them:
 llguidance does the work (an Earley parser over token tries, microseconds per mask). Rejected: compiling a schema to a
 finite automaton over tokens ahead of time; recursive schemas do not fit and large ones take seconds.
 
+Sequences begin at copies of the built grammar. A copy is made by the thread that computes the first mask, so that a
+request with sixty answers costs the accepting thread nothing. Rejected: building for each sequence; the first mask may
+take twenty times what the later ones do.
+
 What a client's grammar may cost is limited four times: it is tried in another process first (`grammar_trial`), every
 step has the parser's own limits, all masks of a grammar together have a time they may take, and all grammars that are
 kept together have a size. Building and masks leave the interpreter's lock alone; what holds it takes a few milliseconds
@@ -18,6 +22,7 @@ for the largest schema.
 
 import contextlib
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -26,21 +31,106 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+import llguidance
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
 from antiphon.base.memory import give_memory_back
 from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.text.grammar_lanes import GrammarTrials
-from antiphon.serve.text.grammar_matcher import BuiltGrammar, GrammarMatcher
 from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
-from antiphon.serve.text.grammar_trial import TrialVerdict, load_tokenizer
+from antiphon.serve.text.grammar_trial import MaskTime, TrialVerdict, load_tokenizer, parser_limits, reason_of
 
+_BITS_PER_WORD = 32
+_MIN_GRAMMAR_BYTES = 32 * 1024  # what even a small one takes
 _KEPT_BYTES = 64 * 1024 * 1024
 _USED_BYTES = 256 * 1024 * 1024  # with those that are not kept any more, but still followed
 _MAX_KEPT_VERDICTS = 1024  # some hundred bytes each
 _SLOW_BUILD_S = 0.05
 _TRIMMED_BYTES = 8 * 1024 * 1024
+
+
+class BuiltGrammar:
+    """One grammar, built by the first who asks for its start, and the time that its masks took. Any thread."""
+
+    def __init__(self, text: str, tokenizer: llguidance.LLTokenizer, tried: TrialVerdict | None = None) -> None:
+        self.text = text
+        self.time_taken = MaskTime() if tried is None else MaskTime(tried.num_masks, tried.mask_s)
+        self.kept_bytes = max(_MIN_GRAMMAR_BYTES, 2 * len(text) + (0 if tried is None else tried.grown_bytes))
+        self._tokenizer = tokenizer
+        self._start: Any = None
+        self._building = threading.Lock()
+
+    @property
+    def is_built(self) -> bool:
+        return self._start is not None
+
+    def start(self) -> Any:
+        """The library's matcher at the beginning, a copy. The first time, builds it and its first mask, of which later
+        copies profit: what the trial took, without the interpreter's lock."""
+        with self._building:
+            if self._start is None:
+                start = llguidance.LLMatcher(self._tokenizer, self.text, log_level=0, limits=parser_limits())
+                start.compute_bitmask()
+                self._start = start
+            return self._start.deep_copy()
+
+
+class GrammarMatcher:
+    """Where one sequence stands in its grammar. Used by one thread at a time; one per sequence. Making it costs
+    nothing: the first mask, or token, begins at a copy of the grammar's start."""
+
+    def __init__(self, grammar: BuiltGrammar, vocab_size: int) -> None:
+        self._grammar = grammar
+        self._own: Any = None
+        self._num_words = -(-vocab_size // _BITS_PER_WORD)
+
+    @property
+    def _matcher(self) -> Any:
+        if self._own is None:
+            self._own = self._grammar.start()
+        return self._own
+
+    def fill_bitmask(self) -> NDArray[np.int32]:
+        """Bits of the tokens allowed next: int32 `[ceil(V / 32)]`, token t at bit `t % 32` of word `t // 32`.
+
+        Once the grammar is complete only end-of-sequence tokens are allowed. Releases the GIL while it computes.
+        """
+        words = np.empty(self._num_words, dtype=np.int32)
+        began_s = time.thread_time()
+        computed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        self._grammar.time_taken.add(time.thread_time() - began_s)
+        words[: computed.size] = computed[: self._num_words]
+        words[computed.size :] = 0
+        return words
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by one sampled token. False: the token is not allowed here, and the matcher is in error for
+        good."""
+        return bool(self._matcher.consume_token(token_id))
+
+    @property
+    def is_accepting(self) -> bool:
+        """The text so far is complete, though more may follow."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def error(self) -> str | None:
+        """Why matching broke off: a token that was not allowed, a grammar beyond the parser's limits, or one whose
+        masks take too long."""
+        return self._grammar.time_taken.problem or (None if self._own is None else reason_of(self._own))
+
+    @property
+    def is_slow(self) -> bool:
+        """Masks of this grammar take long, or it has to be built again first."""
+        return self._grammar.time_taken.is_slow or not self._grammar.is_built
+
+    @property
+    def grammar_id(self) -> Hashable:
+        """The same object for all sequences of one grammar."""
+        return self._grammar
 
 
 class GrammarCompiler:
@@ -75,8 +165,8 @@ class GrammarCompiler:
         return self._object.text
 
     def compile(self, schema: dict[str, Any], client: Hashable = "") -> "Future[str]":
-        """The grammar of JSON that fits `schema`. Returns at once; cancel what nobody waits for. `client` takes turns
-        with others.
+        """The grammar of JSON that fits `schema`. Returns at once; cancel the answer when it is not wanted any more.
+        `client` takes turns with others.
 
         The future's error is a `UserError` with the reason when the schema is wrong, cannot be satisfied, uses a
         keyword we cannot enforce, or is beyond the limits; `QueueFull` when too many schemas wait.
@@ -219,7 +309,7 @@ class GrammarCompiler:
 
 
 class _Compiling:
-    """A grammar that is being tried or built, and those who wait for it. `what` names it in errors."""
+    """A grammar that is being tried or built, and the answers that wait for it. `what` names it in errors."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -227,18 +317,18 @@ class _Compiling:
         self.verdict: Future[TrialVerdict] | None = None
 
     def on_answer(self, _: "Future[str]") -> None:
-        """Once nobody waits any more, the trial need not begin. Not to be called with a lock: it may end all."""
+        """When all answers are cancelled, the trial need not begin. Not to be called with a lock: it may end all."""
         if self.verdict is not None and all(answer.cancelled() for answer in self.answers):
             self.verdict.cancel()
 
 
-def _settle(answer: "Future[str]", told: str | Exception) -> None:
+def _settle(answer: "Future[str]", outcome: str | Exception) -> None:
     """Unless it was cancelled."""
     with contextlib.suppress(InvalidStateError):
-        if isinstance(told, Exception):
-            answer.set_exception(told)
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
         else:
-            answer.set_result(told)
+            answer.set_result(outcome)
 
 
 def _digest(grammar: str) -> bytes:

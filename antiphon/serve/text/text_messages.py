@@ -1,6 +1,6 @@
 """What the server and a process that works on texts say to each other, as MessagePack of declared types.
 
-The server sends `Configure` and, after `Ready`, one job at a time; each is answered before the next is sent.
+The server sends `TextConfigure` and, after `TextReady`, one job at a time; each is answered before the next is sent.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class TokenizerSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return TextTokenizer(backend, self.chat_template, self.special_tokens)
 
 
-class Configure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class TextConfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first message. `source` None: a `ReadTokenizer` comes before other jobs. `memory_bytes` is what may be added
     to the memory the process has once it is ready; `niceness` how far it steps back behind others."""
 
@@ -42,23 +42,24 @@ class Configure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ReadTokenizer(msgspec.Struct, frozen=True, tag=True):
-    """Read the checkpoint in `folder`, for jobs that come later. Answered by `TokenizerSource`, or `Refused`."""
+    """Read the checkpoint in `folder`, for jobs that come later. Answered by `TokenizerSource`, or `TextRefused`."""
 
     folder: str
 
 
 class TryGrammars(msgspec.Struct, frozen=True, tag=True):
-    """Make of the tokenizer what grammars of a model of so many ids need. Answered by an empty `Text`, or `Refused`."""
+    """Make what grammars need of the tokenizer, for a model of `vocab_size` ids. Answered by an empty `TextResult`,
+    or `TextRefused`."""
 
     vocab_size: int
 
 
 class CompileTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `TemplateNames`, or `Refused` with what is wrong with the template."""
+    """Answered by `TemplateNames`, or `TextRefused` with what is wrong with the template."""
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answered by `Text`."""
+    """Answered by `TextResult`."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool
@@ -68,7 +69,7 @@ class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answered by `TokenIds`, or by `Refused` as soon as a text is certain to have more than `max_tokens` tokens."""
+    """Answered by `TokenIds`, or by `TextRefused` as soon as a text certainly has more than `max_tokens` tokens."""
 
     texts: list[str]
     add_special_tokens: bool
@@ -76,17 +77,17 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `Text`. Ids are 32-bit words in this machine's byte order."""
+    """Answered by `TextResult`. Ids are 32-bit words in this machine's byte order."""
 
     token_ids: bytes
     skip_special_tokens: bool
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class TextReady(msgspec.Struct, frozen=True, tag=True):
     """The tokenizer is loaded, if there is one; jobs may come."""
 
 
-class Text(msgspec.Struct, frozen=True, tag=True):
+class TextResult(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
@@ -102,12 +103,12 @@ class TemplateNames(msgspec.Struct, frozen=True, tag=True):
     names: list[str]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """What the client is told. `too_long`: its input does not fit the context."""
+class TextRefused(msgspec.Struct, frozen=True, tag=True):
+    """Why the client gets no answer. `too_long`: its input does not fit the context."""
 
     reason: str
     too_long: bool = False
 
 
 Job = ReadTokenizer | TryGrammars | CompileTemplate | RenderChat | Encode | Decode
-Answer = TokenizerSource | TemplateNames | Text | TokenIds | Refused
+Answer = TokenizerSource | TemplateNames | TextResult | TokenIds | TextRefused

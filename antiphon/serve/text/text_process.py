@@ -28,15 +28,15 @@ from antiphon.serve.text.chat_rendering import ChatTemplate, TooMuchText
 from antiphon.serve.text.text_messages import (
     Answer,
     CompileTemplate,
-    Configure,
     Decode,
     Encode,
     Job,
-    Ready,
-    Refused,
     RenderChat,
     TemplateNames,
-    Text,
+    TextConfigure,
+    TextReady,
+    TextRefused,
+    TextResult,
     TokenIds,
     TokenizerSource,
 )
@@ -45,9 +45,9 @@ from antiphon.serve.worker.channel import Channel
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CONFIGURE_TIMEOUT_S = 60.0
-_LOOK_UP_S = 3600.0  # an idle process wakes so often, for nothing
+_LOOK_UP_S = 3600.0  # an idle process wakes up this often, for nothing
 _CHARACTERS_PER_TOKEN = 8  # more than texts have; the first look at a text that may be too long
-_CUT_TOKENS = 64  # by so many the tokens of a text's beginning may exceed those of the whole: where it was cut
+_CUT_TOKENS = 64  # a text's beginning may have up to this many tokens more than the whole: where it was cut
 _MAX_REASON_CHARACTERS = 200
 _LONG_JOB_S = 0.05  # it may have needed memory that later ones do not
 
@@ -60,17 +60,17 @@ class TextWork:
         self._template: ChatTemplate | None = None
 
     def do(self, job: Job) -> Answer:
-        """The answer to one job; mistakes of the client and of the checkpoint are `Refused`."""
+        """The answer to one job; mistakes of the client and of the checkpoint are `TextRefused`."""
         try:
             return self.answer(job)
         except UserError as error:
-            return Refused(str(error), too_long=isinstance(error, TooMuchText))
+            return TextRefused(str(error), too_long=isinstance(error, TooMuchText))
         except MemoryError:
-            return Refused("this needs more memory than one request is given: shorten the text")
+            return TextRefused("this needs more memory than one request is given: shorten the text")
         except BaseException as error:
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise  # the tokenizer's library raises nothing but these two, and exports neither
-            return Refused(f"the tokenizer cannot do this: {' '.join(str(error).split())[:_MAX_REASON_CHARACTERS]}")
+            return TextRefused(f"the tokenizer cannot do this: {' '.join(str(error).split())[:_MAX_REASON_CHARACTERS]}")
 
     def answer(self, job: Job) -> Answer:
         """As `do`, but raises what was wrong."""
@@ -78,11 +78,11 @@ class TextWork:
             return TokenIds([self._encode(job, text) for text in job.texts])
         if isinstance(job, Decode):
             token_ids = array.array("I", job.token_ids).tolist()
-            return Text(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
+            return TextResult(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
         if isinstance(job, CompileTemplate):
             return TemplateNames(sorted(self._compiled().variables))
         assert isinstance(job, RenderChat), f"this process takes no {type(job).__name__}"
-        return Text(self._render(job))
+        return TextResult(self._render(job))
 
     @property
     def _tokenizer(self) -> TextTokenizer:
@@ -141,7 +141,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Let this process have so much more address space than now. Elsewhere than on Linux the kernel may not care."""
+    """Let this process have `extra_bytes` more address space than now. Kernels other than Linux may not enforce it."""
     most = address_space_bytes() + extra_bytes
     with contextlib.suppress(ValueError, OSError):  # the server was started with a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -156,13 +156,13 @@ def die_with_parent() -> None:
 
 def serve_jobs(channel: Channel, make_work: type[TextWork]) -> None:
     """Until the server hangs up."""
-    channel.speak("the server", Configure)
+    channel.speak("the server", TextConfigure)
     configure = channel.receive(_CONFIGURE_TIMEOUT_S)
     work = make_work(configure.source)
     os.nice(configure.niceness)
     limit_memory(configure.memory_bytes)
     channel.speak("the server", Job)
-    channel.send(Ready())
+    channel.send(TextReady())
     with _without_stderr():
         while True:
             try:
@@ -185,7 +185,7 @@ def main(make_work: type[TextWork] = TextWork) -> None:
     signals.ignore()
     die_with_parent()
     with contextlib.suppress(PeerLost):  # the server has ended, or ends us
-        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", Configure), make_work)
+        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", TextConfigure), make_work)
 
 
 if __name__ == "__main__":

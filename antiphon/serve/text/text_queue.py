@@ -1,10 +1,13 @@
 """A process that works on texts, the line of jobs before it, and the thread that hands them over one by one.
 
-A request is one job or several, which are its time slices: after each one the next client has its turn (`fair_line`).
-It has a time, which the process's own processor time counts, and memory. A process that takes more is killed and
-replaced; its request is told which limit it hit, and the next ones go on. The line is bounded, for each client and in
-all, and no request waits in it without an end. Rejected: a task of the event loop instead of the thread: the kernel
-ends a process with the thread that started it, and loops end earlier.
+A request is one job or several, which are its time slices: after each one the next client has its turn (`FairLine`).
+A client's small requests go before its large ones, but only so far: a request is due at the time it came plus a time
+that grows with its size. So one address behind which many people sit is served by size, and each request gets its turn.
+
+A request has a time, which the process's own processor time counts, and memory. A process that takes more is killed and
+replaced; its request fails with the limit that it hit, and the next ones go on. The line is bounded, for each client
+and in all, and no request waits in it without an end. Rejected: a task of the event loop instead of the thread: the
+kernel ends a process with the thread that started it, and loops end earlier.
 """
 
 import concurrent.futures
@@ -13,6 +16,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +28,8 @@ from antiphon.base.programs import python_module
 from antiphon.base.units import format_bytes
 from antiphon.serve import signals
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
-from antiphon.serve.text.fair_line import FairLine, WaitingCount
-from antiphon.serve.text.text_messages import Answer, Configure, Job, Ready, Refused
+from antiphon.serve.policy.fair_line import FairLine
+from antiphon.serve.text.text_messages import Answer, Job, TextConfigure, TextReady, TextRefused
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("serve.text")
@@ -37,8 +41,11 @@ _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
 _NOT_BY_ITS_JOB = (f"was ended by {signals.name_of(signal.SIGKILL)}", "exited with 0")  # killed, or cut off
 _SAY_S = 5.0  # between two lines on a process that does not start
-_LOOK_S = 1.0  # between two looks, while nobody asks, whether the process is still there
-_WALL_FACTOR = 5  # a job may take so many times its processor time, because others use the cores, too
+_LOOK_S = 1.0  # between two looks, while no request comes, whether the process is still there
+_WALL_FACTOR = 5  # a job may take this many times its processor time, because others use the cores, too
+_BYTES_PER_S_OF_PATIENCE = 16 * 1024
+_MAX_PATIENCE_S = 10.0
+_FULL_CLIENTS = 4  # the limit of all clients together is that of this many
 WORK_PROGRAM, READ_PROGRAM = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_reading"
 
 
@@ -67,7 +74,7 @@ class TextLimits:
 @dataclass
 class TextRequest:
     """Jobs for one client, of `num_bytes` together. `what` names them in errors, ``the model's chat template``, and
-    `advice` is what helps. `answer` becomes the answers in their order; the first `Refused` is the last."""
+    `advice` is what helps. `answer` becomes the answers in their order; the first `TextRefused` is the last."""
 
     jobs: Sequence[Job]
     what: str
@@ -82,19 +89,66 @@ class TextRequest:
     answers: list[Answer] = field(default_factory=list)
 
     @property
+    def due_s(self) -> float:
+        """When it comes before all later requests of its client."""
+        return self.came_s + min(_MAX_PATIENCE_S, self.num_bytes / _BYTES_PER_S_OF_PATIENCE)
+
+    @property
     def is_done(self) -> bool:
-        return len(self.answers) == len(self.jobs) or isinstance(self.answers[-1], Refused)
+        return len(self.answers) == len(self.jobs) or isinstance(self.answers[-1], TextRefused)
+
+
+class WaitingCount:
+    """How many requests of each client wait, and of how many bytes. For any thread."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        """The limits of one client; all together may have some times as much."""
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._requests: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, client: str, num_bytes: int, what: str) -> None:
+        """One more request of `client` waits for `what`; `QueueFull` when that is one too many, by number or by size.
+        A request alone is never too large."""
+        with self._lock:
+            own = ("of this client", self._requests[client], self._bytes[client], 1)
+            total = ("of all clients", self._requests.total(), self._bytes.total(), _FULL_CLIENTS)
+            for whose, waiting, waiting_bytes, times in (own, total):
+                if waiting >= times * self._max_requests:
+                    limit = times * self._max_requests
+                    raise _full(f"{waiting} requests {whose} wait for {what}, the limit is {limit}")
+                if waiting and waiting_bytes + num_bytes > times * self._max_bytes:
+                    size, limit_size = format_bytes(waiting_bytes), format_bytes(times * self._max_bytes)
+                    raise _full(f"requests {whose} of {size} wait for {what}, the limit is {limit_size}")
+            self._requests[client] += 1
+            self._bytes[client] += num_bytes
+
+    def remove(self, client: str, num_bytes: int) -> None:
+        """The counterpart of `add`. What is zero is forgotten: clients are many."""
+        with self._lock:
+            self._requests[client] -= 1
+            self._bytes[client] -= num_bytes
+            if self._requests[client] <= 0:
+                del self._requests[client], self._bytes[client]
+
+
+def _full(reason: str) -> QueueFull:
+    return QueueFull(f"{reason}: try again later", 1.0)
 
 
 class TextQueue:
     """One process, its line of requests, and the thread that hands their jobs over one by one."""
 
-    def __init__(self, name: str, configure: Configure, limits: TextLimits, program: str = WORK_PROGRAM) -> None:
+    def __init__(self, name: str, configure: TextConfigure, limits: TextLimits, program: str = WORK_PROGRAM) -> None:
         self._name = name
         self._configure = configure
         self._limits = limits
         self._program = program
         self._line: FairLine[TextRequest] = FairLine()
+        self._changed = threading.Condition()  # guards the line and `_closing`
+        self._closing = False
         self._waiting = WaitingCount(limits.max_waiting, limits.max_waiting_bytes)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,8 +160,10 @@ class TextQueue:
         self._thread.start()
 
     def close(self) -> None:
-        """Kill the process; who still waits is told. Waits for the end, seconds at most."""
-        self._line.close()
+        """Kill the process and fail the requests that still wait. Waits for the end, seconds at most."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         if (process := self._process) is not None:
             process.kill()
         self._thread.join(_EXIT_TIMEOUT_S)
@@ -116,10 +172,6 @@ class TextQueue:
     def pid(self) -> int | None:
         """The process that takes the next job; None while there is none."""
         return None if self._process is None else self._process.pid
-
-    @property
-    def _closing(self) -> bool:
-        return self._line.is_closed
 
     def submit(self, asked: TextRequest) -> "concurrent.futures.Future[list[Answer]]":
         """Put a request in line; `QueueFull` when the line is at its limit, `ShuttingDown` after `close`."""
@@ -130,13 +182,21 @@ class TextQueue:
         return asked.answer
 
     def _put(self, asked: TextRequest) -> None:
-        self._line.put(asked, asked.client, asked.came_s, asked.num_bytes)
+        with self._changed:
+            self._line.put(asked.client, asked, asked.due_s)
+            self._changed.notify()
+
+    def _take(self) -> TextRequest | None:
+        """The next request, after `close` what is left; None when none came in a while, or none is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._line or self._closing, _LOOK_S)
+            return self._line.take() if self._line else None
 
     def _work(self) -> None:
         """The thread. It starts the process itself: the kernel ends a process with the thread that started it."""
         self._replace()
         while True:
-            asked = self._line.take(_LOOK_S)
+            asked = self._take()
             if asked is not None:
                 self._go_on(asked)
             elif self._closing:
@@ -241,7 +301,7 @@ class TextQueue:
                 "the process for %s %s between two jobs: another one takes its place", self._name, self._kill()
             )
         ours, theirs = socket.socketpair()
-        channel = Channel(ours, self._name, Ready)
+        channel = Channel(ours, self._name, TextReady)
         try:
             with theirs, signals.blocked():
                 command = python_module(self._program, "--fd", str(theirs.fileno()))
@@ -257,7 +317,7 @@ class TextQueue:
         return channel
 
     def _replace(self) -> None:
-        """A process where there is none yet or no more, before anybody asks for it. If it does not start, the next
+        """A process where there is none yet or no more, before the first job. If it does not start, the next
         job tries again and tells its client."""
         is_gone = self._process is None or self._process.poll() is not None
         if (self._channel is None or is_gone) and not self._closing:

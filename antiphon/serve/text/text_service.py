@@ -4,7 +4,7 @@ one, and nothing that comes from a checkpoint is evaluated where streams are ser
 The tokenizer keeps the interpreter's lock while it works, its patterns may take any time, and a chat template is a
 program: a thread would not help. Three processes take inputs by size, so that what takes milliseconds never waits for
 what takes seconds: short texts; chat templates and medium texts; long ones. Within each, clients take turns, and what
-is made of several texts is done piece by piece (`text_queue`, `fair_line`).
+is made of several texts is done piece by piece (`text_queue`).
 
 Rejected: a process for each job (tens of milliseconds), and a pool of them (copies of a vocabulary, and still no
 promise to short texts once long ones have taken them all).
@@ -26,13 +26,13 @@ from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
 from antiphon.serve.text.text_messages import (
     Answer,
     CompileTemplate,
-    Configure,
     Decode,
     Encode,
-    Refused,
     RenderChat,
     TemplateNames,
-    Text,
+    TextConfigure,
+    TextRefused,
+    TextResult,
     TokenIds,
     TokenizerSource,
 )
@@ -43,13 +43,13 @@ _log = get_logger("serve.text")
 _TEMPLATE, _TOKENIZER = "the model's chat template", "the tokenizer"
 _SLICE_CHARACTERS = 16 * 1024  # some ten milliseconds of the tokenizer's time
 _SLICE_TOKENS = 4096  # some ten microseconds of the event loop's time
-_Expected = TypeVar("_Expected", Text, TokenIds, TemplateNames, TokenizerSource)
+_Expected = TypeVar("_Expected", TextResult, TokenIds, TemplateNames, TokenizerSource)
 
 
 _Answers = concurrent.futures.Future[list[Answer]]
 
 
-class _Lane(NamedTuple):
+class _TextLane(NamedTuple):
     """What one process takes: inputs up to `max_bytes`, chat templates or not. `niceness`: long texts step back behind
     the workers, which share the cores. The more requests may wait, the smaller they are."""
 
@@ -61,9 +61,9 @@ class _Lane(NamedTuple):
 
 
 _LANES = (
-    _Lane("short texts", 4 * 1024, False, 0, 32),
-    _Lane("chats", 32 * 1024, True, 0, 8),
-    _Lane("long texts", float("inf"), True, 5, 1),
+    _TextLane("short texts", 4 * 1024, False, 0, 32),
+    _TextLane("chats", 32 * 1024, True, 0, 8),
+    _TextLane("long texts", float("inf"), True, 5, 1),
 )
 _CHATS = 1
 
@@ -135,7 +135,7 @@ class TextService:
         except (OverflowError, RecursionError, ValueError) as error:
             raise UserError(f"{_TEMPLATE} takes no numbers beyond 64 bits and no deep nesting: {error}") from error
         request = TextRequest([job], _TEMPLATE, self.limits.template_timeout_s, client, num_bytes)
-        return expect((await self._ask(request))[0], Text).text
+        return expect((await self._ask(request))[0], TextResult).text
 
     async def encode(
         self, texts: list[str], *, add_special_tokens: bool, max_tokens: int | None, client: str = ""
@@ -156,7 +156,7 @@ class TextService:
         packed = await _packed(token_ids)
         job = Decode(packed, skip_special_tokens)
         request = TextRequest([job], _TOKENIZER, self.limits.tokenizer_timeout_s, client, len(packed))
-        return expect((await self._ask(request))[0], Text).text
+        return expect((await self._ask(request))[0], TextResult).text
 
     async def _ask(self, request: TextRequest) -> list[Answer]:
         renders = isinstance(request.jobs[0], RenderChat)
@@ -182,8 +182,8 @@ class TextService:
                 self._compiled.add_done_callback(self._note_template)
             return self._queues
 
-    def _queue(self, lane: _Lane, source: TokenizerSource) -> TextQueue:
-        configure = Configure(source=source, memory_bytes=self.limits.memory_bytes, niceness=lane.niceness)
+    def _queue(self, lane: _TextLane, source: TokenizerSource) -> TextQueue:
+        configure = TextConfigure(source=source, memory_bytes=self.limits.memory_bytes, niceness=lane.niceness)
         max_waiting = lane.waiting_factor * self.limits.max_waiting
         return TextQueue(lane.name, configure, replace(self.limits, max_waiting=max_waiting))
 
@@ -192,15 +192,15 @@ class TextService:
         if compiled.cancelled() or _has_failed(compiled):
             return
         error = compiled.exception()
-        told = Refused(str(error)) if error is not None else compiled.result()[0]
-        if isinstance(told, Refused):
-            self.template_problem = told.reason
-            _log.warning("no chat completions: %s", told.reason)
+        outcome = TextRefused(str(error)) if error is not None else compiled.result()[0]
+        if isinstance(outcome, TextRefused):
+            self.template_problem = outcome.reason
+            _log.warning("no chat completions: %s", outcome.reason)
 
 
 def expect(answer: Answer, expected: type[_Expected]) -> _Expected:
     """`answer`, or the error that it stands for."""
-    if isinstance(answer, Refused):
+    if isinstance(answer, TextRefused):
         raise RequestTooLong(answer.reason) if answer.too_long else UserError(answer.reason)
     assert isinstance(answer, expected), f"a {expected.__name__} was asked for, not {type(answer).__name__}"
     return answer

@@ -19,11 +19,11 @@ from antiphon.serve import signals
 from antiphon.serve.text import grammar_trial, text_process
 from antiphon.serve.text.text_messages import (
     Answer,
-    Configure,
     Encode,
     Job,
     ReadTokenizer,
-    Text,
+    TextConfigure,
+    TextResult,
     TokenIds,
     TokenizerSource,
     TryGrammars,
@@ -49,7 +49,7 @@ class TokenizerReader:
         memory_bytes = _READ_MEMORY_BYTES if (folder / "tokenizer.json").exists() else _CONVERT_MEMORY_BYTES
         self._jobs = TextQueue(
             "the tokenizer's files",
-            Configure(source=None, memory_bytes=memory_bytes, niceness=0),
+            TextConfigure(source=None, memory_bytes=memory_bytes, niceness=0),
             TextLimits(memory_bytes=memory_bytes, max_wait_s=math.inf),
             READ_PROGRAM,
         )
@@ -81,9 +81,9 @@ class TokenizerReader:
             return source.tokenizer()
 
     def grammar_problem(self, vocab_size: int) -> str | None:
-        """Why answers of a model of so many ids cannot follow grammars with this tokenizer; None when they can."""
+        """Why answers of a model of `vocab_size` ids cannot follow grammars with this tokenizer; None when they can."""
         try:
-            expect(self._ask(TryGrammars(vocab_size), "making grammars", _GRAMMARS_TIMEOUT_S), Text)
+            expect(self._ask(TryGrammars(vocab_size), "making grammars", _GRAMMARS_TIMEOUT_S), TextResult)
         except UserError as error:
             return str(error)
         return None
@@ -100,7 +100,7 @@ class TokenizerReader:
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> TextTokenizer:
-    """The tokenizer for a server of a model of so many ids, with what is wrong with it for grammars."""
+    """The tokenizer for a server of a model of `vocab_size` ids, with what is wrong with it for grammars."""
     with TokenizerReader(folder) as reader:
         tokenizer = reader.read()
         tokenizer.grammar_problem = reader.grammar_problem(vocab_size)
@@ -119,7 +119,7 @@ class ReadingWork(TextWork):
             return TokenizerSource.of(self._loaded)
         if isinstance(job, TryGrammars):
             self._try_grammars(job.vocab_size)
-            return Text("")
+            return TextResult("")
         return super().answer(job)
 
     def _try_grammars(self, vocab_size: int) -> None:

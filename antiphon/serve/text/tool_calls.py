@@ -18,7 +18,7 @@ import secrets
 import string
 from dataclasses import dataclass, field
 
-from antiphon.serve.text.tokenizer import StopStringMatcher
+from antiphon.serve.text.stop_strings import StopStringMatcher
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _FREE_BODY_BYTES = 64 * 1024
 _BODY_BYTES_PER_TOKEN = 24
 _NUM_SEPARATORS = 256 * 1024
 _NUM_NAMES = 32 * 1024
-# Integers beyond 64 bits are decoded a hundred times slower than others. Nobody needs one.
+# Integers beyond 64 bits are decoded a hundred times slower than others, and no parameter needs one.
 _NUM_LONG_NUMBERS = 8 * 1024
 _LONG_NUMBER = b"0" * 20
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -101,7 +101,7 @@ class InputLimits:
                 raise bad_request(f"{name} holds more than {most} objects: send fewer", param=name)
 
     def check_num_tokens(self, num_tokens: int, param: str) -> None:
-        """`ApiError` 400 when so many tokens do not fit."""
+        """`ApiError` 400 when `num_tokens` do not fit."""
         if num_tokens > self.max_prompt_tokens:
             message = f"{param} has {num_tokens} tokens, the limit is {self.max_prompt_tokens}: shorten it"
             raise too_long(message, param)
@@ -182,8 +182,8 @@ class StructureCount:
 class BodyMemory:
     """How many bytes of bodies all requests together may hold, from their arrival until they are decoded.
 
-    A body's first part is free, so that large bodies that do not end keep nobody's small ones out: connections bound
-    how many of those there are."""
+    A body's first part is free, so that large bodies that do not end keep no small ones out: the limit on connections
+    bounds how many small ones there are."""
 
     def __init__(self, max_body_bytes: int, trimmer: MemoryTrimmer) -> None:
         self._trimmer = trimmer

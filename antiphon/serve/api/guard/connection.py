@@ -1,15 +1,20 @@
-"""One TCP connection: uvicorn's HTTP/1.1 protocol with deadlines, and with refusals in OpenAI's shape.
+"""One TCP connection: uvicorn's HTTP/1.1 protocol with turns, deadlines, and refusals in OpenAI's shape.
 
-uvicorn waits without end for the rest of a request's head, for the rest of a body that nobody reads, and for a client
-that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second for all
-connections. Requests are read with the strict parser, in small pieces so that no client holds the event loop for long,
-and a connection closes only when the client had time to read its answer (`lingering`).
+*Turns.* What is read of a connection stands in a line (`ReadingLine`), and the connection is not read until its turn.
+So a turn of the event loop never serves every client at once. The same holds for a request that came before the answer
+to the one in front of it, for the end of half a body, and for refusals of many at once.
+
+*Deadlines.* uvicorn waits without end for the rest of a request's head, for the rest of an unread body, and for a
+client that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second.
+Requests are read with the strict parser, and a connection closes only when the client had time to read its answer
+(`lingering`).
 
 A client may end its own direction behind its request and still get the answer. Whether it is gone altogether shows when
 something is written. So such a client is sent an interim answer (100) or a comment in its stream once a second.
 
 Rejected: a timer for each wait, armed and cancelled for every request, for limits that need no precision; taking the
-end of the client's direction for the end of the connection, as most servers do.
+end of the client's direction for the end of the connection, as most servers do; reading in smaller pieces only, with
+which a turn of the event loop still serves every client.
 """
 
 import array
@@ -27,16 +32,18 @@ from typing import Any
 
 import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.errors import ApiError
-from antiphon.serve.api.lingering import MAX_DROPPED_BYTES, LingeringTransport
-from antiphon.serve.api.paced_connection import PacedConnection
-from antiphon.serve.api.strict_http import StrictConnection
+from antiphon.serve.api.guard.connections import Connections
+from antiphon.serve.api.guard.lingering import MAX_DROPPED_BYTES, LingeringTransport
+from antiphon.serve.api.guard.strict_http import StrictConnection
 
 _log = get_logger("serve.api")
 
+_FIRST_PIECES = 2  # a head and a short body, which many clients send apart
 _UNSENT_IN_KERNEL_BYTES = 64 * 1024
 _LEAST_TAKEN_BYTES = 16 * 1024
 _MAX_REASON_CHARACTERS = 200
@@ -44,9 +51,12 @@ _INTERIM_ANSWER = b"HTTP/1.1 100 Continue\r\n\r\n"
 _EVENT_COMMENT = b":\n\n"
 
 
-class ApiConnection(PacedConnection):
+class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
     """One connection. It *waits* while no request is in progress: when new, between two requests, in the middle of a
     head."""
+
+    transport: LingeringTransport
+    conn: StrictConnection
 
     def __init__(
         self,
@@ -55,9 +65,17 @@ class ApiConnection(PacedConnection):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
+        assert isinstance(server_state, Connections)
         super().__init__(config, server_state, app_state, _loop)
         self.conn = StrictConnection()
         self.body_began_s: float | None = None
+        self._all = server_state
+        self._piece: bytes | None = None  # received and waiting in the line; empty: the end of the client's direction
+        self._refusal: ApiError | None = None  # waits in the line
+        self._num_pieces = 0  # since a request began
+        self._in_line_s = 0.0
+        self._is_completing = False
+        self._ended_s: float | None = None  # when the client ended its direction
         self._settings = self._all.settings
         self._head_deadline_s: float | None = None
         self._num_dropped_bytes = 0
@@ -78,6 +96,14 @@ class ApiConnection(PacedConnection):
     def address(self) -> str:
         """The client's, without its port."""
         return self.client[0] if self.client else ""
+
+    @property
+    def _name(self) -> str:
+        return "client {}:{}".format(*self.client) if self.client else "a client"
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _sends_more(self) -> bool:
@@ -126,27 +152,15 @@ class ApiConnection(PacedConnection):
         return True
 
     def _end_body(self) -> None:
+        """The client has ended its direction, in the middle of a body when that was seen."""
         if self._is_answering and self.cycle.more_body:
             self.refuse(ApiError(400, "the connection ended before the whole body had arrived"))
             self.transport.finish()
         elif not self._is_answering:
             self.transport.close()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._num_dropped_bytes = 0
-        if self not in self._all.line:
-            self._settle()
-        else:
-            self._all.waiting[self] = None
-
-    def _postpone(self, waited_s: float) -> None:
-        if self._head_deadline_s is not None:
-            self._head_deadline_s += waited_s
-        if self.body_began_s is not None:
-            self.body_began_s += waited_s
-
     def _settle(self) -> None:
+        """Wait for a request, unless one is in progress."""
         self._note_body()
         if self.transport.is_closing():
             return
@@ -159,7 +173,7 @@ class ApiConnection(PacedConnection):
             return
         self._all.waiting[self] = None
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            # A body that nobody reads, or half a head: the timeout for idle connections is not for those.
+            # An unread body, or half a head: the timeout for idle connections is not for those.
             self._head_deadline_s = time.monotonic() + self._settings.header_timeout_s
 
     def resume_writing(self) -> None:
@@ -177,6 +191,89 @@ class ApiConnection(PacedConnection):
 
     def _unsupported_upgrade_warning(self) -> None:
         """The request is answered as if it had not asked: that is what a server does that speaks nothing else."""
+
+    # --- the line --------------------------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._all.receive_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.transport.is_lingering:
+            self.transport.drop(nbytes)
+            return
+        received = bytes(self._all.receive_buffer[:nbytes])
+        if self in self._all.line:  # it was on its way here when reading stopped
+            self._piece = (self._piece or b"") + received
+            return
+        begins = not self._is_answering and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        self._num_pieces = 1 if begins else self._num_pieces + 1
+        self._stand_in_line(received, is_first=self._num_pieces <= _FIRST_PIECES)
+
+    def _stand_in_line(self, piece: bytes | None, *, is_first: bool) -> None:
+        """Have `take_piece` called, at once if nothing waits; until then nothing more is read."""
+        self._piece = piece
+        self._in_line_s = time.monotonic()
+        if self._all.line.is_free:
+            self._all.line.take(self)
+            return
+        self._unset_keepalive_if_required()
+        if self._ended_s is None:
+            self.transport.hold()
+        self._all.line.add(self, is_first=is_first)
+
+    def take_piece(self) -> bool:
+        """Handle what waits in the line; whether a request has started."""
+        piece, self._piece = self._piece, None
+        refusal, self._refusal = self._refusal, None
+        if self.transport.is_closing():
+            return False
+        if refusal is not None and self._is_answering:
+            self.refuse(refusal)
+            return False
+        self._postpone(time.monotonic() - self._in_line_s)
+        before = self.cycle
+        try:
+            if piece is None:
+                self.handle_events()
+                self._settle()
+            elif piece:
+                self.data_received(piece)
+            else:
+                self._end_body()
+        except Exception:
+            _log.exception("%s sent something that this server cannot handle: closing", self._name)
+            self.reset()
+        if self._ended_s is None:
+            self.transport.release()
+        return self.cycle is not before
+
+    def _postpone(self, waited_s: float) -> None:
+        """Move all deadlines of the client: the server let it wait."""
+        if self._head_deadline_s is not None:
+            self._head_deadline_s += waited_s
+        if self.body_began_s is not None:
+            self.body_began_s += waited_s
+
+    def handle_events(self) -> None:
+        if not self._is_completing:
+            super().handle_events()
+
+    def on_response_complete(self) -> None:
+        self._is_completing = True
+        try:
+            super().on_response_complete()  # would begin the next request when the client has sent it already
+        finally:
+            self._is_completing = False
+        if self in self._all.line:
+            self._unset_keepalive_if_required()
+        elif self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._num_pieces = _FIRST_PIECES
+            self._stand_in_line(None, is_first=False)
+        self._num_dropped_bytes = 0
+        if self not in self._all.line:
+            self._settle()
+        else:
+            self._all.waiting[self] = None
 
     # --- deadlines and refusals ------------------------------------------------------------------------------------
 
@@ -231,7 +328,7 @@ class ApiConnection(PacedConnection):
             self.body_began_s = time.monotonic()
 
     def _may_drop(self, num_bytes: int) -> bool:
-        """Whether so much more of a body that has its answer may come; else the connection ends."""
+        """Whether this much more of a body that has its answer may come; else the connection ends."""
         self._num_dropped_bytes += num_bytes
         if self._num_dropped_bytes <= MAX_DROPPED_BYTES:
             return True
@@ -258,6 +355,11 @@ class ApiConnection(PacedConnection):
             return
         self.transport.write(self._rendered(error))
         self.transport.linger()
+
+    def refuse_in_turn(self, error: ApiError) -> None:
+        """As `refuse`, but within what a turn of the event loop may take; nothing more is read."""
+        self._refusal = error
+        self._stand_in_line(None, is_first=False)
 
     def _begin_lingering(self) -> None:
         self._all.line.discard(self)

@@ -1,8 +1,8 @@
 """Reads a request body: within a size and a time, as strict JSON, into a request model.
 
-The limits are enforced while the bytes arrive, so that nobody can make the server hold more than they allow. The JSON
-is parsed by msgspec, which takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
-Large bodies are decoded and validated one at a time, with a turn for everybody else in between.
+The limits are enforced while the bytes arrive, so that no client can make the server hold more than they allow. msgspec
+parses the JSON and takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
+Large bodies are decoded and validated one at a time, with a turn for other requests in between.
 Rejected: FastAPI's own body handling, which reads everything first, accepts NaN and answers 422.
 """
 
@@ -17,14 +17,14 @@ from starlette.requests import ClientDisconnect
 
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
-from antiphon.serve.api.harmless import HARMLESS
-from antiphon.serve.api.input_limits import InputLimits, StructureCount, body_too_large
+from antiphon.serve.api.guard.harmless import HARMLESS
+from antiphon.serve.api.guard.input_limits import InputLimits, StructureCount, body_too_large
 from antiphon.serve.api.requests import AnyRequest
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
 _FORM_TYPE = "application/x-www-form-urlencoded"  # what curl -d says of any body
-_MAX_PATH_CHARACTERS = 200  # of a parameter's name that is told back
+_MAX_PATH_CHARACTERS = 200  # of a parameter's name in an error
 
 _TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
 

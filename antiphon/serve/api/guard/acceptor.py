@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.connections import Connections
+from antiphon.serve.api.guard.connections import Connections
 
 _log = get_logger("serve.api")
 
