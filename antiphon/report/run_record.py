@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.train.run_facts import FILE
+from antiphon.train.metrics import FILE
 
 
 @dataclass(frozen=True, kw_only=True)

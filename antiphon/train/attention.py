@@ -8,7 +8,6 @@ Letters: B sequences, S positions, s those of this rank, H hidden, X fused width
 D head width, L latent, C width without rotation, R rotated width, V width of a value. Heads are those of this rank.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,9 +19,8 @@ from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
-from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
-from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.sequences import Sequences
+from antiphon.train.operators import Compute, LayerContext, Operator, RowExchange, WeightProduct
+from antiphon.train.sequence_parallel import SequenceParallel, Sequences
 from antiphon.train.tiled_attention import HeadsArriving, HeadsLeaving
 from antiphon.train.weights import Weights
 
@@ -35,7 +33,7 @@ def attention_operators(spec: ModelSpec, *, sequence_ranks: int, links: TileLink
     ranks, None: all-to-alls stay whole."""
     attention = spec.attention
     return [
-        Exchange(
+        RowExchange(
             name="tensor_gather",
             reads=("ln1_out",),
             makes=("ln1_out_ag",),
@@ -43,9 +41,9 @@ def attention_operators(spec: ModelSpec, *, sequence_ranks: int, links: TileLink
             dim=1,
         ),
         *_until_heads(attention, sequence_ranks, links),
-        Compute(name="attention", reads=QKV_A2A, makes=("attn",), saves=(*QKV_A2A, "attn"), function=_attention),
+        Compute(name="attention", reads=QKV_A2A, makes=("attn",), saves=(*QKV_A2A, "attn"), function=attend),
         *(_rows() if sequence_ranks == 1 else _exchanged_rows(links)),
-        Exchange(
+        RowExchange(
             name="tensor_scatter",
             reads=("attn_out",),
             makes=("attn_out_rs",),
@@ -68,14 +66,14 @@ def heads_leave_in_tiles(attention: AttentionSpec) -> bool:
 
 def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
     """From rows to the queries, keys and values of the heads that this rank works on, at all positions."""
-    latent, normed = attention.latent, reads_qkv(attention)
-    product = Product(
+    normed = reads_qkv(attention)
+    product = WeightProduct(
         name="qkv",
         reads=("ln1_out_ag",),
         makes=("qkv",),
         saves=("ln1_out_ag",),
-        weight="qkv" if latent is None else "down",
-        bias=_qkv_bias if latent is None else _down_bias(latent),
+        weight=projection_weight(attention),
+        bias=partial(projection_bias, attention),
     )
     if sequence_ranks > 1 and links is not None and heads_leave_in_tiles(attention):
         leaving = HeadsLeaving.of(product, "qkv_a2a", links)
@@ -83,7 +81,7 @@ def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks
         return [leaving, rope, _heads(copies=not normed, exchanged=True)]
     rope = _rope_of("qkv", normed=normed)
     if sequence_ranks == 1:
-        return [product, rope, _heads(copies=latent is not None or not normed)]
+        return [product, rope, _heads(copies=attention.latent is not None or not normed)]
     return [product, rope, *_exchanged_heads()]
 
 
@@ -94,14 +92,14 @@ def _rope_of(projected: str, *, normed: bool, exchanged: bool = False) -> Operat
         reads=(projected,),
         makes=QKV,
         saves=(projected,) if normed else (),
-        function=partial(_rope, exchanged=exchanged),
+        function=partial(rope_heads, exchanged=exchanged),
     )
 
 
 def _heads(*, copies: bool, exchanged: bool = False) -> Operator:
     """Where all positions are here. `copies`: values are a part of something larger that need not be held for them."""
 
-    def heads(here: Here, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(here: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parallel = here.sequences.parallel
         v = v.contiguous() if copies else v
         return parallel.fitted(q, k, v) if exchanged else parallel.own_heads(q, k, v)
@@ -117,7 +115,7 @@ def _exchanged_heads() -> list[Operator]:
             makes=("heads_sent",),
             function=lambda here, q, k, v: here.sequences.parallel.pack_heads(q, k, v),
         ),
-        Exchange(
+        RowExchange(
             name="heads_a2a",
             reads=("heads_sent",),
             makes=("heads_received",),
@@ -132,8 +130,8 @@ def _exchanged_heads() -> list[Operator]:
     ]
 
 
-def _out() -> Product:
-    return Product(name="out", reads=("attn_a2a",), makes=("attn_out",), saves=("attn_a2a",), weight="out")
+def _out() -> WeightProduct:
+    return WeightProduct(name="out", reads=("attn_a2a",), makes=("attn_out",), saves=("attn_a2a",), weight="out")
 
 
 def _rows() -> list[Operator]:
@@ -157,7 +155,7 @@ def _exchanged_rows(links: TileLinks | None) -> list[Operator]:
             makes=("rows_sent",),
             function=lambda here, out: here.sequences.parallel.pack_rows(out),
         ),
-        Exchange(
+        RowExchange(
             name="rows_a2a",
             reads=("rows_sent",),
             makes=("rows_received",),
@@ -173,14 +171,16 @@ def _exchanged_rows(links: TileLinks | None) -> list[Operator]:
     ]
 
 
-def _rope(here: Here, qkv_BsX: Tensor, *, exchanged: bool) -> tuple[Tensor, Tensor, Tensor]:
+def rope_heads(here: LayerContext, qkv_BsX: Tensor, *, exchanged: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with their norms and rotations. `exchanged`: see `_rope_of`."""
     spec, weights, sequences = here.spec, here.weights, here.sequences
     if spec.attention.latent is None:
         return _grouped_query(spec.attention, spec.norm_eps, weights, qkv_BsX, sequences, exchanged=exchanged)
     return _latent(spec.attention, spec.attention.latent, weights, qkv_BsX, sequences)
 
 
-def _attention(here: Here, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(here: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the heads that this rank works on, at all positions."""
     attention, sequences = here.spec.attention, here.sequences
     sinks_N = here.weights.optional("sinks")
     sinks_N = None if sinks_N is None else sinks_N[slice(*sequences.parallel.heads)]
@@ -188,8 +188,17 @@ def _attention(here: Here, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return causal_attention(q, k, v, mask, attention.scale, sinks_N)
 
 
-def _qkv_bias(weights: Weights) -> Tensor | None:
-    return weights.optional("qkv_bias")
+def projection_weight(attention: AttentionSpec) -> str:
+    """The purpose of the first projection: to queries, keys and values, or down to the latent rows."""
+    return "qkv" if attention.latent is None else "down"
+
+
+def projection_bias(attention: AttentionSpec, weights: Weights) -> Tensor | None:
+    """Its bias. A direct query projection beside latent rows has none: its rows get zeros."""
+    found = weights.optional(f"{projection_weight(attention)}_bias")
+    if found is None or attention.latent is None or attention.latent.q_lora_rank is not None:
+        return found
+    return torch.cat((found.new_zeros(weights["down"].shape[0] - found.shape[0]), found))
 
 
 def _grouped_query(
@@ -236,15 +245,3 @@ def _latent(
     k_rope = rotate(k_rope_BsR.unsqueeze(2), cos, sin, interleaved).expand(-1, -1, q_BsND.shape[2], -1)
     q = torch.cat((q_nope, rotate(q_rope, cos, sin, interleaved)), dim=-1)
     return q, torch.cat((k_nope_BsNC, k_rope), dim=-1), v_BsNV
-
-
-def _down_bias(latent: LatentSpec) -> Callable[[Weights], Tensor | None]:
-    """The bias of the down projections; a direct query projection has none, its rows get zeros."""
-
-    def bias(weights: Weights) -> Tensor | None:
-        found = weights.optional("down_bias")
-        if found is None or latent.q_lora_rank is not None:
-            return found
-        return torch.cat((found.new_zeros(weights["down"].shape[0] - found.shape[0]), found))
-
-    return bias

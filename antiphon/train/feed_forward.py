@@ -16,13 +16,12 @@ from antiphon.comm.dispatch.api import Dispatcher, weights_of_rows
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap
+from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
-from antiphon.train.expert_parts import in_parts
-from antiphon.train.experts import Experts
-from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
-from antiphon.train.row_budget import WAITS, Pieces, RowBudget, pass_over_budget
+from antiphon.train.operators import Compute, LayerContext, Operator, RowExchange, WeightProduct
+from antiphon.train.row_budget import WAITS, Experts, Pieces, RowBudget, pass_over_budget
 from antiphon.train.tiled import Arriving, Leaving
-from antiphon.train.way_operators import end_of, way_operators
+from antiphon.train.way_operators import end_of, in_parts, way_operators
 from antiphon.train.weights import DOWN, GATE_UP, Weights
 
 _Kind = TypeVar("_Kind", bound=Operator)
@@ -64,7 +63,7 @@ def expert_operators(
             makes=("weights", "choices"),
             saves=("gate_in",),
             facts=("choices",),
-            function=_gate,
+            function=gate_rows,
             once=True,
         ),
         Compute(
@@ -72,7 +71,7 @@ def expert_operators(
             reads=("choices", "weights"),
             makes=("pieces", "ids"),
             facts=("pieces", "ids"),
-            function=_route,
+            function=route_rows,
             once=True,
             has_gradient=False,
         ),
@@ -97,8 +96,8 @@ def _in_tiles(operators: Sequence[Operator], links: TileLinks, end: str) -> list
         assert isinstance(found, kind)
         return found
 
-    arriving = find(f"dispatch{end}", Exchange), find("scatter", Compute), find("fc1", Product)
-    leaving = find("fc2", Product), find("gather", Compute), find(f"combine{end}", Exchange)
+    arriving = find(f"dispatch{end}", RowExchange), find("scatter", Compute), find("fc1", WeightProduct)
+    leaving = find("fc2", WeightProduct), find("gather", Compute), find(f"combine{end}", RowExchange)
     takes_place: dict[str, Operator] = {"fc1": Arriving.of(*arriving, links)}
     gone = {each.name for each in arriving}
     if leaving[0].makes[0] == leaving[1].reads[0]:
@@ -117,7 +116,7 @@ def _experts(spec: ModelSpec, weights: str | None, *, has_bias: bool) -> list[Op
         product = "fc2_product"
         weighed_bias = [_weigh("weigh_bias", product, weights, "fc2_out", _add_weighed_bias)]
     return [
-        Product(
+        WeightProduct(
             name="fc1",
             reads=("ffn_in", "row_map"),
             makes=("fc1_out",),
@@ -128,7 +127,7 @@ def _experts(spec: ModelSpec, weights: str | None, *, has_bias: bool) -> list[Op
         ),
         Compute(name="activation", reads=("fc1_out",), makes=(activated,), saves=("fc1_out",), function=_activate),
         *weighed,
-        Product(
+        WeightProduct(
             name="fc2",
             reads=("fc2_in", "row_map"),
             makes=(product,),
@@ -146,11 +145,11 @@ def _weigh(name: str, rows: str, weights: str, makes: str, function: Callable[..
     return Compute(name=name, reads=reads, makes=(makes,), saves=(rows, weights), function=function)
 
 
-def _weighed(here: Here, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+def _weighed(here: LayerContext, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     return x * weights_of_rows(weights_TK, rows).to(x.dtype).unsqueeze(1)
 
 
-def _add_weighed_bias(here: Here, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+def _add_weighed_bias(here: LayerContext, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     counts_E = torch.tensor(rows.counts_E, device=y_RH.device)
     bias_RH = here.weights[f"{DOWN}_bias"].repeat_interleave(counts_E, dim=0)
     return y_RH + _weighed(here, bias_RH, weights_TK, rows)
@@ -163,13 +162,13 @@ def _bias(purpose: str, exists: bool) -> Callable[[Weights], Tensor | None]:
 def _gated(kind: str, out: str = "") -> list[Operator]:
     """The feed-forward that all rows pass: "dense" or "shared"."""
     fc1_out, fc2_in = f"{kind}_fc1_out", f"{kind}_fc2_in"
-    fc1 = Product(
+    fc1 = WeightProduct(
         name=f"{kind}_fc1", reads=("ln2_out",), makes=(fc1_out,), saves=("ln2_out",), weight=f"{kind}.gate_up"
     )
     return [
         fc1,
         Compute(name=f"{kind}_activation", reads=(fc1_out,), makes=(fc2_in,), saves=(fc1_out,), function=_activate),
-        Product(
+        WeightProduct(
             name=f"{kind}_fc2",
             reads=(fc2_in,),
             makes=(out or f"{kind}_out",),
@@ -194,35 +193,42 @@ def _over_budget() -> list[Operator]:
             reads=("ffn_out", "ln2_out", "weights", "pieces"),
             makes=("all_out",),
             saves=("ln2_out",),
-            function=_pass_over_budget,
+            function=add_over_budget,
         )
     ]
 
 
-def _widen(here: Here, y_BSH: Tensor) -> Tensor:
+def _widen(here: LayerContext, y_BSH: Tensor) -> Tensor:
     """The gate works on rows, in float32 at least."""
     return y_BSH.to(here.wide)
 
 
-def _gate(here: Here, y_TH: Tensor) -> tuple[Tensor, Tensor]:
-    logits_TE, ids_TK, weights_TK = here.gate(here.weights, y_TH)
+def gate_rows(here: LayerContext, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's weights and choices, from `y_TH` in float32 at least; `here.routing` learns of them."""
+    router, weights = here.spec.router, here.weights
+    bias_E = weights.stored("router_bias").to(y_TH.dtype) if router.has_logit_bias else None
+    logits_TE = F.linear(y_TH, weights.stored("router").to(y_TH.dtype), bias_E)
+    score_bias_E = weights.stored("score_bias").to(y_TH.dtype) if router.has_score_bias else None
+    ids_TK, weights_TK = choose_experts(logits_TE, score_bias_E, router)
     return here.routing.attach(weights_TK, logits_TE, ids_TK), ids_TK
 
 
-def _route(here: Here, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Pieces, Tensor]:
+def route_rows(here: LayerContext, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Pieces, Tensor]:
+    """The choices that experts have room for, and those of the first piece."""
     pieces = here.budget.pieces(here.routing.limit(ids_TK, weights_TK))
     return pieces, pieces.choices(0)
 
 
-def _activate(here: Here, x: Tensor) -> Tensor:
+def _activate(here: LayerContext, x: Tensor) -> Tensor:
     return activate(x, here.spec.feed_forward)
 
 
-def _shared_gate(here: Here, y_TH: Tensor, out_TH: Tensor) -> Tensor:
+def _shared_gate(here: LayerContext, y_TH: Tensor, out_TH: Tensor) -> Tensor:
     return out_TH * F.linear(y_TH, here.weights["shared_gate"]).sigmoid()
 
 
-def _pass_over_budget(here: Here, out_TH: Tensor, y_TH: Tensor, weights_TK: Tensor, pieces: Pieces) -> Tensor:
+def add_over_budget(here: LayerContext, out_TH: Tensor, y_TH: Tensor, weights_TK: Tensor, pieces: Pieces) -> Tensor:
+    """`out_TH` with what the other pieces add, if there are any."""
     if not pieces.num_more:
         return out_TH
     experts = Experts.of(here.spec.feed_forward, here.weights, adds_bias=here.adds_bias)
@@ -233,11 +239,11 @@ def _pass_over_budget(here: Here, out_TH: Tensor, y_TH: Tensor, weights_TK: Tens
     return out_TH + pass_over_budget(here.dispatcher, experts, y_TH, pieces, weights_TK, apart)
 
 
-def _add_dense(here: Here, x_BSH: Tensor, dense_TH: Tensor) -> Tensor:
+def _add_dense(here: LayerContext, x_BSH: Tensor, dense_TH: Tensor) -> Tensor:
     return x_BSH + scaled(dense_TH, here.spec.residual_multiplier).view_as(x_BSH)
 
 
-def _add_experts(here: Here, x_BSH: Tensor, out_TH: Tensor, *shared_TH: Tensor) -> Tensor:
+def _add_experts(here: LayerContext, x_BSH: Tensor, out_TH: Tensor, *shared_TH: Tensor) -> Tensor:
     for each in shared_TH:
         out_TH = out_TH + scaled(each, here.spec.residual_multiplier)
     return x_BSH + out_TH.view_as(x_BSH)

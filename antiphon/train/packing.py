@@ -27,7 +27,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.comm.micro_ops import ExpertPacking
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
-from antiphon.train.memory_check import check_memory, setup_of
+from antiphon.train.memory import check_memory, setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.ranks import local_ranks, sizes_of, world_size
 

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
 from antiphon.models.shares import Ranges, pick
-from antiphon.train.operators import Exchange, Here, Product
+from antiphon.train.operators import LayerContext, RowExchange, WeightProduct
 from antiphon.train.tiled import Tiled, TiledRun, Values
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsLeaving(Tiled):
     @staticmethod
-    def of(product: Product, makes: str, links: TileLinks) -> "HeadsLeaving":
+    def of(product: WeightProduct, makes: str, links: TileLinks) -> "HeadsLeaving":
         """`makes`: the name of the projection of this rank's heads, [B, S, w]."""
-        exchange = Exchange(
+        exchange = RowExchange(
             name="heads_a2a",
             reads=product.reads,
             makes=(makes,),
@@ -50,7 +50,7 @@ class HeadsLeaving(Tiled):
             links=links,
         )
 
-    def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_BsH, columns = values[self.reads[0]], here.sequences.parallel.projected_columns
         run.collective = self.exchange.collective(here, x_BsH)
         width = _width(columns[run.collective.group.index])
@@ -59,16 +59,16 @@ class HeadsLeaving(Tiled):
         _send_products(run.flight, x_BsH.flatten(0, 1), here.weights[self.product.weight], bias_W, columns)
         return {}
 
-    def finish(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         return {self.makes[0]: here.sequences.parallel.by_position(run.land().land())}
 
-    def start_gradient(self, here: Here, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
         parallel = here.sequences.parallel
         widths = [_width(ranges) for ranges in parallel.projected_columns]
         run.gradient_flight = launch_in_tiles(run.reverse, self.links, parallel.by_rank(grad), widths)
         return {}
 
-    def finish_gradient(self, here: Here, values: Values, run: TiledRun) -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         parallel, weight_WH = here.sequences.parallel, here.weights[self.product.weight]
         run.product_grad, grad_TH = _add_arrivals(run.land_gradient(), weight_WH, parallel.projected_columns)
         return {self.reads[0]: grad_TH.view(-1, parallel.num_rows, grad_TH.shape[1])}
@@ -77,9 +77,9 @@ class HeadsLeaving(Tiled):
 @dataclass(frozen=True, kw_only=True)
 class HeadsArriving(Tiled):
     @staticmethod
-    def of(reads: str, product: Product, links: TileLinks) -> "HeadsArriving":
+    def of(reads: str, product: WeightProduct, links: TileLinks) -> "HeadsArriving":
         """`reads`: the name of attention's output of this rank's heads, [P, w]."""
-        exchange = Exchange(
+        exchange = RowExchange(
             name="rows_a2a",
             reads=(reads,),
             makes=product.reads,
@@ -97,20 +97,20 @@ class HeadsArriving(Tiled):
             links=links,
         )
 
-    def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_Pw, columns = values[self.reads[0]], here.sequences.parallel.output_columns
         run.collective = self.exchange.collective(here, x_Pw)
         run.flight = launch_in_tiles(run.collective, self.links, x_Pw, [_width(ranges) for ranges in columns])
         return {}
 
-    def finish(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         parallel, weight_WH = here.sequences.parallel, here.weights[self.product.weight].mT
         multiplies = self.product.makes[0] in wanted
         found = _add_arrivals(run.land(), weight_WH, parallel.output_columns, multiplies=multiplies)
         made = zip(self.makes, found if multiplies else found[:1], strict=False)
         return {name: each.view(-1, parallel.num_rows, each.shape[1]) for name, each in made}
 
-    def start_gradient(self, here: Here, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
         columns = here.sequences.parallel.output_columns
         run.product_grad = grad
         width = _width(columns[run.reverse.group.index])
@@ -119,7 +119,7 @@ class HeadsArriving(Tiled):
         _send_products(run.gradient_flight, grad.flatten(0, 1), weight_WH, None, columns)
         return {}
 
-    def finish_gradient(self, here: Here, values: Values, run: TiledRun) -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         return {self.reads[0]: run.land_gradient().land()}
 
 

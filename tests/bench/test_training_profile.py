@@ -13,7 +13,7 @@ from antiphon.bench.profile.training import few_layers
 from antiphon.bench.profile.training_tables import WantedTraining, measure_training
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
-from antiphon.train.prediction import predict_step
+from antiphon.train.planned_run import predict_step
 from antiphon.train.ranks import sizes_of
 from tests.train.harness import config_of, write_model
 

@@ -21,6 +21,7 @@ from antiphon.report.run_figures import (
 from antiphon.report.run_page import run_page, write_run_page
 from antiphon.report.run_record import RunRecord, read_run
 from antiphon.specs.training_plan import training_plan_to_json
+from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.report import chromium
 from tests.specs.training_specimen import PLAN
@@ -33,7 +34,7 @@ FIGURES = ["run-loss", "run-rate", "run-norm", "run-balance", "run-load", "run-t
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a small run."""
     where = tmp_path_factory.mktemp("run")
-    Trainer(config_of(where, "output.evaluate_every=2")).run()
+    Trainer(prepare(config_of(where, "output.evaluate_every=2"))).run()
     return where / "out"
 
 

@@ -21,7 +21,8 @@ from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
 from antiphon.train.model import Batch
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import TrainedStep, Trainer
 
 ONE_BY_ONE = "one-by-one.txt"
 WARM = 3  # steps whose losses are compared and whose times are not
@@ -53,7 +54,8 @@ class TrainerTurns:
     """The trainer of `config`; a step begins when `step` is called."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.trainer = Trainer(config, self._on_step)
+        self.trainer: Trainer  # made by the first step
+        self._config = config
         self._folder = Path(config.output.folder)
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._ending = False
@@ -77,6 +79,7 @@ class TrainerTurns:
     def _run(self) -> None:
         self._turn.acquire()
         try:
+            self.trainer = Trainer(prepare(self._config), self._on_step)
             self.trainer.run()
         except EnoughError:
             return
@@ -84,7 +87,7 @@ class TrainerTurns:
             self._error = error
         self._back.release()
 
-    def _on_step(self, result: StepResult) -> None:
+    def _on_step(self, result: TrainedStep) -> None:
         self._back.release()  # metrics of this step are written when the next turn begins
         self._turn.acquire()
         if self._ending:
