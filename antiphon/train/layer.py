@@ -34,7 +34,7 @@ from antiphon.train.feed_forward import (
 )
 from antiphon.train.layer_plan import LayerPlan, PlanOptions
 from antiphon.train.layer_run import Turns, run_layer
-from antiphon.train.operators import Compute, Graph, HeldBytes, LayerContext, Operator
+from antiphon.train.operators import Graph, HeldBytes, LayerContext, Operator, compute
 from antiphon.train.partition import RankShare, part_of
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import Experts, RowBudget, pass_experts
@@ -145,10 +145,10 @@ def layer_graph(
 ) -> Graph:
     """All operators of one layer. `links`: see `attention_operators`."""
     operators: list[Operator] = [
-        Compute(name="ln1", reads=("hidden",), makes=("ln1_out",), saves=("hidden",), function=_input_norm),
+        compute("ln1", "hidden -> ln1_out", _input_norm, saves="hidden"),
         *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence, links=links),
-        Compute(name="add_attention", reads=("hidden", "attn_out_rs"), makes=("ln2_in",), function=_add_attention),
-        Compute(name="ln2", reads=("ln2_in",), makes=("ln2_out",), saves=("ln2_in",), function=_post_norm),
+        compute("add_attention", "hidden attn_out_rs -> ln2_in", _add_attention),
+        compute("ln2", "ln2_in -> ln2_out", _post_norm, saves="ln2_in"),
         *(
             expert_operators(
                 spec,

@@ -222,16 +222,12 @@ def layer_bytes(plan: LayerPlan, sizes: LayerSizes) -> float:
     return total * float(sizes.rows) * model.hidden_size * setup.precision.row_bytes
 
 
-def activation_facts(model: MoeModel, config: TrainConfig) -> dict[str, float]:
-    """For the metrics: what this rank has kept at most, in all layers and micro-batches in flight, since this was asked
-    last; and what it is by formula."""
+def bytes_by_formula(model: MoeModel, config: TrainConfig) -> float:
+    """What this rank's layers keep at most, in all micro-batches in flight."""
     setup = setup_of(config, model.mesh.sizes)
     sizes = LayerSizes(model=model.spec, setup=setup, sequence_length=config.sequence_length)
-    in_flight = passes_in_flight(config, setup)
     wide = 2.0 if config.dtype == "float64" else 1.0
-    of_layers = sum(layer_bytes(layer.plan, sizes) for layer in model.layers)
-    counted, by_formula = model.held.take().peak, wide * in_flight * of_layers
-    return {"activation_bytes": counted, "activation_bytes_by_formula": by_formula}
+    return wide * passes_in_flight(config, setup) * sum(layer_bytes(layer.plan, sizes) for layer in model.layers)
 
 
 def dropped_to_fit(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ from antiphon.train.sequence_parallel import Sequences
 from antiphon.train.spans import StepSpans
 from antiphon.train.weights import Recorder, Weights
 
+Bias = Callable[[Weights], Tensor | None]
+
 
 @dataclass(frozen=True)
 class LayerContext:
@@ -86,7 +88,7 @@ class WeightProduct(Operator):
     `RowMap`: rows in order of expert, each times its expert's matrix."""
 
     weight: str
-    bias: Callable[[Weights], Tensor | None] = field(default=lambda weights: None)
+    bias: Bias = field(default=lambda weights: None)
     grouped: bool = False
 
     def forward(self, weights: Weights, values: Sequence[Any]) -> Tensor:
@@ -120,6 +122,54 @@ class RowExchange(Operator):
     collective: Callable[..., Collective]
     dim: int = 0
     part: tuple[int, int] = (0, 1)
+
+
+def compute(
+    name: str,
+    flow: str,
+    function: Callable[..., Any],
+    *,
+    saves: str = "",
+    facts: str = "",
+    once: bool = False,
+    has_gradient: bool = True,
+    leads_to: str = "",
+) -> Compute:
+    """The operator `name` of a layer. `flow`: "what it reads -> what it makes"; names stand between blanks."""
+    reads, makes = _names_of(flow)
+    return Compute(
+        name=name,
+        reads=reads,
+        makes=makes,
+        saves=tuple(saves.split()),
+        facts=tuple(facts.split()),
+        once=once,
+        has_gradient=has_gradient,
+        leads_to=leads_to,
+        function=function,
+    )
+
+
+def product(
+    name: str, flow: str, weight: str, bias: Bias = lambda weights: None, *, saves: str, grouped: bool = False
+) -> WeightProduct:
+    """As `compute`, of a product with parameter `weight`."""
+    reads, makes = _names_of(flow)
+    saved = tuple(saves.split())
+    return WeightProduct(name=name, reads=reads, makes=makes, saves=saved, weight=weight, bias=bias, grouped=grouped)
+
+
+def exchange(
+    name: str, flow: str, collective: Callable[..., Collective], *, dim: int = 0, once: bool = False
+) -> RowExchange:
+    """As `compute`, of an exchange."""
+    reads, makes = _names_of(flow)
+    return RowExchange(name=name, reads=reads, makes=makes, collective=collective, dim=dim, once=once)
+
+
+def _names_of(flow: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    reads, _, makes = flow.partition("->")
+    return tuple(reads.split()), tuple(makes.split())
 
 
 def part_name(name: str, number: int) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
 from antiphon.models.shares import Ranges, pick
-from antiphon.train.operators import LayerContext, RowExchange, WeightProduct
+from antiphon.train.operators import LayerContext, WeightProduct, exchange
 from antiphon.train.tiled import Tiled, TiledRun, Values
 
 
@@ -32,20 +32,19 @@ class HeadsLeaving(Tiled):
     @staticmethod
     def of(product: WeightProduct, makes: str, links: TileLinks) -> "HeadsLeaving":
         """`makes`: the name of the projection of this rank's heads, [B, S, w]."""
-        exchange = RowExchange(
-            name="heads_a2a",
-            reads=product.reads,
-            makes=(makes,),
-            collective=lambda here, x_BsH: here.sequences.parallel.rows_to_heads(x_BsH.shape[0]),
+        a2a = exchange(
+            "heads_a2a",
+            f"{product.reads[0]} -> {makes}",
+            lambda here, x_BsH: here.sequences.parallel.rows_to_heads(x_BsH.shape[0]),
         )
         return HeadsLeaving(
-            name=f"{product.name}_{exchange.name}",
+            name=f"{product.name}_{a2a.name}",
             reads=product.reads,
             makes=(makes,),
             saves=product.saves,
-            exchange=exchange,
+            exchange=a2a,
             product=product,
-            parts=(product.name, "pack_heads", exchange.name),
+            parts=(product.name, "pack_heads", a2a.name),
             arrives=False,
             links=links,
         )
@@ -79,20 +78,19 @@ class HeadsArriving(Tiled):
     @staticmethod
     def of(reads: str, product: WeightProduct, links: TileLinks) -> "HeadsArriving":
         """`reads`: the name of attention's output of this rank's heads, [P, w]."""
-        exchange = RowExchange(
-            name="rows_a2a",
-            reads=(reads,),
-            makes=product.reads,
-            collective=lambda here, x_Pw: here.sequences.parallel.heads_to_rows(x_Pw.shape[0]),
+        a2a = exchange(
+            "rows_a2a",
+            f"{reads} -> {product.reads[0]}",
+            lambda here, x_Pw: here.sequences.parallel.heads_to_rows(x_Pw.shape[0]),
         )
         return HeadsArriving(
-            name=f"{exchange.name}_{product.name}",
+            name=f"{a2a.name}_{product.name}",
             reads=(reads,),
             makes=(*product.reads, *product.makes),
             saves=product.saves,
-            exchange=exchange,
+            exchange=a2a,
             product=product,
-            parts=(exchange.name, "unpack_rows", product.name),
+            parts=(a2a.name, "unpack_rows", product.name),
             arrives=True,
             links=links,
         )

@@ -23,7 +23,7 @@ from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move
 from antiphon.train.hugging_face import import_weights
-from antiphon.train.memory import activation_facts
+from antiphon.train.memory import bytes_by_formula
 from antiphon.train.metrics import Metrics
 from antiphon.train.optimizer import Optimizer, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
@@ -145,6 +145,8 @@ class Trainer:
         self._shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
         self._optimizer = Optimizer(self.model, self._shards, config.optimizer)
         self._passes = Passes(self.model, config.loss, self._spans, pairs=config.overlap.pairs)
+        self._bytes_by_formula = bytes_by_formula(self.model, config)
+        self._flops_per_token = training_flops_per_token(self.spec, config.sequence_length)
 
     def _pack(self, packing: Packing, watch: Watch, *, measured: bool) -> None:
         """Divide the experts among other ranks, where that was decided."""
@@ -236,7 +238,7 @@ class Trainer:
                 "learning_rate": result.rate,
                 "balance_loss": result.balance,
                 "tokens_per_s": rate,
-                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length) * rate,
+                "flops_per_s": self._flops_per_token * rate,
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,
                 "expert_rows": result.counts_LE.tolist(),
@@ -248,7 +250,10 @@ class Trainer:
 
     def _of_some_runs(self, result: TrainedStep, watch: Watch) -> dict[str, Any]:
         """What layers keep; of runs that drop rows, choose their dispatch, or have several ranks, more."""
-        values: dict[str, Any] = activation_facts(self.model, self.config)
+        values: dict[str, Any] = {
+            "activation_bytes": self.model.held.take().peak,
+            "activation_bytes_by_formula": self._bytes_by_formula,
+        }
         if self.config.loss.drops:
             values["dropped_rows"] = result.dropped_L.tolist()
         if self._run.dispatch is not None:

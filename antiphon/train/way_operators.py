@@ -34,7 +34,16 @@ from antiphon.comm.dispatch.api import Dispatcher, Hop, Way
 from antiphon.comm.row_parts import joined, part_of, runs_of, taken
 from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 from antiphon.train.layer_schedule import GRADIENT, START_GRADIENT, WAIT_OF, Action, Schedule
-from antiphon.train.operators import Compute, LayerContext, Operator, RowExchange, part_name, whole_name
+from antiphon.train.operators import (
+    Compute,
+    LayerContext,
+    Operator,
+    RowExchange,
+    compute,
+    exchange,
+    part_name,
+    whole_name,
+)
 
 
 def way_operators(
@@ -48,31 +57,14 @@ def way_operators(
         there += _way_there(way, end, rows, ids, weights)
         back = [*_way_back(way, end, weights, total), *back]
         rows, ids, weights, total = f"received{end}", f"ids{end}_there", f"weights{end}_there", f"sums{end}"
-    there.append(
-        Compute(
-            name="sort",
-            reads=(ids,),
-            makes=("row_map",),
-            facts=("row_map",),
-            function=_sort,
-            once=True,
-            has_gradient=False,
-        )
+    gathered = f"fc2_out row_map {weights if has_weights else ''}"
+    saves = f"fc2_out {weights}" if has_weights and needs_rows else ""
+    sort = compute("sort", f"{ids} -> row_map", _sort, facts="row_map", once=True, has_gradient=False)
+    return (
+        [*there, sort, compute("scatter", f"{rows} row_map -> ffn_in", _scatter)],
+        weights,
+        [compute("gather", f"{gathered} -> {total}", _gather, saves=saves), *back],
     )
-    scatter = Compute(
-        name="scatter",
-        reads=(rows, "row_map"),
-        makes=("ffn_in",),
-        function=lambda here, x, rows: to_experts(x.to(here.weights.dtype), rows),
-    )
-    gather = Compute(
-        name="gather",
-        reads=("fc2_out", "row_map", *((weights,) if has_weights else ())),
-        makes=(total,),
-        saves=("fc2_out", weights) if has_weights and needs_rows else (),
-        function=_gather,
-    )
-    return [*there, scatter], weights, [gather, *back]
 
 
 def end_of(number: int) -> str:
@@ -85,39 +77,17 @@ def _way_there(way: Way, end: str, rows: str, ids: str, weights: str) -> list[Op
         return way.hop(ids_TK, weights_TK)
 
     return [
-        Compute(
-            name=f"hop{end}",
-            reads=(ids, weights),
-            makes=(f"hop{end}", f"packed{end}"),
-            facts=(f"hop{end}",),
-            function=hop,
-            once=True,
+        compute(f"hop{end}", f"{ids} {weights} -> hop{end} packed{end}", hop, facts=f"hop{end}", once=True),
+        exchange(
+            f"routing{end}", f"packed{end} hop{end} -> routed{end}", lambda here, packed, hop: hop.choices, once=True
         ),
-        RowExchange(
-            name=f"routing{end}",
-            reads=(f"packed{end}", f"hop{end}"),
-            makes=(f"routed{end}",),
-            collective=lambda here, packed, hop: hop.choices,
-            once=True,
-        ),
-        Compute(
-            name=f"send{end}",
-            reads=(rows, f"hop{end}"),
-            makes=(f"sent{end}",),
-            function=lambda here, x, hop: hop.send(x.to(here.weights.dtype)),
-        ),
-        RowExchange(
-            name=f"dispatch{end}",
-            reads=(f"sent{end}", f"hop{end}"),
-            makes=(f"received{end}",),
-            collective=lambda here, sent, hop: hop.there,
-        ),
-        Compute(
-            name=f"arrive{end}",
-            reads=(f"routed{end}", f"hop{end}"),
-            makes=(f"ids{end}_there", f"weights{end}_there"),
-            facts=(f"ids{end}_there",),
-            function=lambda here, routed, hop: hop.arrived(routed),
+        compute(f"send{end}", f"{rows} hop{end} -> sent{end}", lambda here, x, hop: hop.send(x.to(here.weights.dtype))),
+        exchange(f"dispatch{end}", f"sent{end} hop{end} -> received{end}", lambda here, sent, hop: hop.there),
+        compute(
+            f"arrive{end}",
+            f"routed{end} hop{end} -> ids{end}_there weights{end}_there",
+            lambda here, routed, hop: hop.arrived(routed),
+            facts=f"ids{end}_there",
             once=True,
         ),
     ]
@@ -125,25 +95,23 @@ def _way_there(way: Way, end: str, rows: str, ids: str, weights: str) -> list[Op
 
 def _way_back(way: Way, end: str, weights: str, total: str) -> list[Operator]:
     return [
-        RowExchange(
-            name=f"combine{end}",
-            reads=(f"sums{end}", f"hop{end}"),
-            makes=(f"returned{end}",),
-            collective=lambda here, sums, hop: hop.back,
-        ),
-        Compute(
-            name=f"total{end}",
-            reads=(f"returned{end}", weights, f"hop{end}"),
-            makes=(total,),
-            saves=(f"returned{end}",) if way.weighs_at_home else (),
+        exchange(f"combine{end}", f"sums{end} hop{end} -> returned{end}", lambda here, sums, hop: hop.back),
+        compute(
+            f"total{end}",
+            f"returned{end} {weights} hop{end} -> {total}",
+            lambda here, y, weights, hop: hop.total(y, weights).to(here.weights.dtype),
+            saves=f"returned{end}" if way.weighs_at_home else "",
             leads_to=f"combine{end}",
-            function=lambda here, y, weights, hop: hop.total(y, weights).to(here.weights.dtype),
         ),
     ]
 
 
 def _sort(here: LayerContext, ids_TK: Tensor) -> RowMap:
     return row_map(ids_TK, here.dispatcher.num_experts)
+
+
+def _scatter(here: LayerContext, x_TH: Tensor, rows: RowMap) -> Tensor:
+    return to_experts(x_TH.to(here.weights.dtype), rows)
 
 
 def _gather(here: LayerContext, y_RH: Tensor, rows: RowMap, *weights_TK: Tensor) -> Tensor:
