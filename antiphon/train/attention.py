@@ -26,8 +26,8 @@ from antiphon.train.weights import Weights
 
 
 def attention_operators(spec: ModelSpec, *, sequence_ranks: int, links: TileLinks | None = None) -> list[Operator]:
-    """From normed rows to attention's output, without the residual. `links`: who carries tiles between the sequence
-    ranks, None: all-to-alls stay whole."""
+    """The operators from normed rows to attention's output, without the residual. `links`: who carries tiles between
+    the sequence ranks, None: all-to-alls stay whole."""
     return [
         exchange("tensor_gather", "ln1_out -> ln1_out_ag", lambda here, x: here.sequences.parallel.gather(), dim=1),
         *_until_heads(spec.attention, sequence_ranks, links),
@@ -49,7 +49,7 @@ def heads_leave_in_tiles(attention: AttentionSpec) -> bool:
 
 
 def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
-    """From rows to the queries, keys and values of the heads that this rank works on, at all positions."""
+    """The operators from rows to queries, keys and values of this rank's heads, at all positions."""
     normed, weight, bias = reads_qkv(attention), projection_weight(attention), partial(projection_bias, attention)
     projection = product("qkv", "ln1_out_ag -> qkv", weight, bias, saves="ln1_out_ag")
     rope = compute("rope", "qkv -> q k v", rope_heads, saves="qkv" if normed else "")
@@ -64,8 +64,8 @@ def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks
 
 
 def _heads(*, copies: bool, exchanged: bool = False) -> Operator:
-    """Where all positions are here. `copies`: values are a part of something larger that need not be held for them.
-    `exchanged`: they are of the heads that this rank works on, and no others."""
+    """The last step where all positions are here. `copies`: values are a part of something larger that need not be held
+    for them. `exchanged`: they are of the heads that this rank works on, and no others."""
 
     def heads(here: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parallel = here.sequences.parallel
@@ -90,7 +90,7 @@ def _exchanged_heads() -> list[Operator]:
 
 
 def _rows(sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
-    """From attention's output to rows at this rank's positions, times the output projection."""
+    """The operators from attention's output to this rank's rows, times the output projection."""
     out = product("out", "attn_a2a -> attn_out", "out", saves="attn_a2a")
     if sequence_ranks == 1:
         return [compute("rows", "attn -> attn_a2a", lambda here, out: out.flatten(2)), out]

@@ -272,7 +272,7 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
 def needs(
     graph: Graph, actions: Sequence[Action], kept: Collection[str], *, backward: bool
 ) -> dict[Action, dict[Action, str]]:
-    """By action: those that have to come before it, and for what. `kept`: names that backward finds there."""
+    """For each action, those that have to come before it, and for what. `kept`: names that backward finds there."""
     making = (each for each in actions if each.verb in (RUN, WAIT, AGAIN, WAIT_AGAIN))
     there_already = kept if backward else ()
     makers = {
@@ -303,7 +303,7 @@ def needs(
 
 
 def _starts_of_parts(graph: Graph, actions: Sequence[Action]) -> dict[Action, Action]:
-    """By the start of a part's exchange: that of the part before."""
+    """The start of each part's exchange, with that of the part before it."""
     found = {}
     for action in actions:
         operator = graph.operators[action.operator]
@@ -327,7 +327,7 @@ def _check_order(graph: Graph, actions: Sequence[Action], kept: Collection[str],
 
 
 def _readers(graph: Graph) -> Mapping[str, list[Operator]]:
-    """By name: the operators that read it and give it a gradient."""
+    """For each name, the operators that read it and give it a gradient."""
     found: dict[str, list[Operator]] = {}
     for operator in graph.operators.values():
         for name in set(operator.reads) - graph.facts if operator.has_gradient else ():

@@ -184,7 +184,7 @@ def _numbers(values: object) -> list[float]:
 
 
 def _not_finite_of(tensors: Iterable[tuple[str, Tensor]]) -> Mapping[str, tuple[int, int]]:
-    """By name: how many numbers are not finite, and how many there are."""
+    """For each name, how many numbers are not finite, and how many there are."""
     found = {}
     for name, each in tensors:
         if each.is_floating_point():

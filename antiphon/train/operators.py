@@ -153,7 +153,7 @@ def compute(
 def product(
     name: str, flow: str, weight: str, bias: Bias = lambda weights: None, *, saves: str, grouped: bool = False
 ) -> WeightProduct:
-    """As `compute`, of a product with parameter `weight`."""
+    """A product with parameter `weight`; the other arguments are those of `compute`."""
     reads, makes = _names_of(flow)
     saved = tuple(saves.split())
     return WeightProduct(name=name, reads=reads, makes=makes, saves=saved, weight=weight, bias=bias, grouped=grouped)
@@ -162,7 +162,7 @@ def product(
 def exchange(
     name: str, flow: str, collective: Callable[..., Collective], *, dim: int = 0, once: bool = False
 ) -> RowExchange:
-    """As `compute`, of an exchange."""
+    """An exchange; the other arguments are those of `compute`."""
     reads, makes = _names_of(flow)
     return RowExchange(name=name, reads=reads, makes=makes, collective=collective, dim=dim, once=once)
 

@@ -81,7 +81,7 @@ def shards_of(
     config: OptimizerConfig,
     communication: CommunicationConfig = CommunicationConfig(),
 ) -> Shards:
-    """As the optimizer of `config` wants them. Made by all ranks together."""
+    """The shards that the optimizer of `config` works on. Made by all ranks together."""
     if config.name != "muon":
         return Shards(model, zero, communication=communication)
     return Shards(model, zero, lambda purpose, shape: matrices_of(model.spec, purpose, shape), communication)

@@ -80,8 +80,8 @@ class Passes:
         )
 
     def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
-        """Where the first number of these passes came from that is not finite, in words: of the rank that met it
-        first. Runs the passes again."""
+        """Says where the first number of these passes that is not finite came from: the words of the rank that met
+        it first. Runs the passes again."""
         num_targets, schedule, mesh = self._targets_of_all(batches), self.model.schedule, self.model.mesh
 
         def again(begin: Callable[[int, int], None]) -> None:
@@ -165,7 +165,7 @@ class _Stages:
             self.do(StagePass(backward, 0, micro_batch), ())
 
     def all_losses(self) -> list[Tensor]:
-        """In the order of micro-batches, so that their sum has the same bits in any order of passes."""
+        """The losses in order of micro-batch, so that their sum has the same bits in any order of passes."""
         return [self.losses[number] for number in sorted(self.losses)]
 
     def use(self) -> Tensor:

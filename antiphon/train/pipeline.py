@@ -126,7 +126,7 @@ class PipelineSchedule:
         ]
 
     def turn_of(self, action: StagePass) -> int:
-        """Where `action` stands among those of all ranks, when they run one after another."""
+        """The number of `action` among those of all ranks, when they run one after another."""
         on_the_way = 2 * self.num_stages - 1 - action.stage if action.backward else action.stage
         return action.micro_batch * 2 * self.num_stages + on_the_way
 

@@ -49,7 +49,7 @@ _LEAST_WEIGHT = (1 << _WEIGHT_BITS) - 1  # the heaviest choice is number 0, to c
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """Where the rows of this rank stand in the micro-batch: sequences from `first_sequence` on, each with these
+    """The place of this rank's rows in the micro-batch: sequences from `first_sequence` on, each with these
     positions [start, stop) of `length`."""
 
     first_sequence: int

@@ -259,7 +259,7 @@ def _measure(passes: Passes, shards: Shards, batches: Sequence[Batch]) -> list[S
 
 
 def _times(actions: Sequence[Action], spans: Sequence[Span], mesh: Mesh, *, backward: bool) -> ActionTimes:
-    """By action, the median over layers and rounds; of the ranks of a stage the slowest."""
+    """The median of each action over layers and rounds; the slowest rank of a stage counts."""
     by_name: dict[str, list[float]] = {}
     for span in spans:
         if span.label.backward == backward:

@@ -98,7 +98,7 @@ class SequenceParallel:
         return self.unpack_rows(run(self.to_rows(packed), packed))
 
     def own_heads(self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where one sequence rank has all positions: keys and values as `causal_attention` wants them."""
+        """Queries, keys and values as `causal_attention` wants them, where one sequence rank has all positions."""
         first, last = self._kv_of(self.heads)
         return self.fitted(q_BSND, k_BSGD[:, :, first:last], v_BSGV[:, :, first:last])
 
@@ -165,7 +165,7 @@ class SequenceParallel:
 
     @property
     def projected_columns(self) -> list[Ranges]:
-        """By sequence rank: the columns of the fused projection, q then k then v, that make the heads it works on."""
+        """For each sequence rank, the columns of the fused projection, q then k then v, that make its heads."""
         q_width, kv_width = self.projected(self._widths[0])
 
         def of(begin: int, heads: Range, width: int) -> Range:
@@ -179,7 +179,7 @@ class SequenceParallel:
 
     @property
     def output_columns(self) -> list[Ranges]:
-        """By sequence rank: the columns of all heads' output that it makes."""
+        """For each sequence rank, the columns of all heads' output that it makes."""
         width = self._widths[1]
         return [((first * width, last * width),) for first, last in self._heads]
 

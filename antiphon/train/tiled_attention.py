@@ -124,7 +124,7 @@ class HeadsArriving(Tiled):
 def _send_products(
     flight: TileFlight, x_TH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, columns: list[Ranges]
 ) -> None:
-    """To each rank its columns of the product of all rows."""
+    """Sends each rank its columns of the product of all rows."""
     matrices = [pick(weight_WH, 0, ranges).mT for ranges in columns]
     biases = None if bias_W is None else [pick(bias_W, 0, ranges) for ranges in columns]
     for tile in flight.to_send:

@@ -56,7 +56,7 @@ class TrainedStep:
 
     @property
     def fullest(self) -> list[float]:
-        """By MoE layer: rows of the fullest expert over the mean."""
+        """For each MoE layer, rows of the fullest expert over the mean."""
         counts = self.counts_LE.double()
         return [float(value) for value in (counts.amax(1) / counts.mean(1)).tolist()]
 

@@ -58,7 +58,7 @@ class _Trouble:
     num_steps: int = 0
     missed: float = 0.0
     expert: int = -1
-    told: bool = False
+    reported: bool = False
 
 
 class _Watched:
@@ -71,19 +71,19 @@ class _Watched:
         return key in self._troubles
 
     def bad(self, key: tuple[int, ...], step: int, mean: float, expert: int) -> _Trouble | None:
-        """The trouble, if it is to be told now."""
+        """The trouble, if it is to be reported now."""
         trouble = self._troubles.setdefault(key, _Trouble(step))
         trouble.num_steps += 1
         trouble.missed += mean
-        if trouble.told or trouble.num_steps < PATIENCE_STEPS or trouble.missed < MISSED_ROWS:
+        if trouble.reported or trouble.num_steps < PATIENCE_STEPS or trouble.missed < MISSED_ROWS:
             return None
-        trouble.told, trouble.expert = True, expert
+        trouble.reported, trouble.expert = True, expert
         return trouble
 
     def good(self, key: tuple[int, ...]) -> _Trouble | None:
-        """The trouble that ends here, if it was told."""
+        """The trouble that ends here, if it was reported."""
         trouble = self._troubles.pop(key, None)
-        return trouble if trouble is not None and trouble.told else None
+        return trouble if trouble is not None and trouble.reported else None
 
 
 class RouterAlarm:
@@ -96,16 +96,16 @@ class RouterAlarm:
 
     def observe(self, step: int, counts_LE: Sequence[Sequence[int]]) -> list[Alarm]:
         """What began or ended with this step. `counts_LE`: rows by layer and expert, of all ranks."""
-        told: list[Alarm] = []
+        alarms: list[Alarm] = []
         for layer, counts_E in zip(self._layers, counts_LE, strict=True):
             mean = sum(counts_E) / len(counts_E)
             if not mean:
                 continue
-            told += self._collapse(step, layer, counts_E, mean)
+            alarms += self._collapse(step, layer, counts_E, mean)
             for expert, count in enumerate(counts_E):
                 if not count or (layer, expert) in self._dead:
-                    told += self._death(step, layer, expert, count, mean)
-        return told
+                    alarms += self._death(step, layer, expert, count, mean)
+        return alarms
 
     def _collapse(self, step: int, layer: int, counts_E: Sequence[int], mean: float) -> list[Alarm]:
         fullest = max(range(len(counts_E)), key=counts_E.__getitem__)
@@ -159,7 +159,7 @@ class StepTraffic:
     lost_numbers: Mapping[str, int]
 
     def metrics(self) -> dict[str, Any]:
-        """As a run's metrics name them."""
+        """The values under their names in a run's metrics."""
         values: dict[str, Any] = {"collective_bytes": dict(self.sent_bytes), "exposed_comm_s": self.waited_s}
         return values | ({"float8_lost": dict(self.lost_numbers)} if self.lost_numbers else {})
 
