@@ -41,7 +41,7 @@ Needs = Mapping[Action, Mapping[Action, str]]
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Seconds of each action on the processor, and of each start's exchange on the wire."""
+    """Seconds of each action on the processor, and of each start's exchange on the link."""
 
     computing_s: Mapping[Action, float]
     travelling_s: Mapping[Action, float]
@@ -61,24 +61,24 @@ class _SearchState:
     """`arrivals_s`: of what is under way, by the action that waits for it."""
 
     now_s: float
-    wire_free_s: float
+    link_free_s: float
     arrivals_s: tuple[tuple[Action, float], ...]
     order: tuple[Action, ...]
 
     def after(self, action: Action, times: ActionTimes) -> "_SearchState":
         now_s = self.now_s + times.computing_s.get(action, 0.0)
-        arrivals, wire_s = dict(self.arrivals_s), self.wire_free_s
+        arrivals, link_s = dict(self.arrivals_s), self.link_free_s
         if action in times.travelling_s:
-            wire_s = max(now_s, wire_s) + times.travelling_s[action]
-            arrivals[Action(WAIT_OF[action.verb], action.operator)] = wire_s
+            link_s = max(now_s, link_s) + times.travelling_s[action]
+            arrivals[Action(WAIT_OF[action.verb], action.operator)] = link_s
         now_s = max(now_s, arrivals.pop(action, 0.0))
-        return _SearchState(now_s, wire_s, tuple(sorted(arrivals.items(), key=_by_name)), (*self.order, action))
+        return _SearchState(now_s, link_s, tuple(sorted(arrivals.items(), key=_by_name)), (*self.order, action))
 
     def is_behind(self, other: "_SearchState") -> bool:
         """Whether nothing here is earlier than in `other`, which did the same actions."""
         return (
             self.now_s >= other.now_s
-            and self.wire_free_s >= other.wire_free_s
+            and self.link_free_s >= other.link_free_s
             and all(mine[1] >= theirs[1] for mine, theirs in zip(self.arrivals_s, other.arrivals_s, strict=True))
         )
 
@@ -134,7 +134,7 @@ def _best(
     def least_s(done: int, state: _SearchState) -> float:
         return state.now_s + max((left_s[each] for each in numbers if not done & numbers[each]), default=0.0)
 
-    every.sort(key=lambda item: (least_s(*item), item[1].now_s, item[1].wire_free_s))
+    every.sort(key=lambda item: (least_s(*item), item[1].now_s, item[1].link_free_s))
     kept: dict[int, list[_SearchState]] = {}
     for done, state in every[:most_states]:
         kept.setdefault(done, []).append(state)
