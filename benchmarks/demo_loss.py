@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from antiphon.bench.plain_loop import PlainLoop
 from antiphon.bench.train import EnoughError, samples_of
 from antiphon.train.config import read_config
+from antiphon.train.setup import prepare
 from antiphon.train.tokens import load_tokenizer
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.trainer import TrainedStep, Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo-moe"
 LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -84,7 +85,7 @@ def curves(num_steps: int, every: int) -> None:
         furthest = 0.0
         print("| step | antiphon train | plain loop |\n|---|---|---|")
 
-        def on_step(result: StepResult) -> None:
+        def on_step(result: TrainedStep) -> None:
             nonlocal furthest
             numbers = range(result.step * config.batch, (result.step + 1) * config.batch)
             theirs = loop.step(samples_of(config).batch(numbers, torch.device("cpu")), result.rate)
@@ -95,7 +96,7 @@ def curves(num_steps: int, every: int) -> None:
                 raise EnoughError
 
         try:
-            Trainer(config, on_step).run()
+            Trainer(prepare(config), on_step).run()
         except EnoughError:
             print(f"\nfurthest apart: {furthest:.1e}")
 

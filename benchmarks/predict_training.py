@@ -19,7 +19,7 @@ from antiphon.bench.train import write_text
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config
-from antiphon.train.prediction import StepPrediction, predict_step
+from antiphon.train.planned_run import StepPrediction, predict_step
 from antiphon.train.ranks import sizes_of
 
 STEPS, WARM = 10, 3

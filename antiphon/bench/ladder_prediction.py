@@ -59,10 +59,10 @@ from antiphon.train.layer_schedule import (
     Action,
     span_name,
 )
-from antiphon.train.memory_check import setup_of
+from antiphon.train.memory import setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.row_budget import WAITS
-from antiphon.train.schedule_search import Times, seconds_of
+from antiphon.train.schedule_search import ActionTimes, seconds_of
 from antiphon.train.tiled import Tiled
 
 Pattern = Literal["all_to_all", "all_gather", "reduce_scatter"]
@@ -333,7 +333,7 @@ class _Costs:
         """Bytes of the largest exchange of a layer's backward."""
         return max((each.backward_bytes for each in exchanges(self.spec, self.config, self.sizes).values()), default=0)
 
-    def of(self, plan: LayerPlan, *, backward: bool) -> Times:
+    def of(self, plan: LayerPlan, *, backward: bool) -> ActionTimes:
         order = plan.schedule.backward if backward else plan.schedule.forward
         parts = Counter(map(whole_name, plan.graph.operators))
         sent = exchanges(self.spec, self.config, self.sizes)
@@ -355,7 +355,7 @@ class _Costs:
                 if whole.operator == "over_budget":
                     found += self._over_budget_s(self._holders(whole.operator), backward=backward)
                 computing[action] = found / self._holders(whole.operator) / self.config.micro_batches
-        return Times(computing, travelling)
+        return ActionTimes(computing, travelling)
 
     def _over_budget_s(self, layers: int, *, backward: bool) -> float:
         """What a step waits for rows over the budget. It was measured on rows as they are without compression."""

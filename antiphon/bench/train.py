@@ -43,9 +43,9 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.config import Dtype, TrainConfig, apply_change, config_of
 from antiphon.train.model import Batch
 from antiphon.train.samples import Samples
-from antiphon.train.setup import cache_of
+from antiphon.train.setup import cache_of, prepare
 from antiphon.train.tokens import open_tokens
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.trainer import TrainedStep, Trainer
 
 NUM_COMPARED = 3  # steps whose losses must agree
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 2e-2}  # of the loss, relative
@@ -166,12 +166,12 @@ class StepComparison:
         torch.set_num_threads(case.threads)
         self._spec = load_model_spec(case.folder)
         self._config = configuration(case, workplace)
-        self._trainer = Trainer(self._config, self._on_step)
+        self._trainer = Trainer(prepare(self._config), self._on_step)
         with ExitStack() as self._counting, suppress(EnoughError):
             self._kept = self._counting.enter_context(kept_for_backward())
             self._trainer.run()
 
-    def _on_step(self, result: StepResult) -> None:
+    def _on_step(self, result: TrainedStep) -> None:
         mesh = self._trainer.mesh
         if result.step == 0:
             self._start_loop()
@@ -223,7 +223,7 @@ class StepComparison:
         self.implementation = self._loop.choose_experts(self._spec, self._batch(0), self._say)
         self.theirs.sent_bytes = self._loop.sent_bytes
 
-    def _compared_step(self, result: StepResult, batch: Any) -> float:
+    def _compared_step(self, result: TrainedStep, batch: Any) -> float:
         if result.step:
             self.theirs.waited_s.append(self._loop.exposed_s(batch))
             return self._loop.step(batch, result.rate)

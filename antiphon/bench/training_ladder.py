@@ -38,7 +38,8 @@ from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
 from antiphon.train.model import Batch
 from antiphon.train.ranks import leave
 from antiphon.train.row_budget import part_over_budget
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import TrainedStep, Trainer
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
 ONE_BY_ONE = "one-by-one.txt"
@@ -73,7 +74,8 @@ class TrainerTurns:
     """The trainer of `config`; a step begins when `step` is called."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.trainer = Trainer(config, self._on_step)
+        self.trainer: Trainer  # made by the first step
+        self._config = config
         self._folder = Path(config.output.folder)
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._ending = False
@@ -97,6 +99,7 @@ class TrainerTurns:
     def _run(self) -> None:
         self._turn.acquire()
         try:
+            self.trainer = Trainer(prepare(self._config), self._on_step)
             self.trainer.run()
         except EnoughError:
             return
@@ -104,7 +107,7 @@ class TrainerTurns:
             self._error = error
         self._back.release()
 
-    def _on_step(self, result: StepResult) -> None:
+    def _on_step(self, result: TrainedStep) -> None:
         self._back.release()  # metrics of this step are written when the next turn begins
         self._turn.acquire()
         if self._ending:

@@ -29,12 +29,12 @@ from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.hugging_face import export as write_export
-from antiphon.train.obey import obey
+from antiphon.train.planned_run import planned_config
 from antiphon.train.ranks import leave, sizes_of
-from antiphon.train.setup import build_model, cache_of, plan_options, prepare_data, tokenizer_of
+from antiphon.train.setup import build_model, cache_of, plan_options, prepare, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.trainer import TrainedStep, Trainer
 
 MOST_RANKS, RESTARTS = 256, 3
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="What to train, on what, how: a TOML file.")]
@@ -63,7 +63,7 @@ def train(
     read, planned = read_config(config, changes or []), None
     if plan is not None:
         planned = read_training_plan(plan)
-        read = obey(planned, read, load_model_spec(Path(read.model.path)), plan, changes or [])
+        read = planned_config(planned, read, load_model_spec(Path(read.model.path)), plan, changes or [])
     if print_config:
         print(jsonlib.dumps(read.as_table(), indent=2))
         return
@@ -88,17 +88,17 @@ def _run(
 ) -> None:
     """One rank's part of the run; the first one speaks."""
     if int(os.environ.get("RANK", "0")):
-        Trainer(config, timeline=timeline, plan=planned).run()
+        Trainer(prepare(config, planned), timeline=timeline).run()
         leave()
         return
     with progress(f"training {file.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
 
-        def on_step(result: StepResult) -> None:
+        def on_step(result: TrainedStep) -> None:
             report(result.step + 1, config.steps)
             if (result.step + 1) % config.output.log_every == 0 or result.step + 1 == config.steps:
                 _show_step(result, config, json)
 
-        facts = Trainer(config, on_step, timeline, planned).run()
+        facts = Trainer(prepare(config, planned), on_step, timeline).run()
     leave()
     page = write_run_page(Path(config.output.folder))
     compared = comparisons(read_run(Path(config.output.folder)))
@@ -188,7 +188,7 @@ def _tokenize(config: TrainConfig, json: str | None) -> None:
     show(table(("split", "tokens", "documents", "bytes of text"), rows, title=str(cache)), json=json)
 
 
-def _show_step(result: StepResult, config: TrainConfig, json: str | None) -> None:
+def _show_step(result: TrainedStep, config: TrainConfig, json: str | None) -> None:
     fullest = max(result.fullest)
     speed = config.tokens_per_step / result.duration_s
     dropped = f"dropped {int(result.dropped_L.sum()):,} rows  " if config.loss.drops else ""

@@ -33,7 +33,7 @@ from antiphon.report.draw import draw
 from antiphon.report.page import html
 from antiphon.report.words import milliseconds, number, plural, time_unit
 from antiphon.specs.training_plan import training_plan_from_json
-from antiphon.train.run_facts import FILE
+from antiphon.train.metrics import FILE
 
 PAGE = "report.html"
 MOST_ALARMS = 20

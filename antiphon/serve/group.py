@@ -14,7 +14,7 @@ Who hangs? A worker that waits in vain names its peers, and one of them may wait
 a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have less time
 for it.
 
-A worker may be a group of ranks (`worker/ranks`). Its leader has the worker's name and its steps; all ranks belong to
+A worker may be a group of ranks (`worker/build`). Its leader has the worker's name and its steps; all ranks belong to
 the epoch, and the worker takes part once all of them have joined it. The loss of one is the loss of the worker.
 
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`request_desk`).
@@ -41,10 +41,10 @@ from antiphon.serve.worker.messages import (
     ExchangeReport,
     ExpertReport,
     Prepared,
-    Ready,
     ResetDone,
     StepFailed,
     StepResult,
+    WorkerReady,
 )
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
@@ -168,7 +168,7 @@ class StepGroup:
                 self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):
             self._statistics.record_exchange(str(worker.name), message.traffic)
-        elif isinstance(message, Ready):
+        elif isinstance(message, WorkerReady):
             worker.ready = True
             if self._control is not None:
                 self._control.learn(worker.name, message)

@@ -7,7 +7,7 @@ hears of every process that comes up, and is the one that decides when to begin 
 from collections.abc import Collection, Mapping, Sequence
 
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.worker.messages import Abort, Ready, Reset
+from antiphon.serve.worker.messages import Abort, Reset, WorkerReady
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 
@@ -79,10 +79,10 @@ class ExchangeControl:
     def __init__(self, fleet: Fleet, members: Members) -> None:
         self._fleet = fleet
         self._members = members
-        self._ready: dict[WorkerName, Ready] = {}
+        self._ready: dict[WorkerName, WorkerReady] = {}
         self._epoch = 0
 
-    def learn(self, name: WorkerName, ready: Ready) -> None:
+    def learn(self, name: WorkerName, ready: WorkerReady) -> None:
         """A process is ready and can be reached so; a restarted one has new tickets."""
         self._ready[name] = ready
 

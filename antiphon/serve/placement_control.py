@@ -22,7 +22,7 @@ from antiphon.base.logging import get_logger
 from antiphon.placement.moves import next_placement, num_moves
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import Place, Prepare, Prepared, Retire
+from antiphon.serve.worker.messages import Place, Prepared, PreparePlacement, Retire
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -100,7 +100,7 @@ class PlacementControl:
         self._coming = replace(coming, version=self._newest)
         self._waiting_for = set(experts)
         for name in experts:
-            self._fleet.send(self._fleet.workers[name], Prepare(self._coming))
+            self._fleet.send(self._fleet.workers[name], PreparePlacement(self._coming))
 
     def _switch(self, attention: Collection[WorkerName], experts: Collection[WorkerName]) -> None:
         assert self._coming is not None
@@ -128,7 +128,7 @@ class PlacementControl:
             self._fleet.send(self._fleet.workers[worker.name.leader], Place(self._without_absent()))
         elif worker.name.role != "attention" and self._coming is not None:
             self._waiting_for.add(worker.name)
-            self._fleet.send(worker, Prepare(self._coming))
+            self._fleet.send(worker, PreparePlacement(self._coming))
 
     # --- workers that are gone ---------------------------------------------------------------------------------------
 

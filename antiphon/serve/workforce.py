@@ -23,7 +23,7 @@ from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import Failure, FromWorker, LoadProgress, Ready, StepResult
+from antiphon.serve.worker.messages import FromWorker, LoadProgress, StepResult, WorkerFailure, WorkerReady
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
@@ -54,7 +54,7 @@ class Workforce:
         self._relaunch = relaunch
         self._group_of = {name: group for group in groups for name in group.members.processes}
         self._loading: dict[WorkerName, LoadProgress] = {}
-        self._ready: dict[WorkerName, Ready] = {}
+        self._ready: dict[WorkerName, WorkerReady] = {}
         self._restarts = {name: Restarts() for name in self._group_of}
         self._saying = {name: Occasional(_SAY_S) for name in self._group_of}  # that it died again
         self._stopped_since_s: dict[WorkerProcess, float] = {}
@@ -167,10 +167,10 @@ class Workforce:
         if isinstance(message, LoadProgress):
             self._loading[worker.name] = message
             return None
-        if isinstance(message, Failure):
+        if isinstance(message, WorkerFailure):
             self._on_refusal(worker, message)
             return None
-        if isinstance(message, Ready):
+        if isinstance(message, WorkerReady):
             self._ready[worker.name] = message
             self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
             self._statistics.events.note("ready", "has loaded and is ready", str(worker.name))
@@ -182,7 +182,7 @@ class Workforce:
             self._begin_count(group.members.processes)
         return failure
 
-    def _on_refusal(self, worker: WorkerProcess, failure: Failure) -> None:
+    def _on_refusal(self, worker: WorkerProcess, failure: WorkerFailure) -> None:
         """It cannot start. Its death follows, and starts it again where that may help."""
         if worker.name not in self._ready:
             raise StartFailed(failure.message, failure.exit_code)

@@ -8,7 +8,6 @@ Letters: B sequences, S positions, s those of this rank, H hidden, X fused width
 D head width, L latent, C width without rotation, R rotated width, V width of a value. Heads are those of this rank.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,38 +19,21 @@ from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
-from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
-from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.sequences import Sequences
+from antiphon.train.operators import LayerContext, Operator, compute, exchange, product
+from antiphon.train.sequence_parallel import SequenceParallel, Sequences
 from antiphon.train.tiled_attention import HeadsArriving, HeadsLeaving
 from antiphon.train.weights import Weights
 
-QKV = ("q", "k", "v")
-QKV_A2A = ("q_a2a", "k_a2a", "v_a2a")
-
 
 def attention_operators(spec: ModelSpec, *, sequence_ranks: int, links: TileLinks | None = None) -> list[Operator]:
-    """From normed rows to attention's output, without the residual. `links`: who carries tiles between the sequence
-    ranks, None: all-to-alls stay whole."""
-    attention = spec.attention
+    """The operators from normed rows to attention's output, without the residual. `links`: who carries tiles between
+    the sequence ranks, None: all-to-alls stay whole."""
     return [
-        Exchange(
-            name="tensor_gather",
-            reads=("ln1_out",),
-            makes=("ln1_out_ag",),
-            collective=lambda here, x: here.sequences.parallel.gather(),
-            dim=1,
-        ),
-        *_until_heads(attention, sequence_ranks, links),
-        Compute(name="attention", reads=QKV_A2A, makes=("attn",), saves=(*QKV_A2A, "attn"), function=_attention),
-        *(_rows() if sequence_ranks == 1 else _exchanged_rows(links)),
-        Exchange(
-            name="tensor_scatter",
-            reads=("attn_out",),
-            makes=("attn_out_rs",),
-            collective=lambda here, x: here.sequences.parallel.scatter(),
-            dim=1,
-        ),
+        exchange("tensor_gather", "ln1_out -> ln1_out_ag", lambda here, x: here.sequences.parallel.gather(), dim=1),
+        *_until_heads(spec.attention, sequence_ranks, links),
+        compute("attention", "q_a2a k_a2a v_a2a -> attn", attend, saves="q_a2a k_a2a v_a2a attn"),
+        *_rows(sequence_ranks, links),
+        exchange("tensor_scatter", "attn_out -> attn_out_rs", lambda here, x: here.sequences.parallel.scatter(), dim=1),
     ]
 
 
@@ -67,120 +49,79 @@ def heads_leave_in_tiles(attention: AttentionSpec) -> bool:
 
 
 def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
-    """From rows to the queries, keys and values of the heads that this rank works on, at all positions."""
-    latent, normed = attention.latent, reads_qkv(attention)
-    product = Product(
-        name="qkv",
-        reads=("ln1_out_ag",),
-        makes=("qkv",),
-        saves=("ln1_out_ag",),
-        weight="qkv" if latent is None else "down",
-        bias=_qkv_bias if latent is None else _down_bias(latent),
-    )
-    if sequence_ranks > 1 and links is not None and heads_leave_in_tiles(attention):
-        leaving = HeadsLeaving.of(product, "qkv_a2a", links)
-        rope = _rope_of("qkv_a2a", normed=normed, exchanged=True)
-        return [leaving, rope, _heads(copies=not normed, exchanged=True)]
-    rope = _rope_of("qkv", normed=normed)
+    """The operators from rows to queries, keys and values of this rank's heads, at all positions."""
+    normed, weight, bias = reads_qkv(attention), projection_weight(attention), partial(projection_bias, attention)
+    projection = product("qkv", "ln1_out_ag -> qkv", weight, bias, saves="ln1_out_ag")
+    rope = compute("rope", "qkv -> q k v", rope_heads, saves="qkv" if normed else "")
     if sequence_ranks == 1:
-        return [product, rope, _heads(copies=latent is not None or not normed)]
-    return [product, rope, *_exchanged_heads()]
-
-
-def _rope_of(projected: str, *, normed: bool, exchanged: bool = False) -> Operator:
-    """`exchanged`: the projection is at all positions, of the heads that this rank works on."""
-    return Compute(
-        name="rope",
-        reads=(projected,),
-        makes=QKV,
-        saves=(projected,) if normed else (),
-        function=partial(_rope, exchanged=exchanged),
-    )
+        return [projection, rope, _heads(copies=attention.latent is not None or not normed)]
+    if links is None or not heads_leave_in_tiles(attention):
+        return [projection, rope, *_exchanged_heads()]
+    leaving = HeadsLeaving.of(projection, "qkv_a2a", links)
+    rope_all = partial(rope_heads, exchanged=True)
+    rope = compute("rope", "qkv_a2a -> q k v", rope_all, saves="qkv_a2a" if normed else "")
+    return [leaving, rope, _heads(copies=not normed, exchanged=True)]
 
 
 def _heads(*, copies: bool, exchanged: bool = False) -> Operator:
-    """Where all positions are here. `copies`: values are a part of something larger that need not be held for them."""
+    """The last step where all positions are here. `copies`: values are a part of something larger that need not be held
+    for them. `exchanged`: they are of the heads that this rank works on, and no others."""
 
-    def heads(here: Here, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(here: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parallel = here.sequences.parallel
         v = v.contiguous() if copies else v
         return parallel.fitted(q, k, v) if exchanged else parallel.own_heads(q, k, v)
 
-    return Compute(name="heads", reads=QKV, makes=QKV_A2A, function=heads)
+    return compute("heads", "q k v -> q_a2a k_a2a v_a2a", heads)
 
 
 def _exchanged_heads() -> list[Operator]:
     return [
-        Compute(
-            name="pack_heads",
-            reads=QKV,
-            makes=("heads_sent",),
-            function=lambda here, q, k, v: here.sequences.parallel.pack_heads(q, k, v),
+        compute("pack_heads", "q k v -> heads_sent", lambda here, q, k, v: here.sequences.parallel.pack_heads(q, k, v)),
+        exchange(
+            "heads_a2a", "heads_sent -> heads_received", lambda here, sent: here.sequences.parallel.to_heads(sent)
         ),
-        Exchange(
-            name="heads_a2a",
-            reads=("heads_sent",),
-            makes=("heads_received",),
-            collective=lambda here, packed: here.sequences.parallel.to_heads(packed),
-        ),
-        Compute(
-            name="unpack_heads",
-            reads=("heads_received",),
-            makes=QKV_A2A,
-            function=lambda here, received: here.sequences.parallel.unpack_heads(received),
+        compute(
+            "unpack_heads",
+            "heads_received -> q_a2a k_a2a v_a2a",
+            lambda here, received: here.sequences.parallel.unpack_heads(received),
         ),
     ]
 
 
-def _out() -> Product:
-    return Product(name="out", reads=("attn_a2a",), makes=("attn_out",), saves=("attn_a2a",), weight="out")
-
-
-def _rows() -> list[Operator]:
-    rows = Compute(name="rows", reads=("attn",), makes=("attn_a2a",), function=lambda here, out: out.flatten(2))
-    return [rows, _out()]
-
-
-def _exchanged_rows(links: TileLinks | None) -> list[Operator]:
+def _rows(sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
+    """The operators from attention's output to this rank's rows, times the output projection."""
+    out = product("out", "attn_a2a -> attn_out", "out", saves="attn_a2a")
+    if sequence_ranks == 1:
+        return [compute("rows", "attn -> attn_a2a", lambda here, out: out.flatten(2)), out]
     if links is not None:
-        pack = Compute(
-            name="pack_rows",
-            reads=("attn",),
-            makes=("rows_sent",),
-            function=lambda here, out: here.sequences.parallel.by_rank(out.flatten(2)),
+        pack = compute(
+            "pack_rows", "attn -> rows_sent", lambda here, out: here.sequences.parallel.by_rank(out.flatten(2))
         )
-        return [pack, HeadsArriving.of("rows_sent", _out(), links)]
+        return [pack, HeadsArriving.of("rows_sent", out, links)]
     return [
-        Compute(
-            name="pack_rows",
-            reads=("attn",),
-            makes=("rows_sent",),
-            function=lambda here, out: here.sequences.parallel.pack_rows(out),
+        compute("pack_rows", "attn -> rows_sent", lambda here, out: here.sequences.parallel.pack_rows(out)),
+        exchange("rows_a2a", "rows_sent -> rows_received", lambda here, sent: here.sequences.parallel.to_rows(sent)),
+        compute(
+            "unpack_rows",
+            "rows_received -> attn_a2a",
+            lambda here, received: here.sequences.parallel.unpack_rows(received),
         ),
-        Exchange(
-            name="rows_a2a",
-            reads=("rows_sent",),
-            makes=("rows_received",),
-            collective=lambda here, packed: here.sequences.parallel.to_rows(packed),
-        ),
-        Compute(
-            name="unpack_rows",
-            reads=("rows_received",),
-            makes=("attn_a2a",),
-            function=lambda here, received: here.sequences.parallel.unpack_rows(received),
-        ),
-        _out(),
+        out,
     ]
 
 
-def _rope(here: Here, qkv_BsX: Tensor, *, exchanged: bool) -> tuple[Tensor, Tensor, Tensor]:
+def rope_heads(here: LayerContext, qkv_BsX: Tensor, *, exchanged: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with their norms and rotations. `exchanged`: the projection is at
+    all positions, of the heads that this rank works on."""
     spec, weights, sequences = here.spec, here.weights, here.sequences
     if spec.attention.latent is None:
         return _grouped_query(spec.attention, spec.norm_eps, weights, qkv_BsX, sequences, exchanged=exchanged)
     return _latent(spec.attention, spec.attention.latent, weights, qkv_BsX, sequences)
 
 
-def _attention(here: Here, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(here: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the heads that this rank works on, at all positions."""
     attention, sequences = here.spec.attention, here.sequences
     sinks_N = here.weights.optional("sinks")
     sinks_N = None if sinks_N is None else sinks_N[slice(*sequences.parallel.heads)]
@@ -188,8 +129,17 @@ def _attention(here: Here, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return causal_attention(q, k, v, mask, attention.scale, sinks_N)
 
 
-def _qkv_bias(weights: Weights) -> Tensor | None:
-    return weights.optional("qkv_bias")
+def projection_weight(attention: AttentionSpec) -> str:
+    """The purpose of the first projection: to queries, keys and values, or down to the latent rows."""
+    return "qkv" if attention.latent is None else "down"
+
+
+def projection_bias(attention: AttentionSpec, weights: Weights) -> Tensor | None:
+    """Its bias. A direct query projection beside latent rows has none: its rows get zeros."""
+    found = weights.optional(f"{projection_weight(attention)}_bias")
+    if found is None or attention.latent is None or attention.latent.q_lora_rank is not None:
+        return found
+    return torch.cat((found.new_zeros(weights["down"].shape[0] - found.shape[0]), found))
 
 
 def _grouped_query(
@@ -236,15 +186,3 @@ def _latent(
     k_rope = rotate(k_rope_BsR.unsqueeze(2), cos, sin, interleaved).expand(-1, -1, q_BsND.shape[2], -1)
     q = torch.cat((q_nope, rotate(q_rope, cos, sin, interleaved)), dim=-1)
     return q, torch.cat((k_nope_BsNC, k_rope), dim=-1), v_BsNV
-
-
-def _down_bias(latent: LatentSpec) -> Callable[[Weights], Tensor | None]:
-    """The bias of the down projections; a direct query projection has none, its rows get zeros."""
-
-    def bias(weights: Weights) -> Tensor | None:
-        found = weights.optional("down_bias")
-        if found is None or latent.q_lora_rank is not None:
-            return found
-        return torch.cat((found.new_zeros(weights["down"].shape[0] - found.shape[0]), found))
-
-    return bias

@@ -25,7 +25,7 @@ from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import Group, beside
-from antiphon.train.boxes import Boxes, LoadPlanner, SavePlanner, boxes_of
+from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer

@@ -27,8 +27,8 @@ from antiphon.comm.collectives import AllGather, barrier, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
+from antiphon.train.metrics import FILE
 from antiphon.train.model import dispatcher_of
-from antiphon.train.run_facts import FILE
 
 Way = Literal["all_to_all", "gather_scatter"]
 WAYS: tuple[Way, ...] = ("all_to_all", "gather_scatter")

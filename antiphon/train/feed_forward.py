@@ -4,7 +4,7 @@ leave by the operators of `way_operators`.
 Letters: T rows of this rank, K experts a row, R rows in order of expert, E experts, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -16,22 +16,29 @@ from antiphon.comm.dispatch.api import Dispatcher, weights_of_rows
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap
+from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
-from antiphon.train.expert_parts import in_parts
-from antiphon.train.experts import Experts
-from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
-from antiphon.train.row_budget import WAITS, Pieces, RowBudget, pass_over_budget
+from antiphon.train.operators import (
+    Bias,
+    Compute,
+    LayerContext,
+    Operator,
+    RowExchange,
+    WeightProduct,
+    compute,
+    product,
+)
+from antiphon.train.row_budget import WAITS, Experts, Pieces, RowBudget, pass_over_budget
 from antiphon.train.tiled import Arriving, Leaving
-from antiphon.train.way_operators import end_of, way_operators
-from antiphon.train.weights import DOWN, GATE_UP, Weights
+from antiphon.train.way_operators import end_of, in_parts, way_operators
+from antiphon.train.weights import DOWN, GATE_UP
 
 _Kind = TypeVar("_Kind", bound=Operator)
 
 
 def dense_operators() -> list[Operator]:
     """The operators of a layer without experts: from normed rows to the next layer's."""
-    add = Compute(name="add", reads=("ln2_in", "dense_out"), makes=("hidden_next",), function=_add_dense)
-    return [*_gated("dense"), add]
+    return [*_gated("dense"), compute("add", "ln2_in dense_out -> hidden_next", _add_dense)]
 
 
 def expert_operators(
@@ -56,34 +63,17 @@ def expert_operators(
         experts = in_parts(experts, parts, end_of(len(dispatcher.ways) - 1))
     if dispatcher.links is not None:
         experts = _in_tiles(experts, dispatcher.links, end_of(len(dispatcher.ways) - 1))
+    added = f"{'all_out' if bounded else 'ffn_out'}{' shared_out' if has_shared else ''}"
+    over_budget = compute("over_budget", "ffn_out ln2_out weights pieces -> all_out", add_over_budget, saves="ln2_out")
     return [
-        Compute(name="widen", reads=("ln2_out",), makes=("gate_in",), function=_widen),
-        Compute(
-            name="gate",
-            reads=("gate_in",),
-            makes=("weights", "choices"),
-            saves=("gate_in",),
-            facts=("choices",),
-            function=_gate,
-            once=True,
-        ),
-        Compute(
-            name="route",
-            reads=("choices", "weights"),
-            makes=("pieces", "ids"),
-            facts=("pieces", "ids"),
-            function=_route,
-            once=True,
-            has_gradient=False,
+        compute("widen", "ln2_out -> gate_in", _widen),
+        compute("gate", "gate_in -> weights choices", gate_rows, saves="gate_in", facts="choices", once=True),
+        compute(
+            "route", "choices weights -> pieces ids", route_rows, facts="pieces ids", once=True, has_gradient=False
         ),
         *experts,
-        *(_over_budget() if bounded else ()),
-        Compute(
-            name="add",
-            reads=("ln2_in", "all_out" if bounded else "ffn_out", *(("shared_out",) if has_shared else ())),
-            makes=("hidden_next",),
-            function=_add_experts,
-        ),
+        *((over_budget,) if bounded else ()),
+        compute("add", f"ln2_in {added} -> hidden_next", _add_experts),
     ]
 
 
@@ -97,8 +87,8 @@ def _in_tiles(operators: Sequence[Operator], links: TileLinks, end: str) -> list
         assert isinstance(found, kind)
         return found
 
-    arriving = find(f"dispatch{end}", Exchange), find("scatter", Compute), find("fc1", Product)
-    leaving = find("fc2", Product), find("gather", Compute), find(f"combine{end}", Exchange)
+    arriving = find(f"dispatch{end}", RowExchange), find("scatter", Compute), find("fc1", WeightProduct)
+    leaving = find("fc2", WeightProduct), find("gather", Compute), find(f"combine{end}", RowExchange)
     takes_place: dict[str, Operator] = {"fc1": Arriving.of(*arriving, links)}
     gone = {each.name for each in arriving}
     if leaving[0].makes[0] == leaving[1].reads[0]:
@@ -109,120 +99,89 @@ def _in_tiles(operators: Sequence[Operator], links: TileLinks, end: str) -> list
 
 def _experts(spec: ModelSpec, weights: str | None, *, has_bias: bool) -> list[Operator]:
     """`weights`: the name of those that multiply before the second product, and so its bias too; None: none do."""
-    activated, product, weighed, weighed_bias = "fc2_in", "fc2_out", list[Operator](), list[Operator]()
-    if weights is not None:
-        activated = "act_out"
-        weighed = [_weigh("weigh", activated, weights, "fc2_in", _weighed)]
-    if weights is not None and has_bias:
-        product = "fc2_product"
-        weighed_bias = [_weigh("weigh_bias", product, weights, "fc2_out", _add_weighed_bias)]
-    return [
-        Product(
-            name="fc1",
-            reads=("ffn_in", "row_map"),
-            makes=("fc1_out",),
-            saves=("ffn_in", "row_map"),
-            weight=GATE_UP,
-            bias=_bias(GATE_UP, spec.feed_forward.expert_bias),
-            grouped=True,
-        ),
-        Compute(name="activation", reads=("fc1_out",), makes=(activated,), saves=("fc1_out",), function=_activate),
-        *weighed,
-        Product(
-            name="fc2",
-            reads=("fc2_in", "row_map"),
-            makes=(product,),
-            saves=("fc2_in", "row_map"),
-            weight=DOWN,
-            bias=_bias(DOWN, has_bias and weights is None),
-            grouped=True,
-        ),
-        *weighed_bias,
+    early, late_bias = weights is not None, weights is not None and has_bias
+    activated, multiplied = "act_out" if early else "fc2_in", "fc2_product" if late_bias else "fc2_out"
+    fc1_bias, fc2_bias = _bias(GATE_UP, spec.feed_forward.expert_bias), _bias(DOWN, has_bias and not early)
+    found: list[Operator] = [
+        product("fc1", "ffn_in row_map -> fc1_out", GATE_UP, fc1_bias, saves="ffn_in row_map", grouped=True),
+        compute("activation", f"fc1_out -> {activated}", _activate, saves="fc1_out"),
     ]
+    if early:
+        found.append(compute("weigh", f"act_out {weights} row_map -> fc2_in", _weighed, saves=f"act_out {weights}"))
+    found.append(
+        product("fc2", f"fc2_in row_map -> {multiplied}", DOWN, fc2_bias, saves="fc2_in row_map", grouped=True)
+    )
+    if late_bias:
+        flow, saves = f"fc2_product {weights} row_map -> fc2_out", f"fc2_product {weights}"
+        found.append(compute("weigh_bias", flow, _add_weighed_bias, saves=saves))
+    return found
 
 
-def _weigh(name: str, rows: str, weights: str, makes: str, function: Callable[..., Tensor]) -> Operator:
-    reads = (rows, weights, "row_map")
-    return Compute(name=name, reads=reads, makes=(makes,), saves=(rows, weights), function=function)
-
-
-def _weighed(here: Here, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+def _weighed(here: LayerContext, x: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     return x * weights_of_rows(weights_TK, rows).to(x.dtype).unsqueeze(1)
 
 
-def _add_weighed_bias(here: Here, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
+def _add_weighed_bias(here: LayerContext, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     counts_E = torch.tensor(rows.counts_E, device=y_RH.device)
     bias_RH = here.weights[f"{DOWN}_bias"].repeat_interleave(counts_E, dim=0)
     return y_RH + _weighed(here, bias_RH, weights_TK, rows)
 
 
-def _bias(purpose: str, exists: bool) -> Callable[[Weights], Tensor | None]:
+def _bias(purpose: str, exists: bool) -> Bias:
     return lambda weights: weights[f"{purpose}_bias"] if exists else None
 
 
 def _gated(kind: str, out: str = "") -> list[Operator]:
     """The feed-forward that all rows pass: "dense" or "shared"."""
     fc1_out, fc2_in = f"{kind}_fc1_out", f"{kind}_fc2_in"
-    fc1 = Product(
-        name=f"{kind}_fc1", reads=("ln2_out",), makes=(fc1_out,), saves=("ln2_out",), weight=f"{kind}.gate_up"
-    )
     return [
-        fc1,
-        Compute(name=f"{kind}_activation", reads=(fc1_out,), makes=(fc2_in,), saves=(fc1_out,), function=_activate),
-        Product(
-            name=f"{kind}_fc2",
-            reads=(fc2_in,),
-            makes=(out or f"{kind}_out",),
-            saves=(fc2_in,),
-            weight=f"{kind}.down",
-        ),
+        product(f"{kind}_fc1", f"ln2_out -> {fc1_out}", f"{kind}.gate_up", saves="ln2_out"),
+        compute(f"{kind}_activation", f"{fc1_out} -> {fc2_in}", _activate, saves=fc1_out),
+        product(f"{kind}_fc2", f"{fc2_in} -> {out or f'{kind}_out'}", f"{kind}.down", saves=fc2_in),
     ]
 
 
 def _shared(spec: ModelSpec) -> list[Operator]:
     if not spec.feed_forward.shared_gate:
         return _gated("shared")
-    names = ("ln2_out", "shared_fc2_out")
-    gate = Compute(name="shared_gate", reads=names, makes=("shared_out",), saves=names, function=_shared_gate)
-    return [*_gated("shared", "shared_fc2_out"), gate]
-
-
-def _over_budget() -> list[Operator]:
+    read = "ln2_out shared_fc2_out"
     return [
-        Compute(
-            name="over_budget",
-            reads=("ffn_out", "ln2_out", "weights", "pieces"),
-            makes=("all_out",),
-            saves=("ln2_out",),
-            function=_pass_over_budget,
-        )
+        *_gated("shared", "shared_fc2_out"),
+        compute("shared_gate", f"{read} -> shared_out", _shared_gate, saves=read),
     ]
 
 
-def _widen(here: Here, y_BSH: Tensor) -> Tensor:
+def _widen(here: LayerContext, y_BSH: Tensor) -> Tensor:
     """The gate works on rows, in float32 at least."""
     return y_BSH.to(here.wide)
 
 
-def _gate(here: Here, y_TH: Tensor) -> tuple[Tensor, Tensor]:
-    logits_TE, ids_TK, weights_TK = here.gate(here.weights, y_TH)
+def gate_rows(here: LayerContext, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's weights and choices, from `y_TH` in float32 at least; `here.routing` learns of them."""
+    router, weights = here.spec.router, here.weights
+    bias_E = weights.stored("router_bias").to(y_TH.dtype) if router.has_logit_bias else None
+    logits_TE = F.linear(y_TH, weights.stored("router").to(y_TH.dtype), bias_E)
+    score_bias_E = weights.stored("score_bias").to(y_TH.dtype) if router.has_score_bias else None
+    ids_TK, weights_TK = choose_experts(logits_TE, score_bias_E, router)
     return here.routing.attach(weights_TK, logits_TE, ids_TK), ids_TK
 
 
-def _route(here: Here, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Pieces, Tensor]:
+def route_rows(here: LayerContext, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Pieces, Tensor]:
+    """The choices that experts have room for, and those of the first piece."""
     pieces = here.budget.pieces(here.routing.limit(ids_TK, weights_TK))
     return pieces, pieces.choices(0)
 
 
-def _activate(here: Here, x: Tensor) -> Tensor:
+def _activate(here: LayerContext, x: Tensor) -> Tensor:
     return activate(x, here.spec.feed_forward)
 
 
-def _shared_gate(here: Here, y_TH: Tensor, out_TH: Tensor) -> Tensor:
+def _shared_gate(here: LayerContext, y_TH: Tensor, out_TH: Tensor) -> Tensor:
     return out_TH * F.linear(y_TH, here.weights["shared_gate"]).sigmoid()
 
 
-def _pass_over_budget(here: Here, out_TH: Tensor, y_TH: Tensor, weights_TK: Tensor, pieces: Pieces) -> Tensor:
+def add_over_budget(here: LayerContext, out_TH: Tensor, y_TH: Tensor, weights_TK: Tensor, pieces: Pieces) -> Tensor:
+    """`out_TH` with what the other pieces add, if there are any."""
     if not pieces.num_more:
         return out_TH
     experts = Experts.of(here.spec.feed_forward, here.weights, adds_bias=here.adds_bias)
@@ -233,11 +192,11 @@ def _pass_over_budget(here: Here, out_TH: Tensor, y_TH: Tensor, weights_TK: Tens
     return out_TH + pass_over_budget(here.dispatcher, experts, y_TH, pieces, weights_TK, apart)
 
 
-def _add_dense(here: Here, x_BSH: Tensor, dense_TH: Tensor) -> Tensor:
+def _add_dense(here: LayerContext, x_BSH: Tensor, dense_TH: Tensor) -> Tensor:
     return x_BSH + scaled(dense_TH, here.spec.residual_multiplier).view_as(x_BSH)
 
 
-def _add_experts(here: Here, x_BSH: Tensor, out_TH: Tensor, *shared_TH: Tensor) -> Tensor:
+def _add_experts(here: LayerContext, x_BSH: Tensor, out_TH: Tensor, *shared_TH: Tensor) -> Tensor:
     for each in shared_TH:
         out_TH = out_TH + scaled(each, here.spec.residual_multiplier)
     return x_BSH + out_TH.view_as(x_BSH)

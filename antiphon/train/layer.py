@@ -13,26 +13,33 @@ expert.
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from antiphon.comm.collectives import run
 from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.tile_flight import TileLinks
+from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.norm import layer_norm, rms_norm
-from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec
-from antiphon.train.attention import attention_operators
-from antiphon.train.feed_forward import dense_operators, expert_operators, scaled
+from antiphon.train.attention import attend, attention_operators, projection_bias, projection_weight, rope_heads
+from antiphon.train.feed_forward import (
+    add_over_budget,
+    dense_operators,
+    expert_operators,
+    gate_rows,
+    route_rows,
+    scaled,
+)
 from antiphon.train.layer_plan import LayerPlan, PlanOptions
-from antiphon.train.layer_run import run_layer
-from antiphon.train.operator_graph import Held
-from antiphon.train.operators import Compute, Graph, Here, Operator
-from antiphon.train.partition import Share, part_of
+from antiphon.train.layer_run import Turns, run_layer
+from antiphon.train.operators import Graph, HeldBytes, LayerContext, Operator, compute
+from antiphon.train.partition import RankShare, part_of
 from antiphon.train.routing import Routing
-from antiphon.train.row_budget import RowBudget
-from antiphon.train.sequences import Sequences
-from antiphon.train.spans import Spans
-from antiphon.train.turns import Turns
+from antiphon.train.row_budget import Experts, RowBudget, pass_experts
+from antiphon.train.sequence_parallel import Sequences
+from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues, Recorder, Weights, layer_parameters, register
 
 
@@ -44,7 +51,7 @@ class MoeLayer(nn.Module):
         self,
         spec: ModelSpec,
         layer: int,
-        share: Share,
+        share: RankShare,
         dispatcher: Dispatcher,
         budget: RowBudget,
         first: FirstValues,
@@ -57,42 +64,80 @@ class MoeLayer(nn.Module):
         self.share = share
         self.dispatcher = dispatcher
         self.budget = budget
-        self.spans = Spans()
-        self.held = Held()
+        self.spans = StepSpans()
+        self.held = HeldBytes()
         self.turns = Turns()
         graph = layer_graph(spec, layer, share, dispatcher, budget, options, links)
         self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
     def forward(self, x_BSH: Tensor, sequences: Sequences, routing: Routing) -> Tensor:
-        """The residual stream behind the layer; `routing` learns what the gate did."""
-        here = Here(
+        """The residual stream behind the layer; `routing` learns what the gate did. Without gradients, `plan` has
+        nothing to say."""
+        here = self.context(x_BSH.dtype, sequences, routing)
+        if not torch.is_grad_enabled():
+            return reference_forward(here, x_BSH)
+        return run_layer(self.plan, here, self.held, self.turns, x_BSH)
+
+    def context(self, dtype: torch.dtype, sequences: Sequences, routing: Routing) -> LayerContext:
+        """What one pass of a micro-batch knows, computed in `dtype`."""
+        return LayerContext(
             spec=self.spec,
             layer=self.layer,
             adds_bias=self.share.adds_bias,
-            weights=Recorder(self, x_BSH.dtype),
+            weights=Recorder(self, dtype),
             sequences=sequences,
             routing=routing,
             dispatcher=self.dispatcher,
             budget=self.budget,
-            gate=self._gate,
             spans=self.spans,
         )
-        return run_layer(self.plan, here, self.spans, self.held, self.turns, x_BSH)
 
-    def _gate(self, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of all experts, and each row's choices and their weights, in float32 at least."""
-        router = self.spec.router
-        bias_E = weights.stored("router_bias").to(y_TH.dtype) if router.has_logit_bias else None
-        logits_TE = F.linear(y_TH, weights.stored("router").to(y_TH.dtype), bias_E)
-        score_bias_E = weights.stored("score_bias").to(y_TH.dtype) if router.has_score_bias else None
-        return logits_TE, *choose_experts(logits_TE, score_bias_E, router)
+
+def reference_forward(here: LayerContext, x_BSH: Tensor) -> Tensor:
+    """The layer from top to bottom: what evaluation runs, and what every schedule of the operators below computes."""
+    spec, weights, parallel = here.spec, here.weights, here.sequences.parallel
+
+    # 1. attention, at all positions, of the heads that this rank works on
+    y_BSH = norm(spec, weights, "input_norm", x_BSH)
+    y_BSH = run(parallel.gather(), y_BSH.transpose(0, 1)).transpose(0, 1)
+    projection = weights[projection_weight(spec.attention)]
+    qkv_BSX = F.linear(y_BSH, projection, projection_bias(spec.attention, weights))
+    q, k, v = parallel.share_heads(*rope_heads(here, qkv_BSX))
+    out_BSW = parallel.share_rows(attend(here, q, k, v))
+    out_BSH = F.linear(out_BSW, weights["out"])
+    out_BSH = run(parallel.scatter(), out_BSH.transpose(0, 1)).transpose(0, 1)
+    x_BSH = _add_attention(here, x_BSH, out_BSH)
+
+    # 2. the feed-forward that all rows pass, or the experts that each row chooses
+    y_TH = _post_norm(here, x_BSH)
+    if not spec.moe_layers[here.layer]:
+        return x_BSH + scaled(_gated(here, "dense", y_TH), spec.residual_multiplier).view_as(x_BSH)
+    weights_TK, ids_TK = gate_rows(here, y_TH.to(here.wide))
+    pieces, first_TK = route_rows(here, ids_TK, weights_TK)
+    experts = Experts.of(spec.feed_forward, weights, adds_bias=here.adds_bias)
+    out_TH = pass_experts(here.dispatcher, experts, y_TH, first_TK, weights_TK)
+    out_TH = add_over_budget(here, out_TH, y_TH, weights_TK, pieces)
+
+    # 3. the shared expert
+    if spec.feed_forward.shared_intermediate:
+        shared_TH = _gated(here, "shared", y_TH)
+        if spec.feed_forward.shared_gate:
+            shared_TH = shared_TH * F.linear(y_TH, weights["shared_gate"]).sigmoid()
+        out_TH = out_TH + scaled(shared_TH, spec.residual_multiplier)
+    return x_BSH + out_TH.view_as(x_BSH)
+
+
+def _gated(here: LayerContext, kind: str, y_TH: Tensor) -> Tensor:
+    """The feed-forward "dense" or "shared"."""
+    hidden = activate(F.linear(y_TH, here.weights[f"{kind}.gate_up"]), here.spec.feed_forward)
+    return F.linear(hidden, here.weights[f"{kind}.down"])
 
 
 def layer_graph(
     spec: ModelSpec,
     layer: int,
-    share: Share,
+    share: RankShare,
     dispatcher: Dispatcher,
     budget: RowBudget,
     options: PlanOptions,
@@ -100,10 +145,10 @@ def layer_graph(
 ) -> Graph:
     """All operators of one layer. `links`: see `attention_operators`."""
     operators: list[Operator] = [
-        Compute(name="ln1", reads=("hidden",), makes=("ln1_out",), saves=("hidden",), function=_input_norm),
+        compute("ln1", "hidden -> ln1_out", _input_norm, saves="hidden"),
         *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence, links=links),
-        Compute(name="add_attention", reads=("hidden", "attn_out_rs"), makes=("ln2_in",), function=_add_attention),
-        Compute(name="ln2", reads=("ln2_in",), makes=("ln2_out",), saves=("ln2_in",), function=_post_norm),
+        compute("add_attention", "hidden attn_out_rs -> ln2_in", _add_attention),
+        compute("ln2", "ln2_in -> ln2_out", _post_norm, saves="ln2_in"),
         *(
             expert_operators(
                 spec,
@@ -127,14 +172,14 @@ def norm(spec: ModelSpec, weights: Weights, purpose: str, x: Tensor) -> Tensor:
     return layer_norm(x, weights[purpose], weights.optional(purpose + "_bias"), spec.norm_eps)
 
 
-def _input_norm(here: Here, x_BSH: Tensor) -> Tensor:
+def _input_norm(here: LayerContext, x_BSH: Tensor) -> Tensor:
     return norm(here.spec, here.weights, "input_norm", x_BSH)
 
 
-def _post_norm(here: Here, x_BSH: Tensor) -> Tensor:
+def _post_norm(here: LayerContext, x_BSH: Tensor) -> Tensor:
     return norm(here.spec, here.weights, "post_norm", x_BSH).flatten(0, 1)
 
 
-def _add_attention(here: Here, x_BSH: Tensor, out_BSH: Tensor) -> Tensor:
+def _add_attention(here: LayerContext, x_BSH: Tensor, out_BSH: Tensor) -> Tensor:
     bias = here.weights.optional("out_bias")
     return x_BSH + scaled(out_BSH if bias is None else out_BSH + bias, here.spec.residual_multiplier)

@@ -1,5 +1,17 @@
 """How one layer runs: its operators, its schedule, what it keeps; checked when it is made, before the first step.
 
+What is kept between forward and backward, and what is made again (MegaScale-MoE, section 4.1):
+
+    none        keep all that backward reads
+    selective   keep what is dear to make: products and attention; make norms, activations and exchanges again
+    full        keep the layer's input and its routing
+    a list      keep these tensors, by name
+
+An operator that is run again may be an exchange: then its rows are received again. Choices of experts, counts and maps
+of rows are always kept: choosing again could choose otherwise. Rejected: `torch.utils.checkpoint`. It runs a whole
+layer again before its backward begins, products and all; here each tensor is made again where the backward schedule
+says, beside other work.
+
 1. The schedule's lines for this layer are taken. Every operator has to have its actions, each once.
 2. What has to be made again and stands nowhere is put right before the first action that needs it.
 3. Forward and backward are gone through: an action whose inputs are not there yet is refused.
@@ -11,8 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
-from antiphon.train.expert_parts import schedule_in_parts
-from antiphon.train.keep import Keep, Keeping, keeping
+from antiphon.specs.nearest import nearest_names
 from antiphon.train.layer_schedule import (
     AGAIN,
     DEFAULT,
@@ -32,17 +43,71 @@ from antiphon.train.layer_schedule import (
     only,
     parse,
 )
-from antiphon.train.operators import Exchange, Graph, Operator, Product, part_name, whole_name
+from antiphon.train.operators import Graph, Operator, RowExchange, WeightProduct, part_name, whole_name
 from antiphon.train.tiled import Tiled
+from antiphon.train.way_operators import schedule_in_parts
 
-STARTED = (Exchange, Tiled)  # operators that are started and waited for
+PROJECTED = ("qkv", "qkv_a2a")  # one of them, if backward reads it: `qkv_a2a` in tiles
+DEAR = (*PROJECTED, "attn", "ln2_in", "fc1_out", "fc2_out", "returned", "shared_fc1_out", "shared_out", "dense_fc1_out")
+HEADS = ("q_a2a", "k_a2a", "v_a2a")
+Keep = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """`kept`: names held until backward; `again`: operators that backward runs again."""
+
+    kept: frozenset[str]
+    again: frozenset[str]
+
+
+def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
+    """Under a policy or a list of names; "none" without those in `dropped`. A name may be of another kind of layer;
+    `check_names` refuses it if it is of none."""
+    saved = graph.saved
+    if keep == "none":
+        wanted = {whole_name(name) for name in saved} - set(dropped)
+    elif keep == "selective":
+        wanted = {*DEAR, *(HEADS if saved.isdisjoint(PROJECTED) else ())}
+    elif keep == "full":
+        wanted = set[str]()
+    else:
+        wanted = set(keep)
+    kept, again = {graph.begin}, set[str]()
+    kept.update(name for each in graph.operators.values() if each.once for name in each.makes)
+    waiting = list(saved)
+    while waiting:
+        name = waiting.pop()
+        maker = graph.maker_of.get(name)
+        if name in kept or maker is None:
+            continue
+        if whole_name(name) in wanted:
+            kept.add(name)  # even if its maker runs again for another name: what comes out of it is wanted
+        elif maker.name not in again:
+            again.add(maker.name)
+            waiting += maker.reads
+    return Keeping(frozenset(kept), frozenset(again))
+
+
+def check_names(keep: Collection[str], graphs: Collection[Graph]) -> None:
+    """`UserError` for a name that no layer of the model has."""
+    known = sorted({whole_name(name) for graph in graphs for name in graph.maker_of})
+    for name in keep:
+        if name not in known:
+            raise UserError(
+                f"memory.keep names {name!r}, which no layer of this model has: did you mean "
+                f"{' or '.join(nearest_names(name, known)) or 'none'}? There are: {', '.join(known)}"
+            )
+
+
+STARTED = (RowExchange, Tiled)  # operators that are started and waited for
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """`keep` and `dropped`: see `train.keep`. `schedule`: as text, and where it comes from; empty: the default one, or,
-    unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows, see
-    `train.expert_parts`."""
+    """`keep` and `dropped`: as for `keeping`. `schedule`: as text, and `where` it comes from; empty: the default one,
+    or, unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows, see
+    `train.way_operators`."""
 
     keep: Keep = "none"
     dropped: tuple[str, ...] = ()
@@ -123,7 +188,7 @@ def _needed(graph: Graph, kept: Keeping) -> Schedule:
         verbs: list[str] = []
         if operator.has_gradient:
             verbs += (START_GRADIENT, WAIT_GRADIENT) if exchanged else (GRADIENT,)
-        if isinstance(operator, (Product, Tiled)):
+        if isinstance(operator, (WeightProduct, Tiled)):
             verbs.append(WEIGHTS)
         if name in kept.again:
             verbs += (START_AGAIN, WAIT_AGAIN) if exchanged else (AGAIN,)
@@ -153,7 +218,7 @@ def read_by(graph: Graph, action: Action) -> tuple[str, ...]:
         case "" | "start" | "again" | "start again":
             return operator.reads
         case "gradient":
-            return operator.reads[1:] if isinstance(operator, Product) else operator.saves
+            return operator.reads[1:] if isinstance(operator, WeightProduct) else operator.saves
         case "weights":
             return operator.saves
         case _:
@@ -207,7 +272,7 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
 def needs(
     graph: Graph, actions: Sequence[Action], kept: Collection[str], *, backward: bool
 ) -> dict[Action, dict[Action, str]]:
-    """By action: those that have to come before it, and for what. `kept`: names that backward finds there."""
+    """For each action, those that have to come before it, and for what. `kept`: names that backward finds there."""
     making = (each for each in actions if each.verb in (RUN, WAIT, AGAIN, WAIT_AGAIN))
     there_already = kept if backward else ()
     makers = {
@@ -238,11 +303,11 @@ def needs(
 
 
 def _starts_of_parts(graph: Graph, actions: Sequence[Action]) -> dict[Action, Action]:
-    """By the start of a part's exchange: that of the part before."""
+    """The start of each part's exchange, with that of the part before it."""
     found = {}
     for action in actions:
         operator = graph.operators[action.operator]
-        if isinstance(operator, Exchange) and operator.part[0] and action.verb in WAIT_OF:
+        if isinstance(operator, RowExchange) and operator.part[0] and action.verb in WAIT_OF:
             found[action] = Action(action.verb, part_name(whole_name(operator.name), operator.part[0] - 1))
     return found
 
@@ -262,7 +327,7 @@ def _check_order(graph: Graph, actions: Sequence[Action], kept: Collection[str],
 
 
 def _readers(graph: Graph) -> Mapping[str, list[Operator]]:
-    """By name: the operators that read it and give it a gradient."""
+    """For each name, the operators that read it and give it a gradient."""
     found: dict[str, list[Operator]] = {}
     for operator in graph.operators.values():
         for name in set(operator.reads) - graph.facts if operator.has_gradient else ():

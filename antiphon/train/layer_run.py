@@ -6,10 +6,16 @@ such a graph saves is not held by it but looked up by name when it is needed: it
 
 Communication is asynchronous: between the start and the wait of an exchange other operators run. Rejected: autograd's
 own order with hooks. It runs what was made last first, and there is no place to put work behind an exchange.
+
+With `Turns`, two micro-batches of a step run in turns: while one waits for an exchange, the other one computes (others
+call this dual-batch overlap). Each runs in a thread of its own, one at a time: a thread goes on until it gives way or
+ends. So which one runs when depends on the schedule and not on time, and all ranks begin their collectives in the same
+order. Rejected: generators. Backward runs within autograd, which cannot be left and entered again.
 """
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +34,85 @@ from antiphon.train.layer_schedule import (
     Action,
     span_name,
 )
-from antiphon.train.operator_graph import Held, OperatorGraph, by_name, bytes_of
-from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
-from antiphon.train.spans import Spans
+from antiphon.train.operators import (
+    Compute,
+    HeldBytes,
+    LayerContext,
+    Operator,
+    OperatorGraph,
+    RowExchange,
+    WeightProduct,
+    by_name,
+    bytes_of,
+)
 from antiphon.train.tiled import Tiled, TiledRun
-from antiphon.train.turns import Turns
 
 
-def run_layer(plan: LayerPlan, here: Here, spans: Spans, held: Held, turns: Turns, x: Tensor) -> Tensor:
-    """The layer's result."""
-    run = _LayerRun(plan, here, spans, held, turns)
-    if not torch.is_grad_enabled():
-        return run.forward(x, recorded=False)
-    parameters = here.weights.parameters()
-    result: Tensor = _Layer.apply(run, x, *parameters)  # type: ignore[no-untyped-call]
+class Turns:
+    """The turns of one model. `together` is called by the thread that trains, `give_way` by those it starts; by others
+    it does nothing."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._working: list[int] = []  # those that have not ended; the first one's turn it is
+        self._own = threading.local()
+        self._is_over = False
+
+    def together(self, works: Sequence[Callable[[], None]]) -> None:
+        """Until all have ended. Raises what the first one raised that failed; the others go on to their end."""
+        errors: list[BaseException] = []
+        self._working, self._is_over = list(range(len(works))), False
+
+        def run(number: int, work: Callable[[], None]) -> None:
+            self._own.number = number
+            try:
+                self._await_turn(number)
+                work()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                with self._changed:
+                    self._working.remove(number)
+                    self._changed.notify_all()
+
+        threads = [
+            threading.Thread(target=run, args=(number, work), name=f"micro-batch {number}", daemon=True)
+            for number, work in enumerate(works)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: Python cannot end while they compute
+            self._is_over = True
+            for thread in threads:
+                thread.join()
+            raise
+        if errors:
+            raise errors[0]
+
+    def give_way(self) -> None:
+        """Let the others go on until they give way in their turn."""
+        number = getattr(self._own, "number", None)
+        if number is None:
+            return
+        with self._changed:
+            self._working.append(self._working.pop(0))
+            self._changed.notify_all()
+        self._await_turn(number)
+        if self._is_over:
+            raise RuntimeError("the step was given up")
+
+    def _await_turn(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._working[0] == number)
+
+
+def run_layer(plan: LayerPlan, here: LayerContext, held: HeldBytes, turns: Turns, x: Tensor) -> Tensor:
+    """The layer's result, with its backward to come."""
+    run = _LayerRun(plan, here, held, turns)
+    result: Tensor = _Layer.apply(run, x, *here.weights.parameters())  # type: ignore[no-untyped-call]
     return result
 
 
@@ -49,7 +120,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: "_LayerRun", x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.run, ctx.parameters = run, parameters
-        return run.forward(x.detach(), recorded=True)
+        return run.forward(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -61,11 +132,10 @@ class _Layer(torch.autograd.Function):
 class _LayerRun:
     """One forward of a layer, and the backward that belongs to it."""
 
-    def __init__(self, plan: LayerPlan, here: Here, spans: Spans, held: Held, turns: Turns) -> None:
+    def __init__(self, plan: LayerPlan, here: LayerContext, held: HeldBytes, turns: Turns) -> None:
         self.parameter_gradients: dict[nn.Parameter, Tensor] = {}
         self._plan = plan
         self._here = here
-        self._spans = spans
         self._held = held
         self._turns = turns
         self._held_bytes = 0
@@ -78,25 +148,24 @@ class _LayerRun:
         self._half_done: set[str] = set()  # products
         self._tiled: dict[str, TiledRun] = defaultdict(TiledRun)
 
-    def forward(self, x: Tensor, *, recorded: bool) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         plan, self._values = self._plan, {self._plan.graph.begin: x}
         for action, freed in zip(plan.schedule.forward, plan.freed_forward, strict=True):
             operator = plan.graph.operators[action.operator]
             self._before(action)
-            with self._spans.of(span_name(action), self._here.layer):
-                if isinstance(operator, Exchange):
+            with self._here.spans.of(span_name(action), self._here.layer):
+                if isinstance(operator, RowExchange):
                     self._exchange(operator, action.verb)
                 elif isinstance(operator, Tiled):
                     self._tile(operator, action.verb, frozenset(operator.makes))
                 else:
-                    self._run(operator, recorded=recorded and not plan.records_again(operator))
+                    self._run(operator, recorded=not plan.records_again(operator))
             for name in freed:
-                if not recorded or name not in plan.keeping.kept:
+                if name not in plan.keeping.kept:
                     self._values.pop(name, None)
         result: Tensor = self._values.pop(plan.graph.end)
-        if recorded:
-            self._held_bytes = bytes_of(self._held_tensors())
-            self._held.add(self._held_bytes)
+        self._held_bytes = bytes_of(self._held_tensors())
+        self._held.add(self._held_bytes)
         return result
 
     def backward(self, grad: Tensor) -> Tensor:
@@ -106,7 +175,7 @@ class _LayerRun:
         for action, freed in zip(plan.schedule.backward, plan.freed_backward, strict=True):
             operator = graph.operators[action.operator]
             self._before(action)
-            with self._spans.of(span_name(action), self._here.layer, backward=True):
+            with self._here.spans.of(span_name(action), self._here.layer, backward=True):
                 self._do(operator, action.verb)
             for name in freed:
                 self._values.pop(name, None)
@@ -128,20 +197,20 @@ class _LayerRun:
                 self._tile(operator, verb.removesuffix(" again"), self._plan.made_again(operator))
             case Tiled(), _:
                 self._tile_gradient(operator, verb)
-            case Exchange(), "start again" | "wait again":
+            case RowExchange(), "start again" | "wait again":
                 self._exchange(operator, verb.removesuffix(" again"))
-            case Exchange(), _:
+            case RowExchange(), _:
                 self._exchange_gradient(operator, verb)
             case _, "again":
                 self._run(operator, recorded=self._plan.records_again(operator))
-            case Product(), _:
+            case WeightProduct(), _:
                 self._product_gradient(operator, verb)
             case Compute(), _:
                 self._gradient(operator)
 
     def _run(self, operator: Operator, *, recorded: bool) -> None:
         values = [self._values[name] for name in operator.reads]
-        if isinstance(operator, Product):
+        if isinstance(operator, WeightProduct):
             with torch.no_grad():
                 made: Any = operator.forward(self._here.weights, values)
         else:
@@ -162,7 +231,7 @@ class _LayerRun:
     def _unrecorded(self, operator: Compute, values: list[Any]) -> Any:
         return operator.function(self._here, *values)
 
-    def _exchange(self, operator: Exchange, verb: str) -> None:
+    def _exchange(self, operator: RowExchange, verb: str) -> None:
         """Start, or wait and take the result."""
         first, made = operator.reads[0], operator.makes[0]
         if verb == START:
@@ -178,12 +247,12 @@ class _LayerRun:
         elif self._collectives[operator.name].group.size > 1:
             self._values[made] = self._land(operator)
 
-    def _launch(self, operator: Exchange, x: Tensor, *, backward: bool) -> None:
+    def _launch(self, operator: RowExchange, x: Tensor, *, backward: bool) -> None:
         flight = self._flights[operator.name, backward] = Flight(self._collectives[operator.name])
         with torch.no_grad():
             flight.launch(x.transpose(0, operator.dim), backward=backward, part=operator.part)
 
-    def _land(self, operator: Exchange, *, backward: bool = False) -> Tensor:
+    def _land(self, operator: RowExchange, *, backward: bool = False) -> Tensor:
         with torch.no_grad():
             return self._flights.pop((operator.name, backward)).land().transpose(0, operator.dim)
 
@@ -212,7 +281,7 @@ class _LayerRun:
         if group.wire is not None and group.size > 1:
             group.wire.combine_begins()
 
-    def _product_gradient(self, operator: Product, verb: str) -> None:
+    def _product_gradient(self, operator: WeightProduct, verb: str) -> None:
         grad = self._gradient_of(operator.makes[0])
         if grad is None:
             return
@@ -227,7 +296,7 @@ class _LayerRun:
             del self._gradients[operator.makes[0]]
         self._half_done.add(operator.name)
 
-    def _weight_gradients(self, operator: Product, values: list[Any], grad: Tensor) -> None:
+    def _weight_gradients(self, operator: WeightProduct, values: list[Any], grad: Tensor) -> None:
         weights = self._here.weights
         with torch.no_grad():
             gradients = operator.weight_gradients(values, grad)
@@ -239,7 +308,7 @@ class _LayerRun:
         for parameter, each in zip(parameters, found, strict=True):
             self._add_parameter(parameter, each)
 
-    def _exchange_gradient(self, operator: Exchange, verb: str) -> None:
+    def _exchange_gradient(self, operator: RowExchange, verb: str) -> None:
         if verb == WAIT_GRADIENT:
             if (operator.name, True) in self._flights:
                 self._add(operator, operator.reads[0], self._land(operator, backward=True))

@@ -10,7 +10,7 @@ from antiphon.specs.strict_table import CountFromZero
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What a layer keeps between forward and backward (`train.keep`); the rest is made, or received, again.
+    """What a layer keeps between forward and backward (`train.layer_plan`); the rest is made, or received, again.
 
     `remake`: "none" keeps all that backward reads, "selective" makes norms, activations and exchanges again (MegaScale-
     MoE, section 4.1), "full" keeps the layer's input and its routing. `keep`: instead, the tensors to keep, by name.
@@ -46,7 +46,7 @@ class OverlapConfig:
 
     `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
     `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`). `pairs`: two micro-batches of a step in turns, one computes
-    while the other one waits (`train.turns`). `tiles_first`: links that obey marks carry tiles ahead of all other
+    while the other one waits (`train.layer_run`). `tiles_first`: links that obey marks carry tiles ahead of all other
     traffic (`comm.m2n.tile_links`)."""
 
     schedule: str = ""

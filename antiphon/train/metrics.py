@@ -1,13 +1,26 @@
-"""What a run says of itself, step by step: one JSON object a line, and TensorBoard where it is installed."""
+"""What a run leaves in its folder beside checkpoints and tokens: `run.json` and `metrics.jsonl`.
+
+`run.json` says what the run is and what was predicted of it, for the page that closes it. It is written before the
+first step, so that a run that was killed has it too. `metrics.jsonl` has a line for each logged step; TensorBoard shows
+the same numbers where it is installed.
+"""
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import torch
 
 from antiphon.base.logging import get_logger
+from antiphon.specs.counts import count_parameters
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
+from antiphon.train.config import TrainConfig
+from antiphon.train.memory import MemoryNeed
 
 _log = get_logger("train")
 
@@ -76,3 +89,39 @@ def _tensorboard(folder: Path, first_step: int) -> Any:
         _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
         return None
     return SummaryWriter(str(folder), purge_step=first_step)
+
+
+FILE = "run.json"
+
+
+def write_run_facts(
+    config: TrainConfig,
+    spec: ModelSpec,
+    need: MemoryNeed,
+    *,
+    num_ranks: int = 1,
+    plan: TrainingPlan | None = None,
+    dispatch: Mapping[str, Any] | None = None,
+) -> None:
+    """`need`: of one rank, as `check_memory` gave it. `plan`: the one that the run obeys. `dispatch`: what was measured
+    to choose the way of rows to experts. To be called by one rank, before it builds its model: what the process holds
+    by then is the runtime's."""
+    counts = count_parameters(spec)
+    facts = {
+        "config": config.as_table(),
+        "model": spec.family,
+        "num_parameters": counts.total,
+        "num_active_parameters": counts.active,
+        "moe_layers": list(spec.expert_layers),
+        "num_experts": spec.router.num_experts,
+        "top_k": spec.router.top_k,
+        "num_ranks": num_ranks,
+        "num_threads": torch.get_num_threads(),
+        "memory_need": asdict(need) | {"total": need.total},
+        "rss_before_bytes": psutil.Process().memory_info().rss,
+        "dispatch": dispatch,
+        "plan": None if plan is None else training_plan_to_json(plan),
+    }
+    folder = Path(config.output.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

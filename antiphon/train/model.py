@@ -26,21 +26,18 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.capacity import RowNumbers
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import LossConfig, ParallelConfig
-from antiphon.train.keep import check_names
 from antiphon.train.layer import MoeLayer, layer_graph, norm
-from antiphon.train.layer_plan import PlanOptions
-from antiphon.train.operator_graph import Held
-from antiphon.train.partition import Share, part_of
-from antiphon.train.pipeline_schedule import PipelineSchedule
-from antiphon.train.routing import Routing
+from antiphon.train.layer_plan import PlanOptions, check_names
+from antiphon.train.layer_run import Turns
+from antiphon.train.operators import HeldBytes
+from antiphon.train.partition import RankShare, part_of
+from antiphon.train.pipeline import PipelineSchedule
+from antiphon.train.routing import Routing, RowNumbers
 from antiphon.train.row_budget import RowBudget
-from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.sequences import Sequences
-from antiphon.train.spans import Spans
-from antiphon.train.turns import Turns
+from antiphon.train.sequence_parallel import SequenceParallel, Sequences
+from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
 
 
@@ -100,8 +97,8 @@ class MoeModel(nn.Module):
         self.mesh = mesh
         self.links = links
         self.dtype = dtype
-        self.spans = Spans()
-        self.share = Share.of(spec, mesh.sizes, mesh.rank)
+        self.spans = StepSpans()
+        self.share = RankShare.of(spec, mesh.sizes, mesh.rank)
         self.schedule = PipelineSchedule(pipeline=mesh.sizes.pipeline, virtual_stages=parallel.virtual_stages)
         self.stages = self.schedule.stages_of(mesh.sizes.place(mesh.rank, "pipeline"))
         outer = [each for each in outer_parameters(spec) if self._holds(each.purpose)]
@@ -120,7 +117,7 @@ class MoeModel(nn.Module):
         self.layers = Layers(
             MoeLayer(spec, layer, self.share, dispatcher, budget, first, options, of_attention) for layer in own
         )
-        self.held = Held()
+        self.held = HeldBytes()
         self.turns = Turns()
         for each in self.layers:
             each.held, each.turns = self.held, self.turns

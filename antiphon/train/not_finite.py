@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from antiphon.base.errors import UserError
 from antiphon.train.shards import Shards
-from antiphon.train.spans import OUTSIDE, Label, Spans
+from antiphon.train.spans import OUTSIDE, Label, StepSpans
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 _ON_THE_WAY = ("c10d", "_c10d_functional")  # results that are there only after a wait
@@ -32,7 +32,7 @@ Begin = Callable[[int, int], None]  # to be called before each pass: its micro-b
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NotFiniteCause:
     """`number`: when it was found: the turn of the pass (`Schedule.turn_of`), then how many results had been looked at
     in it. Ranks of a stage run the same operators, so the finding with the least number is the cause, and the others
     follow from it."""
@@ -67,7 +67,7 @@ def check_parameters(shards: Shards, step: int) -> None:
         )
 
 
-def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object], spans: Spans) -> Finding:
+def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object], spans: StepSpans) -> NotFiniteCause:
     """Why loss or gradients are not finite. `passes` runs forward and backward of the step's micro-batches, one after
     another, and records into `spans`. All ranks call it together. Gradients are made anew."""
     spoiled = _not_finite_of([*_values(shards), *model.named_buffers()])
@@ -80,7 +80,7 @@ def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object],
         words.append(str(origin))
     else:
         words += _of_gradients(shards)
-    return Finding(0 if spoiled else number, "; ".join(words) or "nothing that is not finite was made here")
+    return NotFiniteCause(0 if spoiled else number, "; ".join(words) or "nothing that is not finite was made here")
 
 
 def _values(shards: Shards) -> Iterator[tuple[str, Tensor]]:
@@ -108,7 +108,7 @@ def complaint(step: int, loss: float, norm: float, why: str, newest: Path | None
     )
 
 
-def _first(passes: Callable[[Begin], object], spans: Spans) -> tuple[Origin | None, int]:
+def _first(passes: Callable[[Begin], object], spans: StepSpans) -> tuple[Origin | None, int]:
     """(where it was made, when)."""
     was_on, spans.on = spans.on, True
     spans.take()
@@ -125,7 +125,7 @@ def _first(passes: Callable[[Begin], object], spans: Spans) -> tuple[Origin | No
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at results until one is not finite: `found`."""
 
-    def __init__(self, spans: Spans) -> None:
+    def __init__(self, spans: StepSpans) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.micro_batch = 0
         self.found: Origin | None = None
@@ -184,7 +184,7 @@ def _numbers(values: object) -> list[float]:
 
 
 def _not_finite_of(tensors: Iterable[tuple[str, Tensor]]) -> Mapping[str, tuple[int, int]]:
-    """By name: how many numbers are not finite, and how many there are."""
+    """For each name, how many numbers are not finite, and how many there are."""
     found = {}
     for name, each in tensors:
         if each.is_floating_point():

@@ -2,20 +2,29 @@
 
 Decayed are matrices: not norms, biases and sinks. The router is not decayed either: pulled towards zero it loses the
 differences that it routes by.
+
+Muon (Jordan 2024; Liu 2025, arXiv 2502.16982) steps along the orthogonal matrix nearest to the gradient's momentum. Per
+token it learns faster than AdamW. Each expert's gate, up and down projection and each attention head is a matrix of its
+own; embedding, head, router, norms and biases have no such form and stay with AdamW. A step's size is made to match
+AdamW's, so one learning rate serves both. Where ranks hold slices of a matrix (tensor parallelism), the slices are
+gathered first. Rejected: `torch.optim.Muon`, which takes matrices one by one, whole, and no stacks of experts.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from antiphon.train.bucket import Piece
+from antiphon.comm.collectives import AllGather, run
+from antiphon.comm.mesh import Group, Mesh
+from antiphon.specs.model import ModelSpec
+from antiphon.train.bucket import Matrices, Piece
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import OptimizerConfig
 from antiphon.train.model import MoeModel
-from antiphon.train.muon import Muon, matrices_of
 from antiphon.train.shards import Shards
+from antiphon.train.weights import DOWN, GATE_UP
 
 _MUON_MOMENTUM = 0.95
 
@@ -72,7 +81,7 @@ def shards_of(
     config: OptimizerConfig,
     communication: CommunicationConfig = CommunicationConfig(),
 ) -> Shards:
-    """As the optimizer of `config` wants them. Made by all ranks together."""
+    """The shards that the optimizer of `config` works on. Made by all ranks together."""
     if config.name != "muon":
         return Shards(model, zero, communication=communication)
     return Shards(model, zero, lambda purpose, shape: matrices_of(model.spec, purpose, shape), communication)
@@ -98,3 +107,100 @@ def _share_at(step: int, num_steps: int, config: OptimizerConfig) -> float:
         falling = min(1.0, left / config.decay_part) if config.decay_part else 1.0
         return config.final_rate + (1 - config.final_rate) * falling
     return 1.0
+
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
+
+
+def matrices_of(spec: ModelSpec, purpose: str, shape: tuple[int, ...]) -> tuple[Matrices, ...]:
+    """What Muon takes of a parameter that is `shape` here, in the order of memory; nothing: AdamW takes it."""
+    if len(shape) < 2:
+        return ()
+    attention, latent = spec.attention, spec.attention.latent
+    rows_of = {
+        GATE_UP: shape[-2] // 2,
+        DOWN: shape[-2],
+        "dense.gate_up": shape[-2] // 2,
+        "dense.down": shape[-2],
+        "shared.gate_up": shape[-2] // 2,
+        "shared.down": shape[-2],
+        "qkv": attention.head_dim,
+        "q_up": attention.head_dim,
+        "out": shape[-2],
+    }
+    if latent is not None:
+        rows_of["kv_up"] = latent.qk_nope_head_dim + latent.v_head_dim
+        if purpose == "down":  # of queries, by head unless they have a latent too; then of keys and values
+            queries = shape[0] - latent.key_dim
+            rows = attention.head_dim if latent.q_lora_rank is None else queries
+            return Matrices(queries // rows, rows, shape[1]), Matrices(1, latent.key_dim, shape[1])
+    rows = rows_of.get(purpose, 0)
+    return (Matrices(math.prod(shape[:-1]) // rows, rows, shape[-1]),) if rows else ()
+
+
+_SLICED = {"out": ("tensor", 1), GATE_UP: ("expert_tensor", 0), DOWN: ("expert_tensor", 1)}
+
+
+class Muon:
+    """Updates pieces that are matrices, in place. `momentum` of each is its state."""
+
+    def __init__(self, pieces: Sequence[Piece], mesh: Mesh, *, momentum: float, weight_decay: float) -> None:
+        self.state = {piece: {"momentum": torch.zeros_like(piece.values)} for piece in pieces}
+        self._momentum = momentum
+        self._weight_decay = weight_decay
+        self._alike: dict[tuple[int, int, str, int], list[Piece]] = {}
+        for piece in pieces:
+            assert piece.matrices is not None
+            axis, dim = _SLICED.get(piece.purpose, ("", 0))
+            if axis not in piece.part.axes:
+                axis = ""
+            self._alike.setdefault((piece.matrices.rows, piece.matrices.columns, axis, dim), []).append(piece)
+        self._groups = {axis: mesh.group(axis) for axis in ("tensor", "expert_tensor")}
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Waits for the ranks that hold slices of the same matrices."""
+        for (rows, columns, axis, dim), pieces in self._alike.items():
+            updates = torch.cat([self._update(piece).view(-1, rows, columns) for piece in pieces])
+            directions = self._directions(updates, rate, axis, dim).flatten()
+            sizes = [piece.values.numel() for piece in pieces]
+            for piece, each in zip(pieces, torch.split(directions, sizes), strict=True):
+                piece.values.detach().mul_(1 - rate * self._weight_decay).sub_(each)
+
+    def _update(self, piece: Piece) -> Tensor:
+        gradient, momentum = piece.values.grad, self.state[piece]["momentum"]
+        assert gradient is not None
+        momentum.lerp_(gradient, 1 - self._momentum)
+        return gradient.lerp(momentum, self._momentum)
+
+    def _directions(self, updates: Tensor, rate: float, axis: str, dim: int) -> Tensor:
+        """[N, rows, columns]: what is to be subtracted; `axis`: whose ranks hold slices along dimension `dim` of each
+        matrix."""
+        whole, first = updates, 0
+        if axis:
+            whole, first = _joined(self._groups[axis], updates, dim + 1)
+        scaled: Tensor = orthogonal(whole) * (rate * 0.2 * max(whole.shape[-2:]) ** 0.5)
+        return scaled.narrow(dim + 1, first, updates.shape[dim + 1]) if axis else scaled
+
+
+def _joined(group: Group, x: Tensor, dim: int) -> tuple[Tensor, int]:
+    """(slices of all ranks along `dim`, where this rank's begins)."""
+    own = torch.tensor([x.shape[dim]], dtype=torch.int64)
+    sizes = tuple(run(AllGather(group, "counts", (1,) * group.size), own).tolist())
+    joined: Tensor = run(AllGather(group, "matrices", sizes), x.movedim(dim, 0).contiguous())
+    found: Tensor = joined.movedim(0, dim)
+    return found, sum(sizes[: group.index])
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Roughly the nearest orthogonal matrices of [N, rows, columns], by five Newton-Schulz steps."""
+    a, b, c = _NEWTON_SCHULZ
+    tall = x.shape[-2] > x.shape[-1]
+    y = x.mT if tall else x
+    y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp(min=_EPS)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    found: Tensor = y.mT if tall else y
+    return found

@@ -1,9 +1,9 @@
 """Expert packing (Lina, sections 4.2 and 6.1): how many ranks share the experts, chosen while a run goes on.
 
-It begins with `parallel.expert` ranks. Behind step 10, and every 4 steps after that, the search of `comm.micro_ops` is
-told how long the experts work on a part of their rows and how long that part travels. While working is shorter, half as
-many ranks share the experts: each holds twice as many, fewer rows leave it, and every expert has twice the replicas. A
-time is the mean of the slowest rank since the last decision.
+It begins with `parallel.expert` ranks. Behind step 10, and every 4 steps after that, the search of `comm.micro_ops`
+learns how long the experts work on a part of their rows and how long that part travels. While working is shorter, half
+as many ranks share the experts: each holds twice as many, fewer rows leave it, and every expert has twice the replicas.
+A time is the mean of the slowest rank since the last decision.
 
 What was decided stands in `OUTPUT/packing.json`. A run that goes on, or one that is given this file, takes its
 decisions from there: they depend on times, and another division rounds in another way.
@@ -27,7 +27,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.comm.micro_ops import ExpertPacking
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
-from antiphon.train.memory_check import check_memory, setup_of
+from antiphon.train.memory import check_memory, setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.ranks import local_ranks, sizes_of, world_size
 

@@ -100,7 +100,7 @@ def _cut(ranges: Ranges, offset: int, size: int) -> list[tuple[int, slice]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShare:
     """What one rank works on. `q_heads`, `kv_heads`: of its tensor rank; `heads_divide` False: KV heads do not divide,
     so every tensor rank has all of them, and holds attention in whole.
     `experts`: numbers; `width`: the columns of each expert; `adds_bias`: whether it adds the experts' second bias."""
@@ -113,12 +113,12 @@ class Share:
     adds_bias: bool
 
     @staticmethod
-    def of(spec: ModelSpec, sizes: Sizes, rank: int) -> "Share":
+    def of(spec: ModelSpec, sizes: Sizes, rank: int) -> "RankShare":
         attention, tensor, slice_ = spec.attention, sizes.place(rank, "tensor"), sizes.place(rank, "expert_tensor")
         q_heads = split_evenly(attention.num_heads, sizes.tensor)[tensor]
         divide = attention.num_kv_heads % sizes.tensor == 0
         kv_heads = split_evenly(attention.num_kv_heads, sizes.tensor)[tensor]
-        return Share(
+        return RankShare(
             q_heads=q_heads,
             kv_heads=kv_heads if divide else (0, attention.num_kv_heads),
             heads_divide=divide or attention.latent is not None,
@@ -128,7 +128,7 @@ class Share:
         )
 
 
-def part_of(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...]) -> Part:
+def part_of(spec: ModelSpec, share: RankShare, purpose: str, shape: tuple[int, ...]) -> Part:
     """The part of parameter `purpose` that a rank with this share holds."""
     if purpose.startswith("experts."):
         return _of_experts(spec, share, purpose, shape)
@@ -144,7 +144,7 @@ def part_of(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...])
     return Part(shape, (*whole[:dim], ranges, *whole[dim + 1 :]), frozenset({"tensor"}))
 
 
-def _of_experts(spec: ModelSpec, share: Share, purpose: str, shape: tuple[int, ...]) -> Part:
+def _of_experts(spec: ModelSpec, share: RankShare, purpose: str, shape: tuple[int, ...]) -> Part:
     """[E, 2 * width, H] of gate and up, [E, H, width] of down, and their biases."""
     width, (first, last) = spec.feed_forward.intermediate, share.width
     ranges: list[Ranges] = [(share.experts,), *(((0, size),) for size in shape[1:])]

@@ -1,8 +1,9 @@
-"""Forward and backward of the micro-batches of one step, in the order that a pipeline's schedule gives.
+"""Forward and backward of the micro-batches of one step, in the order that a pipeline's schedule gives; and forward
+alone, for the loss on documents that are never trained on.
 
-Their targets are counted first, on all ranks, so that the loss is the mean over the targets of the step however it is
-cut; each pass adds its gradients to those of the passes before. A model that is not cut is a pipeline of one stage: the
-same code, and nothing travels.
+The targets of a step are counted first, on all ranks, so that the loss is the mean over them however the step is cut;
+each pass adds its gradients to those of the passes before. A model that is not cut is a pipeline of one stage: the same
+code, and nothing travels.
 
 Between stages travel rows, and gradients of rows. With `loss.balance_over = "model"` the experts' use travels too: a
 forward brings the sum over the layers so far, a backward the sum over all layers.
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import AllReduce, run
+from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
-from antiphon.train.config import LossConfig
+from antiphon.train.config import LossConfig, TrainConfig
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.pipeline import Pipeline, Tensors
-from antiphon.train.pipeline_schedule import StagePass
+from antiphon.train.pipeline import Pipeline, StagePass, Tensors
 from antiphon.train.routing import Routing, balance_of
+from antiphon.train.samples import Samples
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans
+from antiphon.train.spans import StepSpans
+from antiphon.train.tokens import TokenFile
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class PassResult:
 class Passes:
     """The passes of a run's steps over `model`."""
 
-    def __init__(self, model: MoeModel, losses: LossConfig, spans: Spans, *, pairs: bool = False) -> None:
-        """`pairs`: two micro-batches at a time, in turns (`train.turns`); without a pipeline."""
+    def __init__(self, model: MoeModel, losses: LossConfig, spans: StepSpans, *, pairs: bool = False) -> None:
+        """`pairs`: two micro-batches at a time, in turns (`train.layer_run`); without a pipeline."""
         self.model = model
         self._pairs = pairs
         self.losses = losses
@@ -77,8 +80,8 @@ class Passes:
         )
 
     def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
-        """Where the first number of these passes came from that is not finite, in words: of the rank that met it
-        first. Runs the passes again."""
+        """Says where the first number of these passes that is not finite came from: the words of the rank that met
+        it first. Runs the passes again."""
         num_targets, schedule, mesh = self._targets_of_all(batches), self.model.schedule, self.model.mesh
 
         def again(begin: Callable[[int, int], None]) -> None:
@@ -133,7 +136,7 @@ class _Stages:
     """What this rank's stages do with the micro-batches of a step, which are equal shares of it."""
 
     def __init__(
-        self, model: MoeModel, losses: LossConfig, spans: Spans, batches: Sequence[Batch], num_targets: Tensor
+        self, model: MoeModel, losses: LossConfig, spans: StepSpans, batches: Sequence[Batch], num_targets: Tensor
     ) -> None:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch
         self.before: Callable[[StagePass], None] = lambda action: None
@@ -162,7 +165,7 @@ class _Stages:
             self.do(StagePass(backward, 0, micro_batch), ())
 
     def all_losses(self) -> list[Tensor]:
-        """In the order of micro-batches, so that their sum has the same bits in any order of passes."""
+        """The losses in order of micro-batch, so that their sum has the same bits in any order of passes."""
         return [self.losses[number] for number in sorted(self.losses)]
 
     def use(self) -> Tensor:
@@ -207,3 +210,27 @@ class _Stages:
         with self._spans.backward(flight.result):
             torch.autograd.backward(flight.result, gradient)
         return None if flight.rows is None else flight.rows.grad, routing.use_of_all_E
+
+
+def held_out_loss(config: TrainConfig, mesh: Mesh, tokens: TokenFile, passes: Passes, shards: Shards) -> float | None:
+    """Nats a target over the first sequences of `tokens`; None if there is no whole one. All ranks call it together."""
+    if tokens.ids.shape[0] <= config.sequence_length:
+        return None
+    samples = Samples.of(config, tokens, shuffled=False)
+    num = min(samples.num_windows, config.output.evaluate_sequences)
+    own = list(range(mesh.sizes.place(mesh.rank, "data"), num, mesh.sizes.data))
+    size = max(1, config.batch // mesh.sizes.data)
+    steps = -(-num // mesh.sizes.data)  # as many on every rank
+    batches = [_batch(samples, own[first : first + size]) for first in range(0, steps, size)]
+    shards.begin_step()
+    loss = passes.mean_loss(batches)
+    shards.end_step()
+    return loss
+
+
+def _batch(samples: Samples, numbers: list[int]) -> Batch:
+    """These samples; without any, one that counts nothing."""
+    batch = samples.batch(numbers or [0], torch.device("cpu"))
+    if not numbers:
+        batch.targets_BS.fill_(IGNORED)
+    return batch

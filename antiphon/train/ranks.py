@@ -18,7 +18,7 @@ from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.communication_config import CommunicationConfig
 from antiphon.train.config import TrainConfig
-from antiphon.train.pipeline_schedule import PipelineSchedule
+from antiphon.train.pipeline import PipelineSchedule
 
 
 def world_size() -> int:

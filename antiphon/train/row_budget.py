@@ -1,9 +1,9 @@
-"""A limit to the rows that a rank's experts hold at once, whatever the router does.
+"""A limit to the rows that a rank's experts hold at once, whatever the router does; and these experts as one function.
 
-Without one, memory follows the router: a rank whose experts are chosen four times as often as the mean keeps four times
-the rows, in every layer, until backward. The budget is a multiple of the balanced share.
+Without a limit, memory follows the router: a rank whose experts are chosen four times as often as the mean keeps four
+times the rows, in every layer, until backward. The budget is a multiple of the balanced share.
 
-1. Ranks add up how many rows each of them would get. If no rank is over budget, all goes in one piece, as ever.
+1. Ranks add up how many rows each of them would get. If no rank is over budget, all goes in one piece.
 2. Otherwise three quarters of a budget go first and are kept for backward. The rest goes in pieces of a quarter each:
    sent, worked on, returned, forgotten; backward sends and works on them again, one by one. So no layer keeps more than
    three quarters, and no moment adds more than one quarter.
@@ -13,11 +13,12 @@ the rows, in every layer, until backward. The budget is a multiple of the balanc
 Rejected: pieces of rows after they arrived. What arrived is as long as the skew, before any expert has seen it. Also
 rejected: working on everything again as soon as one row is too many; a router is never quite balanced.
 
-Letters: T rows of this rank, K experts a row, E experts, H width, n ranks with different experts.
+Letters: T rows of this rank, K experts a row, R rows in order of expert, E experts, H width, J = 2 * width of gate and
+up, n ranks with different experts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,40 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.dispatch.api import Dispatcher
 from antiphon.comm.mesh import Mesh
-from antiphon.train.experts import Experts
+from antiphon.kernels.ops.feed_forward import activate, grouped_product
+from antiphon.specs.model import FeedForwardSpec
+from antiphon.train.weights import DOWN, GATE_UP, Weights
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`tensors`: their weights by purpose, in the dtype of the arithmetic. `adds_bias`: whether the second bias is
+    added here; of ranks that share an expert's width one does it."""
+
+    spec: FeedForwardSpec
+    adds_bias: bool
+    tensors: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(spec: FeedForwardSpec, weights: Weights, *, adds_bias: bool) -> "Experts":
+        purposes = (GATE_UP, DOWN, *((GATE_UP + "_bias", DOWN + "_bias") if spec.expert_bias else ()))
+        return Experts(spec, adds_bias, {purpose: weights[purpose] for purpose in purposes})
+
+    def __call__(self, rows_RH: Tensor, counts_E: tuple[int, ...], weights_R: Tensor | None = None) -> Tensor:
+        """[R, H]: each row through its expert; `counts_E`: rows of each expert. `weights_R`: what results count,
+        multiplied before the second product (MegaScale-MoE, section 4.1)."""
+        gate_up_RJ = grouped_product(rows_RH, self.tensors[GATE_UP], counts_E)
+        experts_R = torch.tensor(counts_E, device=rows_RH.device)
+        if self.spec.expert_bias:
+            gate_up_RJ = gate_up_RJ + self.tensors[GATE_UP + "_bias"].repeat_interleave(experts_R, dim=0)
+        hidden = activate(gate_up_RJ, self.spec)
+        factor_R1 = None if weights_R is None else weights_R.to(hidden.dtype).unsqueeze(1)
+        down_RH = grouped_product(hidden if factor_R1 is None else hidden * factor_R1, self.tensors[DOWN], counts_E)
+        if not self.spec.expert_bias or not self.adds_bias:
+            return down_RH
+        bias_RH = self.tensors[DOWN + "_bias"].repeat_interleave(experts_R, dim=0)
+        return down_RH + (bias_RH if factor_R1 is None else bias_RH * factor_R1)
+
 
 KEPT_PART = 0.75
 WAITS = "waits in over_budget"  # of its time on the timeline, what is spent waiting for rows

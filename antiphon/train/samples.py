@@ -40,7 +40,7 @@ class Samples:
 
     @staticmethod
     def of(config: TrainConfig, tokens: TokenFile, *, shuffled: bool) -> "Samples":
-        """As a run of `config` sees them."""
+        """The samples that a run of `config` sees."""
         masks = config.data.document_masks
         return Samples(tokens, config.sequence_length, seed=config.seed, document_masks=masks, shuffled=shuffled)
 

@@ -1,33 +1,54 @@
-"""Finds an order of a layer's operators from measured times. Plain Python.
+"""`overlap.search`: finds the order of a layer's operators from times that are measured here, before the first step.
 
-One processor computes, one wire carries exchanges in the order in which they were started; a wait ends when its
-exchange does. All orders that the operators' needs allow are built up action by action (list scheduling, all choices
-at once): after n actions, one front of states for each set of actions done, where a state that is nowhere ahead of
-another is dropped. That is exact as long as no more than `MOST_STATES` are left after an action; beyond that the most
-promising stay. What is found is compared with the order that was there, so it is never slower in this model.
+1. Some passes run with every exchange waited for where it is started, so that each operator and each exchange has its
+   own time. Ranks that share the rows of a stage take the slowest rank's times, so that all find the same order.
+2. `search` looks for a faster order of each kind of layer, forward and backward. One processor computes, one link
+   carries exchanges in the order in which they were started; a wait ends when its exchange does. All orders that the
+   operators' needs allow are built up action by action (list scheduling, all choices at once): after n actions, one
+   front of states for each set of actions done, where a state that is nowhere ahead of another is dropped. That is
+   exact as long as no more than `MOST_STATES` are left after an action; beyond that the most promising stay. What is
+   found is compared with the order that was there, so it is never slower in this model.
+3. The order is written beside the run. A run that goes on takes it from there if all ranks find one that fits, and
+   another run may name it as `overlap.schedule`.
 
+Which order is taken changes no number: sums are made in the order of operators, not of the schedule.
 Rejected: an integer program. The solver would be a dependency, and needs longer than a step.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from antiphon.train.layer_schedule import WAIT_OF, Action
+import torch
+
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+from antiphon.base.units import format_seconds
+from antiphon.comm.collectives import AllGather, AllReduce, run
+from antiphon.comm.mesh import Mesh
+from antiphon.specs.strict_table import read_text
+from antiphon.train.layer_plan import needs
+from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one, span_name
+from antiphon.train.model import Batch, MoeModel
+from antiphon.train.passes import Passes
+from antiphon.train.shards import Shards
+from antiphon.train.spans import Span
 
 MOST_STATES = 2000
 Needs = Mapping[Action, Mapping[Action, str]]
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of each action on the processor, and of each start's exchange on the wire."""
+class ActionTimes:
+    """Seconds of each action on the processor, and of each start's exchange on the link."""
 
     computing_s: Mapping[Action, float]
     travelling_s: Mapping[Action, float]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOrder:
     """`is_exact`: no order is faster, by these times."""
 
     order: tuple[Action, ...]
@@ -36,48 +57,48 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _SearchState:
     """`arrivals_s`: of what is under way, by the action that waits for it."""
 
     now_s: float
-    wire_free_s: float
+    link_free_s: float
     arrivals_s: tuple[tuple[Action, float], ...]
     order: tuple[Action, ...]
 
-    def after(self, action: Action, times: Times) -> "_State":
+    def after(self, action: Action, times: ActionTimes) -> "_SearchState":
         now_s = self.now_s + times.computing_s.get(action, 0.0)
-        arrivals, wire_s = dict(self.arrivals_s), self.wire_free_s
+        arrivals, link_s = dict(self.arrivals_s), self.link_free_s
         if action in times.travelling_s:
-            wire_s = max(now_s, wire_s) + times.travelling_s[action]
-            arrivals[Action(WAIT_OF[action.verb], action.operator)] = wire_s
+            link_s = max(now_s, link_s) + times.travelling_s[action]
+            arrivals[Action(WAIT_OF[action.verb], action.operator)] = link_s
         now_s = max(now_s, arrivals.pop(action, 0.0))
-        return _State(now_s, wire_s, tuple(sorted(arrivals.items(), key=_by_name)), (*self.order, action))
+        return _SearchState(now_s, link_s, tuple(sorted(arrivals.items(), key=_by_name)), (*self.order, action))
 
-    def is_behind(self, other: "_State") -> bool:
+    def is_behind(self, other: "_SearchState") -> bool:
         """Whether nothing here is earlier than in `other`, which did the same actions."""
         return (
             self.now_s >= other.now_s
-            and self.wire_free_s >= other.wire_free_s
+            and self.link_free_s >= other.link_free_s
             and all(mine[1] >= theirs[1] for mine, theirs in zip(self.arrivals_s, other.arrivals_s, strict=True))
         )
 
 
-def seconds_of(order: Sequence[Action], times: Times) -> float:
+def seconds_of(order: Sequence[Action], times: ActionTimes) -> float:
     """How long this order takes."""
-    state = _State(0.0, 0.0, (), ())
+    state = _SearchState(0.0, 0.0, (), ())
     for action in order:
         state = state.after(action, times)
     return state.now_s
 
 
-def search(order: Sequence[Action], needs: Needs, times: Times, most_states: int = MOST_STATES) -> Found:
+def search(order: Sequence[Action], needs: Needs, times: ActionTimes, most_states: int = MOST_STATES) -> FoundOrder:
     """The fastest order of the actions in `order` that `needs` allows."""
     numbers = {action: 1 << index for index, action in enumerate(order)}
     masks = {action: sum(numbers[other] for other in needs[action]) for action in order}
     left_s, is_exact = _longest_after(order, needs, times), True
-    fronts: dict[int, list[_State]] = {0: [_State(0.0, 0.0, (), ())]}
+    fronts: dict[int, list[_SearchState]] = {0: [_SearchState(0.0, 0.0, (), ())]}
     for _ in order:
-        following: dict[int, list[_State]] = {}
+        following: dict[int, list[_SearchState]] = {}
         for done, states in fronts.items():
             for action in order:
                 if not done & numbers[action] and masks[action] & done == masks[action]:
@@ -89,35 +110,38 @@ def search(order: Sequence[Action], needs: Needs, times: Times, most_states: int
     best = min((state for states in fronts.values() for state in states), key=lambda state: state.now_s)
     given_s = seconds_of(order, times)
     if best.now_s >= given_s:
-        return Found(tuple(order), given_s, is_exact)
-    return Found(best.order, best.now_s, is_exact)
+        return FoundOrder(tuple(order), given_s, is_exact)
+    return FoundOrder(best.order, best.now_s, is_exact)
 
 
-def _add(front: list[_State], state: _State) -> None:
+def _add(front: list[_SearchState], state: _SearchState) -> None:
     if not any(state.is_behind(other) for other in front):
         front[:] = [other for other in front if not other.is_behind(state)]
         front.append(state)
 
 
 def _best(
-    fronts: dict[int, list[_State]], numbers: Mapping[Action, int], left_s: Mapping[Action, float], most_states: int
-) -> tuple[dict[int, list[_State]], bool]:
+    fronts: dict[int, list[_SearchState]],
+    numbers: Mapping[Action, int],
+    left_s: Mapping[Action, float],
+    most_states: int,
+) -> tuple[dict[int, list[_SearchState]], bool]:
     """The states from which the end can be nearest, and whether that is all of them."""
     every = [(done, state) for done, states in fronts.items() for state in states]
     if len(every) <= most_states:
         return fronts, True
 
-    def least_s(done: int, state: _State) -> float:
+    def least_s(done: int, state: _SearchState) -> float:
         return state.now_s + max((left_s[each] for each in numbers if not done & numbers[each]), default=0.0)
 
-    every.sort(key=lambda item: (least_s(*item), item[1].now_s, item[1].wire_free_s))
-    kept: dict[int, list[_State]] = {}
+    every.sort(key=lambda item: (least_s(*item), item[1].now_s, item[1].link_free_s))
+    kept: dict[int, list[_SearchState]] = {}
     for done, state in every[:most_states]:
         kept.setdefault(done, []).append(state)
     return kept, False
 
 
-def _longest_after(order: Sequence[Action], needs: Needs, times: Times) -> Mapping[Action, float]:
+def _longest_after(order: Sequence[Action], needs: Needs, times: ActionTimes) -> Mapping[Action, float]:
     """Seconds from the beginning of each action to the end, on the longest chain of needs."""
     left_s = dict.fromkeys(order, 0.0)
     for action in reversed(order):
@@ -130,3 +154,122 @@ def _longest_after(order: Sequence[Action], needs: Needs, times: Times) -> Mappi
 
 def _by_name(arrival: tuple[Action, float]) -> str:
     return str(arrival[0])
+
+
+ROUNDS = 4  # the first one warms up
+_log = get_logger("train")
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """What was chosen for one kind of layer and one direction."""
+
+    kind: str
+    backward: bool
+    default_s: float
+    found: FoundOrder
+
+    def __str__(self) -> str:
+        way = "backward" if self.backward else "forward"
+        exact = "no order is faster" if self.found.is_exact else "of the orders looked at the fastest"
+        times = f"{format_seconds(self.default_s)} by default, {format_seconds(self.found.seconds)} found"
+        return f"schedule of {self.kind} layers, {way}: {times} ({exact})"
+
+
+def choose_schedules(
+    model: MoeModel, folder: Path, passes: Passes, shards: Shards, batches: Sequence[Batch]
+) -> list[ScheduleChoice]:
+    """Give the layers of this rank the schedules found, and say how they compare. `batches`: of a step, to measure
+    with; no parameter changes. All ranks call it together, before the first step."""
+    by_kind = _kinds(model)
+    known = {kind: _file(folder, model.mesh, kind) for kind in by_kind}
+    missing = torch.tensor([float(not _usable(model, by_kind, known))])  # on a rank: then all measure
+    if not float(run(AllReduce(model.mesh.world, "schedule"), missing)):
+        for kind, layers in by_kind.items():
+            _give(model, layers, read_text(known[kind]), str(known[kind]))
+        return []
+    options = {layer: model.layers[layer].plan for layers in by_kind.values() for layer in layers}
+    for layer, plan in options.items():
+        model.layers[layer].plan = plan.with_schedule(str(one_by_one(plan.schedule)), "one by one")
+    measured = _measure(passes, shards, batches)
+    choices = []
+    for kind, layers in by_kind.items():
+        plan = options[layers[0]]
+        of_kind = [span for span in measured if span.label.layer in layers]
+        orders = []
+        for actions, backward in ((plan.schedule.forward, False), (plan.schedule.backward, True)):
+            times = _times(actions, of_kind, model.mesh, backward=backward)
+            found = search(actions, needs(plan.graph, actions, plan.keeping.kept, backward=backward), times)
+            choices.append(ScheduleChoice(kind, backward, seconds_of(actions, times), found))
+            orders.append(found.order)
+        text = str(Schedule(*orders))
+        _give(model, layers, text, f"the schedule found for {kind} layers")
+        if model.mesh.stage.index == 0:
+            partial = known[kind].with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(known[kind])
+    if model.mesh.rank == 0:
+        for choice in choices:
+            _log.info("%s", choice)
+    return choices
+
+
+def _usable(model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[str, Path]) -> bool:
+    """Whether a former run has left orders that fit this rank's layers."""
+    try:
+        for kind, layers in by_kind.items():
+            for layer in layers:
+                model.layers[layer].plan.with_schedule(read_text(known[kind]), str(known[kind]))
+    except UserError:  # there is none, or it is of a run whose ranks shared layers in another way
+        return False
+    return True
+
+
+def _kinds(model: MoeModel) -> dict[str, list[int]]:
+    """This rank's layers by kind."""
+    found: dict[str, list[int]] = {}
+    for layer in model.layers:
+        found.setdefault("MoE" if model.spec.moe_layers[layer.layer] else "dense", []).append(layer.layer)
+    return found
+
+
+def _file(folder: Path, mesh: Mesh, kind: str) -> Path:
+    return folder / f"schedule-{kind}-stage-{mesh.sizes.place(mesh.rank, 'pipeline')}.txt"
+
+
+def _give(model: MoeModel, layers: Sequence[int], text: str, where: str) -> None:
+    for layer in layers:
+        plan = model.layers[layer].plan
+        model.layers[layer].plan = plan.with_schedule(text, where)
+
+
+def _measure(passes: Passes, shards: Shards, batches: Sequence[Batch]) -> list[Span]:
+    spans = passes.spans
+    spans.on = True
+    for number in range(ROUNDS):
+        spans.step = number
+        shards.begin_step()
+        passes.run(batches)
+        shards.end_step()
+        passes.model.zero_grad()
+        shards.zero_grad()
+    taken = spans.take()
+    spans.on = False
+    return [span for span in taken if span.step]
+
+
+def _times(actions: Sequence[Action], spans: Sequence[Span], mesh: Mesh, *, backward: bool) -> ActionTimes:
+    """The median of each action over layers and rounds; the slowest rank of a stage counts."""
+    by_name: dict[str, list[float]] = {}
+    for span in spans:
+        if span.label.backward == backward:
+            by_name.setdefault(span.label.operator, []).append((span.end_ns - span.start_ns - span.inner_ns) * 1e-9)
+    own = torch.tensor([statistics.median(by_name.get(span_name(action), [0.0])) for action in actions])
+    ranks = mesh.stage.size
+    slowest = run(AllGather(mesh.stage, "schedule", (len(actions),) * ranks), own.double()).view(ranks, -1).amax(0)
+    seconds: Mapping[Action, float] = dict(zip(actions, slowest.tolist(), strict=True))
+    waits = {Action(WAIT_OF[each.verb], each.operator): each for each in actions if each.verb in WAIT_OF}
+    return ActionTimes(
+        {action: each for action, each in seconds.items() if action not in waits},
+        {start: seconds[wait] for wait, start in waits.items()},
+    )

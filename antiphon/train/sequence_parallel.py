@@ -9,13 +9,15 @@
 
 Each exchange is what is packed, a collective, and what is unpacked, which `train/attention` makes operators of. With
 one sequence rank nothing is packed, and a collective over one tensor rank is the identity. In tiles
-(`train/tiled_attention`) rows travel, each with some heads of a position. Positions are split evenly,
-in order, over the ranks of both groups; heads too, the longer parts first. A key-value head that several ranks need is
-sent to each of them.
+(`train/tiled_attention`) rows travel, each with some heads of a position. Positions are split evenly, in order, over
+the ranks of both groups; heads too, the longer parts first. A key-value head that several ranks need is sent to each of
+them.
 
 Letters: B sequences, S positions, s those of this rank (after the gather: of its tensor group), N query heads,
-G KV heads, D head width, V width of a value, H hidden.
+G KV heads, D head width, V width of a value, H hidden, P positions that have rotations, R rotated width.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,15 +25,18 @@ from torch import Tensor
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, run
 from antiphon.comm.mesh import Group
+from antiphon.kernels.ops.attention import attention_mask
 from antiphon.models.shares import Range, Ranges
-from antiphon.specs.model import AttentionSpec
-from antiphon.train.partition import Share
+from antiphon.specs.model import AttentionSpec, ModelSpec
+from antiphon.train.partition import RankShare
 
 
 class SequenceParallel:
     """The way of one rank. `num_positions` of every sequence: at least one a rank."""
 
-    def __init__(self, spec: AttentionSpec, share: Share, sequence: Group, tensor: Group, num_positions: int) -> None:
+    def __init__(
+        self, spec: AttentionSpec, share: RankShare, sequence: Group, tensor: Group, num_positions: int
+    ) -> None:
         self.sequence = sequence
         self.tensor = tensor
         self._widths = spec.head_dim, spec.head_dim if spec.latent is None else spec.latent.v_head_dim
@@ -78,8 +83,22 @@ class SequenceParallel:
         """The sum over tensor ranks of something that each has of its heads."""
         return run(AllReduce(self.tensor, "attention"), x)
 
+    def share_heads(self, q_BsND: Tensor, k_BsGD: Tensor, v_BsGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the heads that this rank works on, at all positions. Waits for the others."""
+        if self.sequence.size == 1:
+            return self.own_heads(q_BsND, k_BsGD, v_BsGV)
+        packed = self.pack_heads(q_BsND, k_BsGD, v_BsGV)
+        return self.unpack_heads(run(self.to_heads(packed), packed))
+
+    def share_rows(self, out_BSNV: Tensor) -> Tensor:
+        """[B, s, N * V]: what attention made of all heads, at this rank's positions. Waits for the others."""
+        if self.sequence.size == 1:
+            return out_BSNV.flatten(2)
+        packed = self.pack_rows(out_BSNV)
+        return self.unpack_rows(run(self.to_rows(packed), packed))
+
     def own_heads(self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where one sequence rank has all positions: keys and values as `causal_attention` wants them."""
+        """Queries, keys and values as `causal_attention` wants them, where one sequence rank has all positions."""
         first, last = self._kv_of(self.heads)
         return self.fitted(q_BSND, k_BSGD[:, :, first:last], v_BSGV[:, :, first:last])
 
@@ -146,7 +165,7 @@ class SequenceParallel:
 
     @property
     def projected_columns(self) -> list[Ranges]:
-        """By sequence rank: the columns of the fused projection, q then k then v, that make the heads it works on."""
+        """For each sequence rank, the columns of the fused projection, q then k then v, that make its heads."""
         q_width, kv_width = self.projected(self._widths[0])
 
         def of(begin: int, heads: Range, width: int) -> Range:
@@ -160,7 +179,7 @@ class SequenceParallel:
 
     @property
     def output_columns(self) -> list[Ranges]:
-        """By sequence rank: the columns of all heads' output that it makes."""
+        """For each sequence rank, the columns of all heads' output that it makes."""
         width = self._widths[1]
         return [((first * width, last * width),) for first, last in self._heads]
 
@@ -215,3 +234,41 @@ class SequenceParallel:
         if num_kv == 1 or (first % self._per_kv == 0 and num_queries == num_kv * self._per_kv):
             return x_BSGD
         return x_BSGD[:, :, [(first + query) // self._per_kv - first // self._per_kv for query in range(num_queries)]]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Rotations and `masks` are over all positions; masks by sliding window, see `attention_mask`."""
+
+    parallel: SequenceParallel
+    cos_BSR: Tensor
+    sin_BSR: Tensor
+    masks: dict[int | None, Tensor | None]
+
+    @staticmethod
+    def of(
+        spec: ModelSpec,
+        parallel: SequenceParallel,
+        cos_PR: Tensor,
+        sin_PR: Tensor,
+        positions_BS: Tensor,
+        documents_BS: Tensor | None,
+    ) -> "Sequences":
+        """`positions_BS` count within documents; `documents_BS` None: one document a sequence."""
+        windows = {spec.attention.window_of(layer) for layer in range(spec.num_layers)}
+        masks = {
+            window: attention_mask(documents_BS, positions_BS.shape[1], window, positions_BS.device)
+            for window in windows
+        }
+        return Sequences(parallel, cos_PR[positions_BS], sin_PR[positions_BS], masks)
+
+    @property
+    def projected_rotations(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions that this rank projects."""
+        own = slice(*self.parallel.gathered)
+        return self.cos_BSR[:, own], self.sin_BSR[:, own]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them: not a layer's own."""
+        return [self.cos_BSR, self.sin_BSR, *(mask for mask in self.masks.values() if mask is not None)]

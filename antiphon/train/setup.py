@@ -1,8 +1,13 @@
-"""What a run is made of before its first step: token ids and the model."""
+"""What a run is made of before its first step: its ranks, token ids, the way of its rows, and the model.
+
+run = prepare(config)              # checked, joined, tokenized; nothing is built yet
+model = build_model(run.spec, run.config, run.config.sequence_length, run.mesh)
+"""
 
 import threading
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,22 +18,82 @@ from antiphon.comm.float8_rows import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
+from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.strict_table import read_text
-from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
+from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
+from antiphon.train.checkpoint import newest_step
 from antiphon.train.config import TrainConfig
+from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
 from antiphon.train.layer_plan import PlanOptions
-from antiphon.train.memory_check import setup_of
+from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
+from antiphon.train.metrics import write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
-from antiphon.train.partition import Share
+from antiphon.train.packing import Packing, with_expert
+from antiphon.train.partition import RankShare
+from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
+from antiphon.train.samples import Samples
 from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.tokens import tokenize
+from antiphon.train.tokens import TokenFile, open_tokens, tokenize
 from antiphon.train.weights import FirstValues
 
 _log = get_logger("train")
 NUMBER_BYTES = 8  # of float64, the widest that travels in tiles; E4M3 with its scales is narrower than float32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A run that can begin. `config`: as it runs, all that was left open decided. `plan`: the one that it obeys.
+    `dispatch`: what was measured for the way of rows; `packing` None: the same ranks share the experts throughout."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    model_config: dict[str, Any]
+    plan: TrainingPlan | None
+    mesh: Mesh
+    samples: Samples
+    held_out: TokenFile
+    dispatch: DispatchChoice | None
+    packing: Packing | None
+
+
+def prepare(config: TrainConfig, plan: TrainingPlan | None = None) -> TrainingRun:
+    """Check what can be checked, join the other ranks, write the token ids and `run.json`. Waits for all ranks. `plan`:
+    the one that `config` obeys, for the page that closes the run."""
+    path = Path(config.model.path)
+    spec = load_model_spec(path)
+    if config.sequence_length > spec.max_position:
+        raise UserError(
+            f"sequence_length is {config.sequence_length}, the model's positions end at {spec.max_position}: "
+            "shorten the sequences"
+        )
+    packing = Packing(config, spec) if config.communication.packing else None
+    if packing is not None:
+        config = with_expert(config, packing.expert_at(newest_step(config)))
+    sizes = sizes_of(config, spec, world_size())
+    need = check_memory(spec, config, setup_of(config, sizes), ranks_here=local_ranks())
+    mesh = join(sizes, config.communication)
+    prepare_data_together(config, spec, mesh)
+    held_out = open_tokens(cache_of(config), "held_out")
+    samples = Samples.of(config, open_tokens(cache_of(config), "train"), shuffled=True)
+    dispatch = choose_dispatch(spec, config, mesh)
+    config = with_choice(config, dispatch)
+    if mesh.rank == 0:
+        chosen = None if dispatch is None else asdict(dispatch)
+        write_run_facts(config, spec, need, num_ranks=sizes.world_size, plan=plan, dispatch=chosen)
+    return TrainingRun(
+        config=config,
+        spec=spec,
+        model_config=read_config(path),
+        plan=plan,
+        mesh=mesh,
+        samples=samples,
+        held_out=held_out,
+        dispatch=dispatch,
+        packing=packing,
+    )
 
 
 def cache_of(config: TrainConfig) -> Path:
@@ -69,7 +134,7 @@ def connect_tiles(spec: ModelSpec, tile_rows: int, mesh: Mesh, *, first: bool = 
     """Links between the ranks whose rows the experts here work on, and between those that share positions: one for
     both where they are the same ranks. They wait for each other."""
     sequence, tensor = mesh.group("sequence"), mesh.group("tensor")
-    share = Share.of(spec, mesh.sizes, mesh.rank)
+    share = RankShare.of(spec, mesh.sizes, mesh.rank)
     parallel = SequenceParallel(spec.attention, share, sequence, tensor, sequence.size * tensor.size)
     widths = dict[tuple[int, ...], tuple[Group, int]]()
     for group, width in ((mesh.group(experts_axis(mesh.sizes)), spec.hidden_size), (sequence, parallel.widest_row)):

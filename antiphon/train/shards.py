@@ -67,17 +67,17 @@ class Shards:
         return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     def begin_step(self) -> None:
-        """To be called before the first pass of a step, or of an evaluation."""
+        """Call it before the first pass of a step, or of an evaluation."""
         if self._zero == 3:
             for bucket in self._outer:
                 bucket.gather()
 
     def before_pass(self, *, is_last: bool) -> None:
-        """To be called before a backward; `is_last`: of this step, for these layers."""
+        """Call it before a backward; `is_last`: of this step, for these layers."""
         self._is_last_pass = is_last
 
     def end_step(self) -> None:
-        """To be called after the pieces were updated, or after an evaluation: parameters are the pieces' values."""
+        """Call it after the pieces were updated, or after an evaluation: parameters become the pieces' values."""
         for bucket in self._outer if self._zero == 3 else self._buckets:
             bucket.release() if self._zero == 3 else bucket.gather()
 

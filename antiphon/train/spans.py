@@ -1,4 +1,4 @@
-"""Where a step's time goes: spans by layer and operator, forward and backward.
+"""Where a step's time goes: spans by layer and operator, forward and backward; and the trace for Perfetto made of them.
 
     with spans.of("experts", layer):       # forward
         ...
@@ -10,8 +10,13 @@ number tells the span, and a hook before the first node of each span takes the t
 are `time.monotonic_ns`: one clock for all ranks of a machine.
 Rejected: `torch.profiler`. It sees every kernel, which slows a small model by a third, and its events need to be joined
 to layers afterwards.
+
+The trace has a process a rank, a row of steps and two rows of operators. Each rank writes `FILE.rankN`; when all have,
+`join_parts` makes FILE of them. Times in a part are on the wall clock, so that ranks of several machines line up as
+well as their clocks do. Rejected: sending spans to rank 0. A rank that dies would take the others' part with it.
 """
 
+import json
 import threading
 import time
 from bisect import bisect_right
@@ -19,10 +24,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+from antiphon.base.errors import UserError
+from antiphon.base.trace import process_named, thread_named, write_events
 
 _NOTHING = nullcontext()
 _NUMBERLESS = 1 << 63  # nodes that add up a parameter's gradient: they run when they can
@@ -66,7 +76,7 @@ class _Own(threading.local):
         self.labels: list[Label] = []  # ... this span
 
 
-class Spans:
+class StepSpans:
     """Records while `on`. Forward and backward of a pass run in one thread; several threads may record."""
 
     def __init__(self) -> None:
@@ -185,10 +195,10 @@ def _graph(root: Tensor) -> dict[int, Node]:
     return found
 
 
-def share_spans(model: nn.Module, spans: Spans) -> None:
+def share_spans(model: nn.Module, spans: StepSpans) -> None:
     """All parts of `model` that record spans record into `spans` from here on."""
     for module in model.modules():
-        if isinstance(getattr(module, "spans", None), Spans):
+        if isinstance(getattr(module, "spans", None), StepSpans):
             module.spans = spans  # type: ignore[assignment]  # not a module or tensor
 
 
@@ -198,3 +208,63 @@ def seconds_by_operator(spans: list[Span]) -> Mapping[str, float]:
     for span in spans:
         total_ns[span.label.name] += span.end_ns - span.start_ns - span.inner_ns
     return {name: total_ns[name] * 1e-9 for name in sorted(total_ns, key=lambda name: -total_ns[name])}
+
+
+STEPS, FORWARD, BACKWARD = 1, 2, 3  # the rows of a process
+_ROWS = {STEPS: "steps", FORWARD: "forward", BACKWARD: "backward"}
+
+
+def part_of(file: Path, rank: int) -> Path:
+    return file.with_name(f"{file.name}.rank{rank}")
+
+
+def write_part(file: Path, rank: int, spans: list[Span]) -> None:
+    """What `rank` adds to the trace `file`."""
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    rows = [
+        (span.label.name, span.label.layer, span.label.backward, span.step, span.start_ns + offset_ns, _length(span))
+        for span in spans
+    ]
+    part_of(file, rank).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def join_parts(file: Path, num_ranks: int) -> None:
+    """Write `file` from the parts of ranks 0 to `num_ranks` - 1, and remove them. `UserError` if one is missing."""
+    parts: dict[int, list[list[Any]]] = {}
+    for rank in range(num_ranks):
+        try:
+            parts[rank] = json.loads(part_of(file, rank).read_text(encoding="utf-8"))
+        except OSError as error:
+            path = part_of(file, rank)
+            raise UserError(f"{path}: cannot be read ({error.strerror}): rank {rank} did not write it") from error
+    write_events(file, _events(parts))
+    for rank in parts:
+        part_of(file, rank).unlink()
+
+
+def _length(span: Span) -> int:
+    return span.end_ns - span.start_ns
+
+
+def _events(parts: dict[int, list[list[Any]]]) -> Iterator[dict[str, Any]]:
+    origin_ns = min((start_ns for rows in parts.values() for *_, start_ns, _ in rows), default=0)
+    for rank, rows in parts.items():
+        yield process_named(f"rank {rank}", rank)
+        for thread, name in _ROWS.items():
+            yield thread_named(name, rank, thread)
+        steps: dict[int, tuple[int, int]] = {}
+        for name, layer, backward, step, start_ns, length_ns in sorted(rows, key=lambda row: row[4]):
+            first_ns, last_ns = steps.get(step, (start_ns, start_ns))
+            steps[step] = (first_ns, max(last_ns, start_ns + length_ns))
+            arguments = {"step": step} | ({"layer": layer} if layer >= 0 else {})
+            place = {"pid": rank, "tid": BACKWARD if backward else FORWARD}
+            yield _event(name, start_ns - origin_ns, length_ns, place, arguments)
+        for step, (first_ns, last_ns) in steps.items():
+            place = {"pid": rank, "tid": STEPS}
+            yield _event(f"step {step}", first_ns - origin_ns, last_ns - first_ns, place, {"step": step})
+
+
+def _event(
+    name: str, start_ns: int, length_ns: int, place: dict[str, int], arguments: dict[str, int]
+) -> dict[str, Any]:
+    return {"ph": "X", "name": name, **place, "ts": start_ns / 1000, "dur": length_ns / 1000, "args": arguments}

@@ -26,7 +26,7 @@ from antiphon.comm.collectives import Collective
 from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
 from antiphon.comm.tiles import Tile, boundaries, tiles_of
 from antiphon.kernels.ops.permute import RowMap, sum_rows
-from antiphon.train.operators import Compute, Exchange, Here, Operator, Product
+from antiphon.train.operators import Compute, LayerContext, Operator, RowExchange, WeightProduct
 
 Values = Mapping[str, Any]
 
@@ -36,8 +36,8 @@ class Tiled(Operator):
     """`exchange` and `product`: what it is made of; `parts`: the names of the operators whose place it takes.
     `arrives`: rows come and are multiplied, else they are multiplied and go."""
 
-    exchange: Exchange
-    product: Product
+    exchange: RowExchange
+    product: WeightProduct
     parts: tuple[str, ...]
     arrives: bool
     links: TileLinks
@@ -46,19 +46,19 @@ class Tiled(Operator):
         """Which of `reads` and `saves` a step of it needs."""
         return {"start": self.reads, "start again": self.reads, "weights": self.product.saves}.get(verb, ())
 
-    def start(self, here: Here, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
         """Begin; what is made meanwhile, by name. Of what it makes only `wanted` is needed."""
         raise NotImplementedError
 
-    def finish(self, here: Here, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
         """The rest of what it makes. Waits."""
         raise NotImplementedError
 
-    def start_gradient(self, here: Here, values: Values, run: "TiledRun", grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: "TiledRun", grad: Tensor) -> dict[str, Tensor]:
         """Begin, with the gradient of what it gives; gradients that are known by then."""
         raise NotImplementedError
 
-    def finish_gradient(self, here: Here, values: Values, run: "TiledRun") -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: "TiledRun") -> dict[str, Tensor]:
         """The other gradients of what it reads. Waits."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Arriving(Tiled):
     permutation: Compute
 
     @staticmethod
-    def of(exchange: Exchange, scatter: Compute, product: Product, links: TileLinks) -> "Arriving":
+    def of(exchange: RowExchange, scatter: Compute, product: WeightProduct, links: TileLinks) -> "Arriving":
         return Arriving(
             name=f"{exchange.name}_{product.name}",
             reads=(*exchange.reads, "row_map"),
@@ -118,12 +118,12 @@ class Arriving(Tiled):
             "weights": self.product.saves,
         }.get(verb, ())
 
-    def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         run.collective = self.exchange.collective(here, *(values[name] for name in self.exchange.reads))
         run.flight = launch_in_tiles(run.collective, self.links, values[self.exchange.reads[0]])
         return {}
 
-    def finish(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         flight, rows = run.land(), values["row_map"]
         rows_RH = flight.received.new_empty(len(rows.order_R), flight.received.shape[1], dtype=here.weights.dtype)
         multiply = _Multiply.forward(self.product, here) if self.product.makes[0] in wanted else None
@@ -138,7 +138,7 @@ class Arriving(Tiled):
                     multiply(rows_RH, made[self.product.makes[0]], expert, part)
         return made
 
-    def start_gradient(self, here: Here, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
         rows: RowMap = values["row_map"]
         multiply = _Multiply.backward(self.product, here)
         present = None if rows.present_TK is None else rows.present_TK.to(grad.dtype)
@@ -147,7 +147,7 @@ class Arriving(Tiled):
         _send_products(run.gradient_flight, rows, multiply, grad.contiguous(), present)
         return {}
 
-    def finish_gradient(self, here: Here, values: Values, run: TiledRun) -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         return {self.reads[0]: run.land_gradient().land()}
 
 
@@ -159,7 +159,7 @@ class Leaving(Tiled):
     weights: str | None
 
     @staticmethod
-    def of(product: Product, gather: Compute, exchange: Exchange, links: TileLinks) -> "Leaving":
+    def of(product: WeightProduct, gather: Compute, exchange: RowExchange, links: TileLinks) -> "Leaving":
         weights = gather.reads[2:]
         return Leaving(
             name=f"{product.name}_{exchange.name}",
@@ -183,7 +183,7 @@ class Leaving(Tiled):
             "weights": self.product.saves,
         }.get(verb, ())
 
-    def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_RJ, rows = values[self.reads[0]], values["row_map"]
         multiply = _Multiply.forward(self.product, here)
         if self.exchange.makes[0] not in wanted:  # again, for its product alone
@@ -195,14 +195,14 @@ class Leaving(Tiled):
             factors_PK = rows.present_TK.to(x_RJ.dtype)
         return {self.product.makes[0]: _send_products(run.flight, rows, multiply, x_RJ, factors_PK)}
 
-    def finish(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         return {self.exchange.makes[0]: run.land().land()} if run.flight is not None else {}
 
-    def start_gradient(self, here: Here, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
         run.gradient_flight = launch_in_tiles(run.reverse, self.links, grad)
         return {}
 
-    def finish_gradient(self, here: Here, values: Values, run: TiledRun) -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         flight, rows, dtype = run.land_gradient(), values["row_map"], here.weights.dtype
         multiply = _Multiply.backward(self.product, here)
         grad_RH = flight.received.new_empty(len(rows.order_R), flight.received.shape[1], dtype=dtype)
@@ -239,11 +239,11 @@ class _Multiply:
     bias_EO: Tensor | None
 
     @staticmethod
-    def forward(product: Product, here: Here) -> "_Multiply":
+    def forward(product: WeightProduct, here: LayerContext) -> "_Multiply":
         return _Multiply(here.weights[product.weight].mT, product.bias(here.weights))
 
     @staticmethod
-    def backward(product: Product, here: Here) -> "_Multiply":
+    def backward(product: WeightProduct, here: LayerContext) -> "_Multiply":
         return _Multiply(here.weights[product.weight], None)
 
     @property

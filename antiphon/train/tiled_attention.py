@@ -23,34 +23,33 @@ from torch import Tensor
 
 from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
 from antiphon.models.shares import Ranges, pick
-from antiphon.train.operators import Exchange, Here, Product
+from antiphon.train.operators import LayerContext, WeightProduct, exchange
 from antiphon.train.tiled import Tiled, TiledRun, Values
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsLeaving(Tiled):
     @staticmethod
-    def of(product: Product, makes: str, links: TileLinks) -> "HeadsLeaving":
+    def of(product: WeightProduct, makes: str, links: TileLinks) -> "HeadsLeaving":
         """`makes`: the name of the projection of this rank's heads, [B, S, w]."""
-        exchange = Exchange(
-            name="heads_a2a",
-            reads=product.reads,
-            makes=(makes,),
-            collective=lambda here, x_BsH: here.sequences.parallel.rows_to_heads(x_BsH.shape[0]),
+        a2a = exchange(
+            "heads_a2a",
+            f"{product.reads[0]} -> {makes}",
+            lambda here, x_BsH: here.sequences.parallel.rows_to_heads(x_BsH.shape[0]),
         )
         return HeadsLeaving(
-            name=f"{product.name}_{exchange.name}",
+            name=f"{product.name}_{a2a.name}",
             reads=product.reads,
             makes=(makes,),
             saves=product.saves,
-            exchange=exchange,
+            exchange=a2a,
             product=product,
-            parts=(product.name, "pack_heads", exchange.name),
+            parts=(product.name, "pack_heads", a2a.name),
             arrives=False,
             links=links,
         )
 
-    def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_BsH, columns = values[self.reads[0]], here.sequences.parallel.projected_columns
         run.collective = self.exchange.collective(here, x_BsH)
         width = _width(columns[run.collective.group.index])
@@ -59,16 +58,16 @@ class HeadsLeaving(Tiled):
         _send_products(run.flight, x_BsH.flatten(0, 1), here.weights[self.product.weight], bias_W, columns)
         return {}
 
-    def finish(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         return {self.makes[0]: here.sequences.parallel.by_position(run.land().land())}
 
-    def start_gradient(self, here: Here, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
         parallel = here.sequences.parallel
         widths = [_width(ranges) for ranges in parallel.projected_columns]
         run.gradient_flight = launch_in_tiles(run.reverse, self.links, parallel.by_rank(grad), widths)
         return {}
 
-    def finish_gradient(self, here: Here, values: Values, run: TiledRun) -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         parallel, weight_WH = here.sequences.parallel, here.weights[self.product.weight]
         run.product_grad, grad_TH = _add_arrivals(run.land_gradient(), weight_WH, parallel.projected_columns)
         return {self.reads[0]: grad_TH.view(-1, parallel.num_rows, grad_TH.shape[1])}
@@ -77,40 +76,39 @@ class HeadsLeaving(Tiled):
 @dataclass(frozen=True, kw_only=True)
 class HeadsArriving(Tiled):
     @staticmethod
-    def of(reads: str, product: Product, links: TileLinks) -> "HeadsArriving":
+    def of(reads: str, product: WeightProduct, links: TileLinks) -> "HeadsArriving":
         """`reads`: the name of attention's output of this rank's heads, [P, w]."""
-        exchange = Exchange(
-            name="rows_a2a",
-            reads=(reads,),
-            makes=product.reads,
-            collective=lambda here, x_Pw: here.sequences.parallel.heads_to_rows(x_Pw.shape[0]),
+        a2a = exchange(
+            "rows_a2a",
+            f"{reads} -> {product.reads[0]}",
+            lambda here, x_Pw: here.sequences.parallel.heads_to_rows(x_Pw.shape[0]),
         )
         return HeadsArriving(
-            name=f"{exchange.name}_{product.name}",
+            name=f"{a2a.name}_{product.name}",
             reads=(reads,),
             makes=(*product.reads, *product.makes),
             saves=product.saves,
-            exchange=exchange,
+            exchange=a2a,
             product=product,
-            parts=(exchange.name, "unpack_rows", product.name),
+            parts=(a2a.name, "unpack_rows", product.name),
             arrives=True,
             links=links,
         )
 
-    def start(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         x_Pw, columns = values[self.reads[0]], here.sequences.parallel.output_columns
         run.collective = self.exchange.collective(here, x_Pw)
         run.flight = launch_in_tiles(run.collective, self.links, x_Pw, [_width(ranges) for ranges in columns])
         return {}
 
-    def finish(self, here: Here, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         parallel, weight_WH = here.sequences.parallel, here.weights[self.product.weight].mT
         multiplies = self.product.makes[0] in wanted
         found = _add_arrivals(run.land(), weight_WH, parallel.output_columns, multiplies=multiplies)
         made = zip(self.makes, found if multiplies else found[:1], strict=False)
         return {name: each.view(-1, parallel.num_rows, each.shape[1]) for name, each in made}
 
-    def start_gradient(self, here: Here, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
         columns = here.sequences.parallel.output_columns
         run.product_grad = grad
         width = _width(columns[run.reverse.group.index])
@@ -119,14 +117,14 @@ class HeadsArriving(Tiled):
         _send_products(run.gradient_flight, grad.flatten(0, 1), weight_WH, None, columns)
         return {}
 
-    def finish_gradient(self, here: Here, values: Values, run: TiledRun) -> dict[str, Tensor]:
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         return {self.reads[0]: run.land_gradient().land()}
 
 
 def _send_products(
     flight: TileFlight, x_TH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, columns: list[Ranges]
 ) -> None:
-    """To each rank its columns of the product of all rows."""
+    """Sends each rank its columns of the product of all rows."""
     matrices = [pick(weight_WH, 0, ranges).mT for ranges in columns]
     biases = None if bias_W is None else [pick(bias_W, 0, ranges) for ranges in columns]
     for tile in flight.to_send:

@@ -47,7 +47,7 @@ class TokenFile:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From a folder with a `tokenizer.json`, or that file."""
+    """The tokenizer in a folder with a `tokenizer.json`, or in that file."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return Tokenizer.from_file(str(file))

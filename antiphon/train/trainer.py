@@ -7,7 +7,7 @@ norm is limited, the optimizer moves.
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,20 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import barrier
 from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.flops import training_flops_per_token
-from antiphon.models.config import load_model_spec, read_config
-from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train import checkpoint, not_finite
-from antiphon.train.activation_bytes import activation_facts
-from antiphon.train.boxes import boxes_of
 from antiphon.train.checkpoint import RunState
-from antiphon.train.config import TrainConfig
-from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
-from antiphon.train.evaluation import held_out_loss
+from antiphon.train.checkpoint_parts import boxes_of, move
 from antiphon.train.hugging_face import import_weights
-from antiphon.train.memory_check import check_memory, setup_of
+from antiphon.train.memory import bytes_by_formula
 from antiphon.train.metrics import Metrics
-from antiphon.train.moving import move
 from antiphon.train.optimizer import Optimizer, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
-from antiphon.train.passes import Passes
-from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
-from antiphon.train.run_facts import write_run_facts
-from antiphon.train.samples import Samples, numbers_of_rank
-from antiphon.train.schedule_choice import choose_schedules
-from antiphon.train.setup import build_model, cache_of, prepare_data_together
-from antiphon.train.spans import Spans, share_spans
-from antiphon.train.timeline import join_parts
-from antiphon.train.tokens import TokenFile, open_tokens
+from antiphon.train.passes import Passes, held_out_loss
+from antiphon.train.ranks import sizes_of, world_size
+from antiphon.train.samples import numbers_of_rank
+from antiphon.train.schedule_search import choose_schedules
+from antiphon.train.setup import TrainingRun, build_model
+from antiphon.train.spans import StepSpans, join_parts, share_spans
 from antiphon.train.watch import Watch
 from antiphon.train.weights import Weights
 
@@ -51,7 +41,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
+class TrainedStep:
     """`loss` in nats a target; `norm` of the gradient before it is limited; `counts_LE`: choices by MoE layer
     and expert; `dropped_L`: those of a layer that no expert had room for."""
 
@@ -66,96 +56,75 @@ class StepResult:
 
     @property
     def fullest(self) -> list[float]:
-        """By MoE layer: rows of the fullest expert over the mean."""
+        """For each MoE layer, rows of the fullest expert over the mean."""
         counts = self.counts_LE.double()
         return [float(value) for value in (counts.amax(1) / counts.mean(1)).tolist()]
 
 
 class Trainer:
-    """One run. `on_step` is called after every step. `timeline`: a file for a trace of some of the first steps.
-    `plan`: the one that `config` obeys, for the page that closes the run."""
+    """Trains `run`. `on_step` is called after every step. `timeline`: a file for a trace of some of the first steps.
+
+    `config` and `mesh` are the run's, until packing divides the experts among other ranks."""
 
     def __init__(
         self,
-        config: TrainConfig,
-        on_step: Callable[[StepResult], None] = lambda result: None,
+        run: TrainingRun,
+        on_step: Callable[[TrainedStep], None] = lambda result: None,
         timeline: Path | None = None,
-        plan: TrainingPlan | None = None,
     ) -> None:
-        self.config = config
-        self.plan = plan
-        self.on_step = on_step
-        self.timeline = timeline
-        self.spans = Spans()
-        self.held_out_loss: float | None = None
-        self.dispatch: DispatchChoice | None = None
-        self.spec = load_model_spec(Path(config.model.path))
-        if config.sequence_length > self.spec.max_position:
-            raise UserError(
-                f"sequence_length is {config.sequence_length}, the model's positions end at {self.spec.max_position}: "
-                "shorten the sequences"
-            )
-        self.model_config = read_config(Path(config.model.path))
-        self.packing: Packing | None = None
+        self._run = run
+        self._on_step = on_step
+        self._timeline = timeline
+        self.spec = run.spec
+        self.config = run.config
+        self.mesh = run.mesh
         self.state = RunState(step=0, num_samples=0, num_tokens=0)
+        self._spans = StepSpans()
+        self._held_out_loss: float | None = None
 
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
-        config = self.config
-        if config.communication.packing:
-            self.packing = Packing(config, self.spec)
-            config = with_expert(config, self.packing.expert_at(checkpoint.newest_step(config)))
-        sizes = sizes_of(config, self.spec, world_size())
-        need = check_memory(self.spec, config, setup_of(config, sizes), ranks_here=local_ranks())
-        self.mesh = join(sizes, config.communication)
-        prepare_data_together(config, self.spec, self.mesh)
-        held_out = open_tokens(cache_of(config), "held_out")
-        self.samples = Samples.of(config, open_tokens(cache_of(config), "train"), shuffled=True)
-        self.dispatch = choose_dispatch(self.spec, config, self.mesh)
-        config = self.config = with_choice(config, self.dispatch)
-        if self.is_first:
-            chosen = None if self.dispatch is None else asdict(self.dispatch)
-            write_run_facts(config, self.spec, need, num_ranks=sizes.world_size, plan=self.plan, dispatch=chosen)
+        config, packing, timeline = self.config, self._run.packing, self._timeline
         self._build(begin=config.model.begin == "checkpoint")
         self._resume()
-        self.saver = checkpoint.Saver(config, self.model_config, self.mesh.world)
+        self._saver = checkpoint.Saver(config, self._run.model_config, self.mesh.world)
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
         if self.state.step >= config.steps:
-            self.held_out_loss = held_out_loss(config, self.mesh, held_out, self.passes, self.shards)
+            self._evaluate()
         started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
-        watch = Watch(self.spec, self.spans, metrics, self.mesh, first_step=first_step, timeline=self.timeline)
+        watch = Watch(self.spec, self._spans, metrics, self.mesh, first_step=first_step, timeline=timeline)
         try:
             while self.state.step < config.steps:
-                measured = self.packing is not None and self.packing.is_measured(self.state.step)
+                measured = packing is not None and packing.is_measured(self.state.step)
                 watch.before_step(self.state.step, logged=self._is_logged(self.state.step), measured=measured)
                 result = self._step()
                 loss = result.loss
                 watch.after_step(result.step, result.counts_LE.tolist())
-                self.on_step(result)
+                self._on_step(result)
                 if metrics is not None and self._is_logged(result.step):
                     self._record(metrics, result, watch)
-                self._after_step(metrics, held_out)
-                if self.packing is not None:
-                    self._pack(self.packing, watch, measured=measured)
+                self._after_step(metrics)
+                if packing is not None:
+                    self._pack(packing, watch, measured=measured)
         finally:
             self._close(metrics, watch)
-        self.saver.finish()
+        self._saver.finish()
         barrier(self.mesh.world)
         self.mesh.close()
-        if self.timeline is not None and self.is_first:
-            join_parts(self.timeline, sizes.world_size)
+        if timeline is not None and self.is_first:
+            join_parts(timeline, self.mesh.sizes.world_size)
         return {
             "steps": self.state.step,
             "tokens": self.state.num_tokens,
             "loss": loss,
-            "held_out_loss": self.held_out_loss,
+            "held_out_loss": self._held_out_loss,
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
         }
 
     def _close(self, metrics: Metrics | None, watch: Watch) -> None:
         """What was opened, however the run ended."""
-        self.saver.close()
+        self._saver.close()
         if metrics is not None:
             metrics.close()
         watch.close()
@@ -172,10 +141,12 @@ class Trainer:
         self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
         if begin:
             import_weights(self.model, Path(config.model.path))
-        share_spans(self.model, self.spans)
-        self.shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
-        self.optimizer = Optimizer(self.model, self.shards, config.optimizer)
-        self.passes = Passes(self.model, config.loss, self.spans, pairs=config.overlap.pairs)
+        share_spans(self.model, self._spans)
+        self._shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
+        self._optimizer = Optimizer(self.model, self._shards, config.optimizer)
+        self._passes = Passes(self.model, config.loss, self._spans, pairs=config.overlap.pairs)
+        self._bytes_by_formula = bytes_by_formula(self.model, config)
+        self._flops_per_token = training_flops_per_token(self.spec, config.sequence_length)
 
     def _pack(self, packing: Packing, watch: Watch, *, measured: bool) -> None:
         """Divide the experts among other ranks, where that was decided."""
@@ -185,53 +156,53 @@ class Trainer:
         config = with_expert(self.config, packing.decide(step, self.mesh))
         if config == self.config:
             return
-        before = boxes_of(self.model, self.shards, self.optimizer, step)
+        before = boxes_of(self.model, self._shards, self._optimizer, step)
         self.config, self.mesh = config, regrouped(self.mesh, sizes_of(config, self.spec, world_size()))
         self._build()
-        move(before, boxes_of(self.model, self.shards, self.optimizer, step), self.mesh.world)
-        self.shards.end_step()
+        move(before, boxes_of(self.model, self._shards, self._optimizer, step), self.mesh.world)
+        self._shards.end_step()
 
     def _resume(self) -> None:
         if self.config.overlap.search:
-            batches = [self.samples.batch(numbers, _CPU) for numbers in numbers_of_rank(self.config, self.mesh, 0)]
-            choose_schedules(self.model, Path(self.config.output.folder), self.passes, self.shards, batches)
+            batches = [self._run.samples.batch(numbers, _CPU) for numbers in numbers_of_rank(self.config, self.mesh, 0)]
+            choose_schedules(self.model, Path(self.config.output.folder), self._passes, self._shards, batches)
         found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
         if not found:
             return
         facts = checkpoint.read_facts(found[-1])
-        if facts["model_config"] != self.model_config:
+        if facts["model_config"] != self._run.model_config:
             raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
-        self.state = checkpoint.load(found[-1], self.model, self.shards, self.optimizer)
+        self.state = checkpoint.load(found[-1], self.model, self._shards, self._optimizer)
         _log.info("resumed from %s", found[-1])
 
-    def _step(self) -> StepResult:
+    def _step(self) -> TrainedStep:
         config, step = self.config, self.state.step
         started_s = time.perf_counter()
         rate = rate_at(step, config.steps, config.optimizer)
-        with self.spans.of("data"):
+        with self._spans.of("data"):
             numbers = numbers_of_rank(config, self.mesh, self.state.num_samples)
-            batches = [self.samples.batch(each, _CPU) for each in numbers]
-        self.shards.begin_step()
-        passed = self.passes.run(batches, self.shards)
-        with self.spans.of("gradient sum"):
-            self.shards.reduce()
-        with self.spans.of("gradient norm"):
-            norm = self.shards.norm()
+            batches = [self._run.samples.batch(each, _CPU) for each in numbers]
+        self._shards.begin_step()
+        passed = self._passes.run(batches, self._shards)
+        with self._spans.of("gradient sum"):
+            self._shards.reduce()
+        with self._spans.of("gradient norm"):
+            norm = self._shards.norm()
         if not torch.isfinite(norm) or not torch.isfinite(passed.loss):
-            why = self.passes.cause_of_nan(batches, self.shards)
+            why = self._passes.cause_of_nan(batches, self._shards)
             newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
             raise not_finite.complaint(step, float(passed.loss), float(norm), why, newest[0] if newest else None, rate)
-        with self.spans.of("optimizer"):
-            self.shards.clip(norm, config.optimizer.clip)
-            self.optimizer.step(rate)
-            self.shards.end_step()
+        with self._spans.of("optimizer"):
+            self._shards.clip(norm, config.optimizer.clip)
+            self._optimizer.step(rate)
+            self._shards.end_step()
         self._move_score_biases(passed.counts_LE)
         self.state = RunState(
             step=step + 1,
             num_samples=self.state.num_samples + config.batch,
             num_tokens=self.state.num_tokens + config.tokens_per_step,
         )
-        return StepResult(
+        return TrainedStep(
             step=step,
             loss=float(passed.loss),
             norm=float(norm),
@@ -257,7 +228,7 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return (step + 1) % self.config.output.log_every == 0 or step + 1 == self.config.steps
 
-    def _record(self, metrics: Metrics, result: StepResult, watch: Watch) -> None:
+    def _record(self, metrics: Metrics, result: TrainedStep, watch: Watch) -> None:
         rate = self.config.tokens_per_step / result.duration_s
         metrics.write(
             result.step,
@@ -267,7 +238,7 @@ class Trainer:
                 "learning_rate": result.rate,
                 "balance_loss": result.balance,
                 "tokens_per_s": rate,
-                "flops_per_s": training_flops_per_token(self.spec, self.config.sequence_length) * rate,
+                "flops_per_s": self._flops_per_token * rate,
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,
                 "expert_rows": result.counts_LE.tolist(),
@@ -277,21 +248,27 @@ class Trainer:
             | self._of_some_runs(result, watch),
         )
 
-    def _of_some_runs(self, result: StepResult, watch: Watch) -> dict[str, Any]:
+    def _of_some_runs(self, result: TrainedStep, watch: Watch) -> dict[str, Any]:
         """What layers keep; of runs that drop rows, choose their dispatch, or have several ranks, more."""
-        values: dict[str, Any] = activation_facts(self.model, self.config)
+        values: dict[str, Any] = {
+            "activation_bytes": self.model.held.take().peak,
+            "activation_bytes_by_formula": self._bytes_by_formula,
+        }
         if self.config.loss.drops:
             values["dropped_rows"] = result.dropped_L.tolist()
-        if self.dispatch is not None:
-            values["dispatch"] = self.dispatch.way
+        if self._run.dispatch is not None:
+            values["dispatch"] = self._run.dispatch.way
         return values if watch.traffic is None else values | watch.traffic.metrics()
 
-    def _after_step(self, metrics: Metrics | None, held_out: TokenFile) -> None:
+    def _evaluate(self) -> None:
+        self._held_out_loss = held_out_loss(self.config, self.mesh, self._run.held_out, self._passes, self._shards)
+
+    def _after_step(self, metrics: Metrics | None) -> None:
         output, step = self.config.output, self.state.step
         if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
-            self.held_out_loss = held_out_loss(self.config, self.mesh, held_out, self.passes, self.shards)
-            if self.held_out_loss is not None and metrics is not None:
-                metrics.write(step - 1, {"held_out_loss": self.held_out_loss})
+            self._evaluate()
+            if self._held_out_loss is not None and metrics is not None:
+                metrics.write(step - 1, {"held_out_loss": self._held_out_loss})
         if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
-            not_finite.check_parameters(self.shards, step)
-            self.saver.save(self.state, boxes_of(self.model, self.shards, self.optimizer, step))
+            not_finite.check_parameters(self._shards, step)
+            self._saver.save(self.state, boxes_of(self.model, self._shards, self._optimizer, step))

@@ -155,7 +155,7 @@ class Weights:
         return pick(value, part.used_dim, part.used) if part.used else value
 
     def stored(self, purpose: str) -> Tensor:
-        """As it is kept, in float32 or wider."""
+        """The parameter as it is kept, in float32 or wider."""
         found = getattr(self._module, attribute_of(purpose))
         assert isinstance(found, Tensor)
         return found

@@ -17,7 +17,7 @@ from antiphon.cli.main import app
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
 from antiphon.train.layer_plan import LayerPlan
-from antiphon.train.memory_check import setup_of
+from antiphon.train.memory import setup_of
 from antiphon.train.row_budget import part_over_budget
 from antiphon.train.setup import build_model
 

@@ -12,7 +12,7 @@ from antiphon.bench.profile.profile import training_profile
 from antiphon.bench.profile.training import WantedTraining, few_layers, measure_training
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
-from antiphon.train.prediction import predict_step
+from antiphon.train.planned_run import predict_step
 from antiphon.train.ranks import sizes_of
 from tests.train.harness import config_of, write_model
 

@@ -24,6 +24,7 @@ from antiphon.report.run import (
     write_run_page,
 )
 from antiphon.specs.training_plan import training_plan_to_json
+from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.report import chromium
 from tests.specs.training_specimen import PLAN
@@ -36,7 +37,7 @@ FIGURES = ["run-loss", "run-rate", "run-norm", "run-balance", "run-load", "run-t
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a small run."""
     where = tmp_path_factory.mktemp("run")
-    Trainer(config_of(where, "output.evaluate_every=2")).run()
+    Trainer(prepare(config_of(where, "output.evaluate_every=2"))).run()
     return where / "out"
 
 

@@ -145,9 +145,9 @@ def test_a_hanging_worker_is_replaced(
 
 SLOW_TO_JOIN = """
 import time
-from antiphon.serve.worker.ranks import Links
-reset = Links.reset
-Links.reset = lambda *arguments: (time.sleep(0.8), reset(*arguments))
+from antiphon.serve.worker.endpoints import PeerLinks
+reset = PeerLinks.reset
+PeerLinks.reset = lambda *arguments: (time.sleep(0.8), reset(*arguments))
 """
 
 

@@ -16,7 +16,7 @@ from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans
+from antiphon.train.spans import StepSpans
 from tests.comm.ranks import begin_anew
 
 NUM_STEPS, NUM_SEQUENCES, LENGTH, VOCABULARY = 60, 4, 32, 64
@@ -91,7 +91,7 @@ class Run:
         model.double()
         shards = Shards(model)
         optimizer = adamw([piece.values for piece in shards.pieces])
-        passes = Passes(model, LossConfig(balance=self.balance, balance_over="model"), Spans())
+        passes = Passes(model, LossConfig(balance=self.balance, balance_over="model"), StepSpans())
         found = []
         for ids in batches()[: self.num_steps]:
             loss = passes.run(self._own(ids, mesh)).loss

@@ -19,7 +19,7 @@ from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult
 from antiphon.train.setup import connect_tiles
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans
+from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import begin_anew, made_once
 
@@ -196,7 +196,7 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
     begin = mesh.sizes.place(mesh.rank, "data") * own
     batches = [batch_of(slice(begin + first, begin + first + own)) for first in range(0, BATCH, size)]
     shards = Shards(model, communication=form.communication)
-    passed = Passes(model, form.losses, Spans()).run(batches, shards)
+    passed = Passes(model, form.losses, StepSpans()).run(batches, shards)
     assert bool(passed.dropped_L.all()) if form.losses.drops else not passed.dropped_L.any()
     shards.reduce()
     model.close()

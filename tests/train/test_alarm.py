@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.train.alarm import MISSED_ROWS, PATIENCE_STEPS, RouterAlarm, collapse_limit
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import TrainedStep, Trainer
+from antiphon.train.watch import MISSED_ROWS, PATIENCE_STEPS, RouterAlarm, collapse_limit
 from tests.train.harness import config_of
 
 EVEN = [16, 16, 16, 16, 16, 16, 16, 16]
@@ -80,16 +81,15 @@ def test_the_limit_lies_below_the_worst_that_can_be(experts: int, top_k: int, li
 def test_a_router_that_is_spoiled_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From then on every row of layer 1 goes to the same two experts."""
     spoiled_at = 5
-    trainer = Trainer(config_of(tmp_path, "steps=60", "output.log_every=60"))
 
-    def spoil(result: StepResult) -> None:
+    def spoil(result: TrainedStep) -> None:
         if result.step >= spoiled_at - 1:
             with torch.no_grad():
                 layer = trainer.model.layers[1]
                 layer.router.zero_()
                 layer.post_norm.fill_(1.0)
 
-    trainer.on_step = spoil
+    trainer = Trainer(prepare(config_of(tmp_path, "steps=60", "output.log_every=60")), spoil)
     with caplog.at_level(logging.WARNING, "antiphon.train"):
         trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]

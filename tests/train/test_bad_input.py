@@ -7,6 +7,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.train.config import read_config
+from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of, write_model, write_run
 
@@ -50,7 +51,7 @@ def test_variables_and_relative_paths(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def refused(tmp_path: Path, *changes: str, **model: object) -> str:
     with pytest.raises(UserError) as caught:
-        Trainer(config_of(tmp_path, *changes, **model)).run()
+        Trainer(prepare(config_of(tmp_path, *changes, **model))).run()
     return str(caught.value)
 
 
@@ -79,7 +80,7 @@ def test_files_that_are_not_text(tmp_path: Path) -> None:
 
 def refused_as_is(tmp_path: Path, *changes: str) -> str:
     with pytest.raises(UserError) as caught:
-        Trainer(read_config(tmp_path / "train.toml", changes)).run()
+        Trainer(prepare(read_config(tmp_path / "train.toml", changes))).run()
     return str(caught.value)
 
 

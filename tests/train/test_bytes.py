@@ -7,7 +7,6 @@ Equations 1, 3 and 4 count what a rank sends, and so does the ledger. Equation 2
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,12 @@ from antiphon.cost.training.volumes import (
     layer_ratio,
     sequence_to_tensor_ratio,
 )
-from antiphon.specs.model import ModelSpec
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.specs.model import ModelSpec, RouterSpec
+from antiphon.train import feed_forward
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.partition import Share
+from antiphon.train.partition import RankShare
 from antiphon.train.routing import Routing
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.weights import FirstValues
@@ -58,7 +59,7 @@ def eight_ranks() -> Iterator[None]:
 
 def attention_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     """Of one layer's attention in bfloat16, forward and backward: its collectives on tensors of the model's shapes."""
-    mesh, share = connect(sizes, 0), Share.of(spec, sizes, 0)
+    mesh, share = connect(sizes, 0), RankShare.of(spec, sizes, 0)
     parallel = SequenceParallel(spec.attention, share, mesh.group("sequence"), mesh.group("tensor"), LENGTH)
     rows = LENGTH // NODE_DEVICES
 
@@ -102,15 +103,16 @@ def small(name: str) -> tuple[Any, ModelSpec]:
     return row, replace(small_row.model(1), vocab_size=16)
 
 
-def even(spec: ModelSpec, gate: Any, weights: Any, y_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gate's logits and weights, and choices that use all experts alike; rows times top-k divides by experts."""
-    logits_TE, ids_TK, weights_TK = gate(weights, y_TH)
-    return logits_TE, (torch.arange(ids_TK.numel()) % spec.router.num_experts).view_as(ids_TK), weights_TK
+def even(logits_TE: Tensor, score_bias_E: Tensor | None, router: RouterSpec) -> tuple[Tensor, Tensor]:
+    """The gate's weights, and choices that use all experts alike; rows times top-k divides by experts."""
+    ids_TK, weights_TK = choose_experts(logits_TE, score_bias_E, router)
+    return (torch.arange(ids_TK.numel()) % router.num_experts).view_as(ids_TK), weights_TK
 
 
 def layer_bytes(rank: int) -> dict[str, list[int]]:
     """By model: bytes that this rank sends in a forward and backward of a layer: [SP, EP, TP, TP]."""
     found = {}
+    feed_forward.choose_experts = even
     for name in TABLE_2:
         _, spec = small(name)
         counted = []
@@ -127,7 +129,6 @@ def layer_bytes(rank: int) -> dict[str, list[int]]:
                 first=FirstValues(0, 0.1),
                 parallel=ParallelConfig(deduplicate=False),
             ).double()
-            model.layers[0]._gate = partial(even, spec, model.layers[0]._gate)  # type: ignore[assignment]
             ids = torch.zeros(1, RANKS * LENGTH, dtype=torch.int64)
             batch = Batch(ids, ids, torch.arange(RANKS * LENGTH).unsqueeze(0), None)
             routing = Routing(spec.router, LossConfig(), mesh.stage, num_layers=1)

@@ -13,10 +13,9 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.models.config import model_spec
-from antiphon.train.capacity import Capacity, RowNumbers
 from antiphon.train.config import LossConfig
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.routing import Routing
+from antiphon.train.routing import Capacity, Routing, RowNumbers
 from antiphon.train.weights import FirstValues
 from tests.train.harness import CONFIG
 

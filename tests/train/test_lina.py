@@ -13,7 +13,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.packing import Packing
 from antiphon.train.ranks import sizes_of
-from antiphon.train.setup import parts_of
+from antiphon.train.setup import parts_of, prepare
 from antiphon.train.trainer import Trainer
 from tests.comm.ranks import begin_anew, on_ranks
 from tests.train.harness import config_of, write_run
@@ -62,7 +62,7 @@ IN_OTHERS = {
 
 
 def run(file: Path, *changes: str) -> None:
-    Trainer(read_config(file, (*SHARED, *FORM, *changes))).run()
+    Trainer(prepare(read_config(file, (*SHARED, *FORM, *changes)))).run()
 
 
 def all_runs(files: dict[str, str], rank: int) -> None:

@@ -11,11 +11,10 @@ from antiphon.base.errors import ResourceError
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig
-from antiphon.train.memory_check import KEPT_OVER_NEEDED, check_memory, memory_need, setup_of
+from antiphon.train.memory import KEPT_OVER_NEEDED, check_memory, memory_need, setup_of
 from antiphon.train.model import Batch
 from antiphon.train.optimizer import Optimizer, shards_of
-from antiphon.train.setup import build_model
-from antiphon.train.trainer import Trainer
+from antiphon.train.setup import build_model, prepare
 from tests.train.harness import config_of, loss_of
 
 
@@ -90,6 +89,5 @@ def test_what_does_not_fit_is_refused_and_what_would_is_said(tmp_path: Path, cap
 
 def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
     huge = {"hidden_size": 65536, "moe_intermediate_size": 65536, "num_hidden_layers": 64, "num_experts": 256}
-    trainer = Trainer(config_of(tmp_path, **huge))
     with pytest.raises(ResourceError, match=r"training needs .* TiB .*: take a smaller model, or divide it"):
-        trainer.run()
+        prepare(config_of(tmp_path, **huge))

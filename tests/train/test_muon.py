@@ -7,8 +7,7 @@ import torch
 
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.train.config import OptimizerConfig
-from antiphon.train.muon import matrices_of, orthogonal
-from antiphon.train.optimizer import Optimizer, shards_of
+from antiphon.train.optimizer import Optimizer, matrices_of, orthogonal, shards_of
 from antiphon.train.setup import build_model
 from antiphon.train.weights import layer_parameters
 from tests.train.harness import CONFIG, LATENT, config_of

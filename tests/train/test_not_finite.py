@@ -12,10 +12,11 @@ from antiphon.kernels.ops.route import choose_experts
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import RouterSpec
 from antiphon.train import checkpoint, not_finite, operators
-from antiphon.train.setup import build_model
+from antiphon.train.config import TrainConfig
+from antiphon.train.setup import build_model, prepare
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.spans import StepSpans
+from antiphon.train.trainer import TrainedStep, Trainer
 from antiphon.train.weights import GATE_UP, Weights
 from tests.train.harness import config_of
 
@@ -27,21 +28,20 @@ def complaint(trainer: Trainer) -> str:
     return str(caught.value)
 
 
-def spoil_after(trainer: Trainer, step: int, name: str, value: float) -> None:
+def spoiled(config: TrainConfig, step: int, name: str, value: float) -> Trainer:
     """One number of parameter `name` becomes `value` behind step `step`."""
 
-    def spoil(result: StepResult) -> None:
+    def spoil(result: TrainedStep) -> None:
         if result.step == step:
             with torch.no_grad():
                 dict(trainer.model.named_parameters())[name].view(-1)[5] = value
 
-    trainer.on_step = spoil
+    trainer = Trainer(prepare(config), spoil)
+    return trainer
 
 
 def test_a_nan_in_a_weight(tmp_path: Path) -> None:
-    trainer = Trainer(config_of(tmp_path))
-    spoil_after(trainer, 3, "layers.1.router", float("nan"))
-    words = complaint(trainer)
+    words = complaint(spoiled(config_of(tmp_path), 3, "layers.1.router", float("nan")))
     assert words.startswith("step 4: loss nan, gradient norm nan, so training cannot go on: layers.1.router (1 of ")
     assert (
         "was not finite before it; layer 1, gate, forward, aten.mm.default (micro-batch 0) made the first NaN" in words
@@ -52,14 +52,12 @@ def test_a_nan_in_a_weight(tmp_path: Path) -> None:
 
 
 def test_an_activation_that_overflows(tmp_path: Path) -> None:
-    trainer = Trainer(config_of(tmp_path, "micro_batch=2"))
-
-    def enlarge(result: StepResult) -> None:
+    def enlarge(result: TrainedStep) -> None:
         if result.step == 1:
             with torch.no_grad():
                 Weights(trainer.model.layers[1], torch.float32).stored(GATE_UP).fill_(1e20)
 
-    trainer.on_step = enlarge
+    trainer = Trainer(prepare(config_of(tmp_path, "micro_batch=2")), enlarge)
     words = complaint(trainer)
     assert "layer 1, activation, forward, aten.mul_.Tensor (micro-batch 0) made the first " in words
     assert "from finite numbers" in words
@@ -76,7 +74,7 @@ def test_a_gradient_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return found / 0.0 if len(passes) > 8 and len(passes) % 4 == 1 else found
 
     monkeypatch.setattr(operators, "grouped_input_gradient", gradient)
-    words = complaint(Trainer(config_of(tmp_path)))
+    words = complaint(Trainer(prepare(config_of(tmp_path))))
     assert words.startswith("step 2: loss 5."), words
     assert "gradient norm nan" in words
     assert "layer 1, fc2, backward, aten.div.Tensor (micro-batch 0) made the first " in words
@@ -84,17 +82,17 @@ def test_a_gradient_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_norm_that_overflows(tmp_path: Path) -> None:
-    trainer = Trainer(config_of(tmp_path))
-    trainer.on_step = lambda result: trainer.model.final_norm.register_hook(lambda grad: grad.fill_(3e38)) and None
+    def enlarge(result: TrainedStep) -> None:
+        trainer.model.final_norm.register_hook(lambda grad: grad.fill_(3e38))
+
+    trainer = Trainer(prepare(config_of(tmp_path)), enlarge)
     words = complaint(trainer)
     assert "step 1: loss 5." in words
     assert "all gradients are finite here; the largest is 3e+38, of final_norm: perhaps too large for a norm" in words
 
 
 def test_no_checkpoint_of_spoiled_parameters(tmp_path: Path) -> None:
-    trainer = Trainer(config_of(tmp_path))
-    spoil_after(trainer, 5, "layers.0.out", float("inf"))
-    words = complaint(trainer)
+    words = complaint(spoiled(config_of(tmp_path), 5, "layers.0.out", float("inf")))
     assert words.startswith("step 6: layers.0.out (1 of 1,024 numbers) was not finite: no checkpoint is written")
     assert checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1].name == "step-00000003"
 
@@ -115,13 +113,12 @@ def test_minus_infinity_of_masks_is_no_fault(tmp_path: Path) -> None:
 
     config = config_of(tmp_path)
     model = build_model(load_model_spec(Path(config.model.path)), config, 16)
-    finding = not_finite.explain(model, Shards(model), lambda begin: run(), Spans())
+    finding = not_finite.explain(model, Shards(model), lambda begin: run(), StepSpans())
     assert finding.words.startswith("all gradients are finite here")
     assert finding.number > 50
 
 
 def test_masks_are_no_fault(tmp_path: Path) -> None:
     """Attention masks packed documents with minus infinity: the fault found lies behind it."""
-    trainer = Trainer(config_of(tmp_path, "data.document_masks=true"))
-    spoil_after(trainer, 0, "final_norm", float("inf"))
+    trainer = spoiled(config_of(tmp_path, "data.document_masks=true"), 0, "final_norm", float("inf"))
     assert "norm, forward, aten.mul_.Tensor (micro-batch 0) made the first" in complaint(trainer)

@@ -18,8 +18,8 @@ from antiphon.planner.training import plan_training
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
 from antiphon.train.config import TrainConfig
-from antiphon.train.obey import obey
-from antiphon.train.setup import plan_options
+from antiphon.train.planned_run import planned_config
+from antiphon.train.setup import plan_options, prepare
 from antiphon.train.trainer import Trainer
 from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import config_of, write_run
@@ -64,7 +64,7 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
         overlap="inter",
         rematerialized=("ln1_out", "fc1_out+fc3_out"),
     )
-    found = obey(plan, config, spec, FILE)
+    found = planned_config(plan, config, spec, FILE)
     assert found.micro_batch == 2, "of both data-parallel ranks"
     parallel = found.parallel
     assert (parallel.sequence, parallel.expert, parallel.tensor, parallel.expert_tensor) == (2, 2, 1, 1)
@@ -75,11 +75,11 @@ def test_every_layout_becomes_its_configuration(tmp_path: Path) -> None:
     assert found.overlap.beside
     dropped = plan_options(spec, found, Sizes(world_size=8, sequence=2, expert=2, pipeline=2)).dropped
     assert {"ln1_out", "fc1_out"} <= set(dropped)
-    serial = obey(replace(plan, layout=replace(plan.layout, overlap="none")), config, spec, FILE)
+    serial = planned_config(replace(plan, layout=replace(plan.layout, overlap="none")), config, spec, FILE)
     assert not serial.overlap.beside
-    tiled = obey(replace(plan, layout=replace(plan.layout, overlap="intra")), config, spec, FILE)
+    tiled = planned_config(replace(plan, layout=replace(plan.layout, overlap="intra")), config, spec, FILE)
     assert (found.overlap.inside, tiled.overlap.beside, tiled.overlap.inside) == (False, True, True)
-    tensor = obey(
+    tensor = planned_config(
         replace(plan, layout=replace(plan.layout, attention="tensor", experts="tensor")), config, spec, FILE
     ).parallel
     assert (tensor.sequence, tensor.expert, tensor.tensor, tensor.expert_tensor) == (1, 1, 2, 2)
@@ -90,7 +90,7 @@ def test_without_overlap_nothing_else_changes(tmp_path: Path) -> None:
     losses = []
     for beside in ("true", "false"):
         config = config_of(tmp_path / beside, f"overlap.beside={beside}", "steps=2")
-        losses.append(Trainer(config).run()["loss"])
+        losses.append(Trainer(prepare(config)).run()["loss"])
     assert losses[0] == losses[1]
 
 
@@ -115,14 +115,16 @@ def test_what_is_refused(
     config = config_of(tmp_path)
     spec = load_model_spec(Path(config.model.path))
     with pytest.raises(UserError, match=message):
-        obey(replace(planned(config, **layout), **plan), config, spec, FILE, changes)
+        planned_config(replace(planned(config, **layout), **plan), config, spec, FILE, changes)
 
 
 def test_a_plan_of_another_model(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     other = read_model(Path(config.model.path)) | {"hidden_size": 64}
     with pytest.raises(UserError, match=r"with hidden_size 64, this model has 32: use that model, or plan for this"):
-        obey(replace(planned(config), model_config=other), config, load_model_spec(Path(config.model.path)), FILE)
+        planned_config(
+            replace(planned(config), model_config=other), config, load_model_spec(Path(config.model.path)), FILE
+        )
 
 
 def test_two_ranks_obey(tmp_path: Path) -> None:

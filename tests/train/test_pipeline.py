@@ -14,7 +14,7 @@ from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans, share_spans
+from antiphon.train.spans import StepSpans, share_spans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
 from tests.train.harness import CONFIG
@@ -53,7 +53,7 @@ def batches() -> list[Batch]:
 
 def seen_by(rank: int) -> Seen:
     mesh = connect(Sizes(world_size=RANKS, pipeline=RANKS), rank, 60)
-    model, spans = model_on(mesh), Spans()
+    model, spans = model_on(mesh), StepSpans()
     share_spans(model, spans)
     passes, shards = Passes(model, LOSSES, spans), Shards(model)
     held_out = passes.mean_loss(batches()[:2])
@@ -107,7 +107,7 @@ def test_layers_are_held_once_and_the_tied_embedding_at_both_ends(seen: list[See
 
 
 def test_the_held_out_loss_is_that_of_one_process(seen: list[Seen]) -> None:
-    alone = Passes(model_on(connect(Sizes(), 0)), LOSSES, Spans()).mean_loss(batches()[:2])
+    alone = Passes(model_on(connect(Sizes(), 0)), LOSSES, StepSpans()).mean_loss(batches()[:2])
     for each in seen:
         assert each.held_out == pytest.approx(alone, rel=1e-12)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.train.pipeline_schedule import PipelineSchedule, StagePass
+from antiphon.train.pipeline import PipelineSchedule, StagePass
 
 SIZES = [
     (pipeline, virtual, micro_batches)

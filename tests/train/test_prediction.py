@@ -8,7 +8,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.train.config import TrainConfig
-from antiphon.train.prediction import predict_step
+from antiphon.train.planned_run import predict_step
 from antiphon.train.ranks import sizes_of
 from tests.cost.training.specimens import training_profile
 from tests.train.harness import config_of

@@ -12,12 +12,15 @@ from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config import LossConfig, ParallelConfig, config_of
+from antiphon.train.layer import MoeLayer, reference_forward
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
-from antiphon.train.setup import plan_options
-from antiphon.train.spans import Spans
+from antiphon.train.routing import Routing
+from antiphon.train.sequence_parallel import Sequences
+from antiphon.train.setup import plan_options, prepare
+from antiphon.train.spans import StepSpans
 from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues
 from tests.models.conftest import family_config
@@ -42,7 +45,7 @@ def gradients(config: dict[str, Any], options: PlanOptions, row_budget: float = 
     ).double()
     ids = torch.randint(0, 97, (2, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH).expand(2, LENGTH), None)
-    passed = Passes(model, LossConfig(balance=0.1, z=0.01), Spans()).run([batch, batch])
+    passed = Passes(model, LossConfig(balance=0.1, z=0.01), StepSpans()).run([batch, batch])
     assert model.held.now == 0
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return found | {"loss": passed.loss}
@@ -57,6 +60,25 @@ def test_what_is_made_again_changes_no_gradient(family: str) -> None:
         assert found.keys() == expected.keys()
         for name, each in expected.items():
             assert float((found[name] - each).abs().max()) < 1e-10 * max(1.0, float(each.abs().max())), (keep, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_schedules_compute_what_the_reference_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, values and gradients of the layer written top to bottom; rows are over budget."""
+    config = family_config(family, num_hidden_layers=2).to_dict()
+    serial = str(one_by_one(parse(DEFAULT, "")))
+    found = [gradients(config, each, row_budget=0.5) for each in (PlanOptions(), PlanOptions(schedule=serial))]
+
+    def reference(layer: MoeLayer, x_BSH: torch.Tensor, sequences: Sequences, routing: Routing) -> torch.Tensor:
+        return reference_forward(layer.context(x_BSH.dtype, sequences, routing), x_BSH)
+
+    monkeypatch.setattr(MoeLayer, "forward", reference)
+    expected = gradients(config, PlanOptions(), row_budget=0.5)
+    for each in found:
+        assert each.keys() == expected.keys()
+        assert float(each["loss"]) == float(expected["loss"])
+        for name, wanted in expected.items():
+            assert float((each[name] - wanted).abs().max()) < 1e-12 * max(1.0, float(wanted.abs().max())), name
 
 
 def test_another_order_of_the_operators() -> None:
@@ -74,7 +96,7 @@ def bytes_of(folder: Path, *changes: str) -> tuple[float, float]:
     """(counted, by formula) of a run of a step on a model whose rows are wide."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "head_dim": 32}
     config = harness.config_of(folder, "steps=1", "data.document_masks=false", *changes, **sizes)
-    Trainer(config).run()
+    Trainer(prepare(config)).run()
     lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
     return lines[0]["activation_bytes"], lines[0]["activation_bytes_by_formula"]
 

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.mesh import Sizes, connect
+from antiphon.kernels.ops.route import choose_experts
 from antiphon.models.config import model_spec
+from antiphon.specs.model import RouterSpec
+from antiphon.train import feed_forward
 from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
-from antiphon.train.weights import FirstValues, Weights
+from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
 from tests.train.harness import CONFIG
 from tests.train.live_bytes import LiveBytes
@@ -42,8 +45,7 @@ def peak(ranks: int, rank: int, dispatch: str, row_budget: float, choices: Any) 
     model = MoeModel(
         spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=FirstValues(1, 0.2), parallel=parallel
     )
-    for layer in model.layers:
-        layer._gate = partial(chosen, layer._gate, choices)
+    feed_forward.choose_experts = partial(chosen, choices)
     ids = torch.randint(0, 64, (2, LENGTH), generator=torch.Generator().manual_seed(rank))
     batch = Batch(ids, ids, torch.arange(LENGTH).expand(2, LENGTH), None)
     live = LiveBytes()
@@ -53,9 +55,9 @@ def peak(ranks: int, rank: int, dispatch: str, row_budget: float, choices: Any) 
     return live.peak
 
 
-def chosen(gate: Any, choices: Any, weights: Weights, y_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits_TE, _, weights_TK = gate(weights, y_TH)
-    return logits_TE, choices(y_TH.shape[0]), weights_TK
+def chosen(choices: Any, logits_TE: Tensor, score_bias_E: Tensor | None, router: RouterSpec) -> tuple[Tensor, Tensor]:
+    _, weights_TK = choose_experts(logits_TE, score_bias_E, router)
+    return choices(logits_TE.shape[0]), weights_TK
 
 
 def ratios(ranks: int, rank: int) -> dict[tuple[str, float], tuple[int, int]]:

@@ -17,19 +17,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
-from antiphon.train.trainer import StepResult, Trainer
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import TrainedStep, Trainer
 from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import config_of, losses, same_tensors, write_run
 
 
 def finished(folder: Path, *changes: str) -> Trainer:
-    trainer = Trainer(config_of(folder, *changes))
+    trainer = Trainer(prepare(config_of(folder, *changes)))
     trainer.run()
     return trainer
 
 
 def test_a_run_learns_and_tells(tmp_path: Path) -> None:
-    trainer = Trainer(config_of(tmp_path, "steps=60", "output.checkpoint_every=0"))
+    trainer = Trainer(prepare(config_of(tmp_path, "steps=60", "output.checkpoint_every=0")))
     facts = trainer.run()
     curve = losses(tmp_path)
     assert [step for step, _ in curve] == list(range(60))
@@ -63,12 +64,12 @@ def test_a_run_that_was_broken_off_goes_on_to_the_same_bits(tmp_path: Path) -> N
     class Broken(Exception):
         pass
 
-    def break_off(result: StepResult) -> None:
+    def break_off(result: TrainedStep) -> None:
         if result.step == 4:
             raise Broken
 
     with pytest.raises(Broken):
-        Trainer(config_of(tmp_path / "broken"), break_off).run()
+        Trainer(prepare(config_of(tmp_path / "broken")), break_off).run()
     assert [path.name for path in checkpoint.find_checkpoints(tmp_path / "broken/out/checkpoints")] == ["step-00000003"]
     resumed = finished(tmp_path / "broken")
     assert same_tensors(whole.model, resumed.model)
@@ -98,11 +99,11 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_named(tmp_path: Path)
     finished(tmp_path)
     (newest,) = checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1:]
     with pytest.raises(UserError, match=r"step-00000006 is of another model: change output.folder"):
-        Trainer(config_of(tmp_path, num_experts=6)).run()
+        Trainer(prepare(config_of(tmp_path, num_experts=6))).run()
     for file in newest.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="step-00000006: cannot be loaded"):
-        Trainer(config_of(tmp_path, "steps=9")).run()
+        Trainer(prepare(config_of(tmp_path, "steps=9"))).run()
 
 
 def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> None:

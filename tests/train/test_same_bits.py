@@ -14,7 +14,7 @@ from antiphon.train.config import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans
+from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import begin_anew, on_ranks
 from tests.train.harness import CONFIG
@@ -44,7 +44,7 @@ def digests(num_passes: int, rank: int, parallel: ParallelConfig, losses: LossCo
     first = FirstValues(1, 0.2)
     links = [M2nTileLinks.connect(mesh.group("expert"), 5, 8 * spec.hidden_size, 60)] if inside else []
     model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel, links=links)
-    passes, shards = Passes(model, losses, Spans()), Shards(model)
+    passes, shards = Passes(model, losses, StepSpans()), Shards(model)
     ids = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH).expand(2, LENGTH), None)
     found = []

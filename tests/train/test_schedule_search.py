@@ -8,7 +8,8 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.train.layer_schedule import GRADIENT, START_GRADIENT, WAIT_GRADIENT, WEIGHTS, Action
-from antiphon.train.schedule_search import Needs, Times, search, seconds_of
+from antiphon.train.schedule_search import ActionTimes, Needs, search, seconds_of
+from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of
 
@@ -21,7 +22,7 @@ OUT, START, WAIT, IN = (
 FIRST, SECOND = Action(WEIGHTS, "fc1"), Action(WEIGHTS, "fc2")
 ORDER = (FIRST, OUT, START, WAIT, IN, SECOND)
 NEEDS: Needs = {FIRST: {}, OUT: {}, START: {OUT: ""}, WAIT: {START: ""}, IN: {WAIT: ""}, SECOND: {OUT: ""}}
-TIMES = Times({OUT: 2.0, IN: 1.0, FIRST: 3.0, SECOND: 4.0}, {START: 5.0})
+TIMES = ActionTimes({OUT: 2.0, IN: 1.0, FIRST: 3.0, SECOND: 4.0}, {START: 5.0})
 
 
 def allowed(order: tuple[Action, ...]) -> bool:
@@ -49,7 +50,7 @@ def test_a_run_searches_once_and_learns_the_same(tmp_path: Path) -> None:
     for name in ("false", "true", "true"):
         config = config_of(tmp_path / name, f"overlap.search={name}", "steps=3", "memory.remake=selective")
         (tmp_path / name / "out/metrics.jsonl").unlink(missing_ok=True)
-        Trainer(config).run()
+        Trainer(prepare(config)).run()
         lines = (tmp_path / name / "out/metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("loss") for line in lines])
         for each in (tmp_path / name / "out").glob("checkpoints/*"):
@@ -58,7 +59,7 @@ def test_a_run_searches_once_and_learns_the_same(tmp_path: Path) -> None:
     written = (tmp_path / "true/out/schedule-MoE-stage-0.txt").read_text()
     assert written.startswith("forward:\nln1\n")
     other = config_of(tmp_path / "other", f"overlap.schedule={tmp_path}/true/out/schedule-MoE-stage-0.txt", "steps=3")
-    Trainer(other).run()
+    Trainer(prepare(other)).run()
 
 
 def test_a_schedule_and_a_search_are_refused(tmp_path: Path) -> None:

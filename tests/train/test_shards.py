@@ -22,7 +22,7 @@ from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans
+from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import begin_anew, made_once, on_ranks
 from tests.train.harness import CONFIG, LATENT
@@ -109,7 +109,7 @@ def some_steps(
     model = model.double() if dtype == "float64" else model
     settings = OptimizerConfig(name=name, clip=0.5)  # type: ignore[arg-type]
     shards = shards_of(model, zero, settings, communication)
-    optimizer, passes = Optimizer(model, shards, settings), Passes(model, LOSSES, Spans())
+    optimizer, passes = Optimizer(model, shards, settings), Passes(model, LOSSES, StepSpans())
     numbers = []
     for _ in range(STEPS):
         shards.begin_step()

@@ -22,7 +22,7 @@ from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.setup import connect_tiles
 from antiphon.train.shards import Shards
-from antiphon.train.spans import Spans, share_spans
+from antiphon.train.spans import StepSpans, share_spans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
 from tests.models.conftest import family_config
@@ -65,7 +65,7 @@ def step(spec: ModelSpec, mesh: Mesh, keep: str, links: tuple[TileLinks, ...]) -
         options=PlanOptions(keep=keep),
         links=links,
     )
-    spans = Spans()
+    spans = StepSpans()
     spans.on = True
     share_spans(model, spans)
     ids = torch.randint(0, 97, (2, LENGTH + 1), generator=torch.Generator().manual_seed(3))

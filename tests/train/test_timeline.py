@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from antiphon.base.errors import UserError
-from antiphon.train.spans import Label, Span, Spans, seconds_by_operator
-from antiphon.train.timeline import join_parts, part_of, write_part
+from antiphon.train.setup import prepare
+from antiphon.train.spans import Label, Span, StepSpans, join_parts, part_of, seconds_by_operator, write_part
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of
 
@@ -24,7 +24,7 @@ BACKWARD_IN_A_LAYER = [
 
 def traced(folder: Path, *changes: str) -> list[dict[str, Any]]:
     file = folder / "trace.json"
-    Trainer(config_of(folder, *changes), timeline=file).run()
+    Trainer(prepare(config_of(folder, *changes)), timeline=file).run()
     assert not part_of(file, 0).exists()
     events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
     return events
@@ -58,7 +58,7 @@ def test_spans_of_one_row_do_not_overlap_and_fill_the_step(tmp_path: Path) -> No
 
 
 def test_the_metrics_hold_the_time_of_each_operator(tmp_path: Path) -> None:
-    Trainer(config_of(tmp_path, "output.log_every=2")).run()
+    Trainer(prepare(config_of(tmp_path, "output.log_every=2"))).run()
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "loss" in line]
     assert [line["step"] for line in lines] == [1, 3, 5]
@@ -70,7 +70,7 @@ def test_the_metrics_hold_the_time_of_each_operator(tmp_path: Path) -> None:
 
 
 def test_a_span_within_another_takes_its_time_from_it() -> None:
-    spans = Spans()
+    spans = StepSpans()
     with spans.of("off"):
         assert spans.current.operator == "outside"
     spans.on = True
@@ -99,7 +99,7 @@ def test_a_span_within_another_takes_its_time_from_it() -> None:
 
 def test_waiting_inside_an_operator_counts_apart() -> None:
     """Not more of it than the operator took, and nothing while spans are off."""
-    spans, waited = Spans(), [5.0]
+    spans, waited = StepSpans(), [5.0]
 
     def wait(seconds: float) -> None:
         with spans.apart("waits", lambda: waited[0]):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from antiphon.train.turns import Turns
+from antiphon.train.layer_run import Turns
 
 
 def work(turns: Turns, seen: list[str], name: str, parts: int, slow_s: float = 0.0) -> None:

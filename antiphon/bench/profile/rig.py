@@ -43,11 +43,12 @@ from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
-from antiphon.serve.worker.experts import LocalExperts
+from antiphon.serve.worker.exchange import LocalExperts, StepExchange
 from antiphon.serve.worker.messages import RunStep
-from antiphon.serve.worker.routing import Routing
+from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder, Spans
+from antiphon.serve.worker.stages import AllLayers
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -108,10 +109,9 @@ class Rig:
         self._captures: dict[RigWork, dict[int, _Captured]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
-        half, routing = self._half, Routing(self._half)
-        return AttentionRunner(
-            half, experts, self._cache, self._tables, self._sampler, self._recorder, _TIMEOUT_S, routing
-        )
+        half, recorder = self._half, self._recorder
+        exchange, stage = StepExchange(experts, half, recorder, _TIMEOUT_S), AllLayers(half, self._sampler)
+        return AttentionRunner(half, exchange, self._cache, self._tables, stage, RowRouting(half), recorder)
 
     def _fill(self, cache: KVCache, num_blocks: int) -> None:
         """Noise into every slot of every layer: unwritten memory is one page of zeros, which is read too fast."""

@@ -36,7 +36,7 @@ from antiphon.train.config import LossConfig, OptimizerConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
-from antiphon.train.spans import Span, Spans, share_spans
+from antiphon.train.spans import Span, StepSpans, share_spans
 from antiphon.train.weights import FirstValues
 
 OPTIMIZERS = ("adamw", "muon")
@@ -100,7 +100,7 @@ def _time_ways(order: TrainingOrder, spec: ModelSpec, degree: int) -> list[Layer
     return found
 
 
-def _model(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: Spans) -> MoeModel:
+def _model(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: StepSpans) -> MoeModel:
     model = MoeModel(
         spec,
         mesh,
@@ -122,7 +122,7 @@ def _batch(order: TrainingOrder, spec: ModelSpec, sequences: int, seed: int) -> 
 
 def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, degree: int) -> list[LayerSeconds]:
     """Forward and backward for each number of sequences of a group."""
-    spans = Spans()
+    spans = StepSpans()
     model = _model(order, spec, mesh, dispatch, spans)
     passes = Passes(model, LossConfig(), spans)
     found = []
@@ -187,7 +187,7 @@ def _of_layers(spec: ModelSpec, spans: list[Span], mesh: Mesh) -> LayerSeconds:
 
 def _time_step(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:
     """(seconds of a parameter's update, of what else a step takes beside layers and sums), all ranks at work."""
-    spans = Spans()
+    spans = StepSpans()
     model = _model(order, spec, mesh, "all_to_all", spans)
     config = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]  # one of its names
     shards = shards_of(model, 0, config)

@@ -14,6 +14,7 @@ from antiphon.comm.m2n.api import AttentionExchange, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.rank_group import RankGroup
 from antiphon.comm.stages import Stages
+from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
@@ -25,17 +26,24 @@ from antiphon.models.load import load_attention_half, load_expert, load_expert_h
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
-from antiphon.serve.worker.attention import AttentionRunner
-from antiphon.serve.worker.endpoints import Endpoints, configured_shape, rank_group, worker_stages
+from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
+from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
+from antiphon.serve.worker.exchange import LeadersExperts, LocalExperts, StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
-from antiphon.serve.worker.experts import ExpertCounters, ExpertRunner, LeadersExperts, LocalExperts
-from antiphon.serve.worker.hybrid import hybrid_exchange, hybrid_experts, hybrid_forms, hybrid_levels
+from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
+from antiphon.serve.worker.hybrid import (
+    HybridStepExchange,
+    hybrid_exchange,
+    hybrid_experts,
+    hybrid_forms,
+    hybrid_levels,
+)
 from antiphon.serve.worker.messages import Configure
-from antiphon.serve.worker.prefetch import Prefetcher
-from antiphon.serve.worker.ranks import ExpertRanks, FollowingAttention, LeadingAttention, Links
-from antiphon.serve.worker.routing import Routing, RoutingReplay
-from antiphon.serve.worker.row_sampler import RowSampler
+from antiphon.serve.worker.prefetch import PrefetchingExchange
+from antiphon.serve.worker.routing import RoutingReplay, RowRouting
+from antiphon.serve.worker.row_sampler import NoSampler, RowSampler
 from antiphon.serve.worker.spans import SpanRecorder
+from antiphon.serve.worker.stages import AllLayers, PipelineStage
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("worker")
@@ -48,7 +56,7 @@ class AttentionWorker:
     runner: AttentionRunner | LeadingAttention
     recorder: SpanRecorder
     exchange: AttentionExchange
-    links: Links
+    links: PeerLinks
     moves: ExpertMoves | None
     counters: ExpertCounters | None
     kernels: str
@@ -61,7 +69,7 @@ class ExpertWorker:
     runner: ExpertRunner
     recorder: SpanRecorder
     exchange: ExpertExchange
-    links: Links
+    links: PeerLinks
     moves: ExpertMoves
     counters: ExpertCounters
     kernels: str
@@ -74,7 +82,7 @@ class Follower:
 
     runner: FollowingAttention | ExpertRanks
     recorder: SpanRecorder
-    links: Links
+    links: PeerLinks
     moves: ExpertMoves | None
     counters: ExpertCounters | None
     kernels: str
@@ -157,13 +165,13 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     moves = ExpertMoves(configure.index, half, load, placement, _num_prefetched(configure))
     experts = ExpertRanks(ranks, half, moves, recorder)
     if ranks.rank > 0:
-        return Follower(experts, recorder, Links(None, ranks), moves, None, backend.name, configure.timeout_s)
+        return Follower(experts, recorder, PeerLinks(None, ranks), moves, None, backend.name, configure.timeout_s)
     exchange = NativeExpertExchange(
         source.endpoints.open(f"experts[{configure.index}]"), configured_shape(configure, spec), configure.index
     )
     counters = ExpertCounters(configure.index, half)
     runner = ExpertRunner(experts, exchange, counters, recorder)
-    links = Links(exchange, ranks)
+    links = PeerLinks(exchange, ranks)
     return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
 
 
@@ -185,7 +193,7 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
     else:
         exchange = _others_experts(source, seat.ranks)
     runner = _attention_runner(source, seat, half, exchange, moves)
-    links = Links(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
+    links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
     crew = seat.ranks if seat.stages is None else seat.stages.crew
     if configure.rank > 0:
         follower = FollowingAttention(crew, runner)
@@ -270,24 +278,34 @@ def _attention_runner(
     source: _Source, seat: _Seat, half: AttentionHalf, exchange: AttentionExchange, moves: ExpertMoves | None
 ) -> AttentionRunner:
     """With an empty cache. Only the leader samples, counts rows and records routing."""
-    configure, spec, backend = source.configure, source.spec, source.backend
+    configure, backend, recorder, leads = source.configure, source.backend, source.recorder, source.configure.rank == 0
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
-    leads = configure.rank == 0
-    prefetcher = None
-    if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
-        prefetcher = Prefetcher(spec.router.num_experts, exchange, configure.prefetch_rows)
+    sampler = RowSampler(backend) if leads else NoSampler()
     return AttentionRunner(
         half,
-        exchange,
+        _step_exchange(source, seat, half, exchange, moves),
         half.new_cache(configure.num_blocks, configure.block_size),
         BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
-        RowSampler(backend) if leads else None,
-        source.recorder,
-        configure.timeout_s,
-        Routing(half, record=configure.record_routing and leads, replay=_replay(configure, spec)),
-        count_rows=configure.count_rows and leads,
-        forms=hybrid_forms(configure, spec, backend.dtype, seat.levels, exchange),
-        moves=moves,
-        stages=seat.stages,
-        prefetcher=prefetcher,
+        PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler),
+        RowRouting(half, record=configure.record_routing and leads, replay=_replay(configure, source.spec)),
+        recorder,
     )
+
+
+def _step_exchange(
+    source: _Source, seat: _Seat, half: AttentionHalf, exchange: AttentionExchange, moves: ExpertMoves | None
+) -> StepExchange:
+    """What steps use of `exchange`, with what the layout adds."""
+    configure, recorder, timeout_s = source.configure, source.recorder, source.configure.timeout_s
+    counts_rows = configure.count_rows and configure.rank == 0
+    if seat.levels is not None:
+        assert isinstance(exchange, HybridExchange), "it goes over the levels"
+        assert moves is not None, "experts that serve others may move"
+        forms = hybrid_forms(configure, source.spec, source.backend.dtype, seat.levels, exchange)
+        return HybridStepExchange(
+            exchange, half, recorder, timeout_s, counts_rows=counts_rows, moves=moves, forms=forms
+        )
+    if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
+        load_rows = configure.prefetch_rows
+        return PrefetchingExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows, load_rows=load_rows)
+    return StepExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows)

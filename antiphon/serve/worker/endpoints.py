@@ -1,18 +1,20 @@
-"""A process's ends of exchanges, of groups of ranks and of pipelines, which it opens while it is built."""
+"""A process's ends of exchanges, of groups of ranks and of pipelines: opened while it is built, then aborted, reset and
+closed together."""
 
 from functools import partial
 
 import torch
 
 from antiphon import _m2n
-from antiphon.comm.m2n.api import ExchangeShape
+from antiphon.base.errors import PeerTimeout
+from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.comm.stages import StagePlace, Stages, open_stages
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.select import resolve_dtype
-from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.messages import Configure, Reset
 from antiphon.specs.model import ModelSpec
 
 
@@ -50,6 +52,37 @@ class Endpoints:
         transports = ", ".join(sorted({endpoint.transport for endpoint in self._opened}))
         waits = ", ".join(sorted({endpoint.waiting for endpoint in self._opened}))
         return f"transport {transports}, waits by {waits}" if self._opened else ""
+
+
+class PeerLinks:
+    """All that a process waits for: the other side of the exchange, if it has an end of one, and its own ranks."""
+
+    def __init__(self, exchange: AttentionExchange | ExpertExchange | None, ranks: RankGroup | Levels | Stages) -> None:
+        """`ranks`: those of its worker, or of its whole instance."""
+        self.ranks = ranks
+        self._all = [ranks] if exchange is None else [ranks, exchange]
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void."""
+        for each in self._all:
+            each.abort(epoch)
+
+    def reset(self, order: Reset) -> None:
+        """Begin the epoch with all of them. Blocks; `PeerTimeout`, `PeerLost` or `Refused` if one cannot be reached."""
+        for each in self._all:
+            each.reset(order.epoch, order.rank_tickets if each is self.ranks else order.tickets)
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+
+def hear_leader(ranks: RankGroup, idle_s: float) -> bytes | None:
+    """What the leader of `ranks` says next; None if it says nothing for `idle_s`."""
+    try:
+        return ranks.broadcast_bytes(None, timeout_s=idle_s)
+    except PeerTimeout:
+        return None
 
 
 def rank_group(configure: Configure, endpoints: Endpoints) -> RankGroup:

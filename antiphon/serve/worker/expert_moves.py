@@ -5,7 +5,7 @@ wants, and lets go later.
     prepared  they count from now on; rows may come by the old map and by the new one
     retire    the engine says that no more rows come by older maps: their slots are free again
 
-Slots are given and freed on the worker's own thread only; the loading thread writes weights that nobody reads yet.
+Slots are given and freed on the worker's own thread only; the loading thread writes weights that are not read yet.
 Loading competes with batches for cores and memory. After each expert the thread rests four times as long as that took.
 So it takes the same part of a fast worker and of a slow one, whose experts take longer to load.
 
@@ -105,7 +105,7 @@ class ExpertMoves:
         return self._coming is not None
 
     def named(self, version: int) -> ExpertPlacement:
-        """A placement that this process has prepared and was not told to let go."""
+        """A placement that this process has prepared and did not let go."""
         return next(each for each in self._placements if each.version == version)
 
     def retire(self, version: int) -> None:

@@ -1,80 +1,31 @@
-"""Who computes the experts: another process, whose loop is here, or the attention worker's own.
+"""The loop of an expert worker, and of its ranks.
 
 The loop: take the rows of (layer, micro-batch) from all attention workers, one grouped feed-forward over the experts
 held here, weighted partial sums back. No request, no sequence, no step outlives a batch.
+
+A worker may be a group of ranks, each with some columns of every expert (`models/shares`). The leader gets the rows and
+announces each batch; all ranks then make the same calls, and the collectives in between add the parts up. A follower
+answers to the leader alone, and waits for its next announcement.
 """
 
 import time
 from collections import Counter
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.comm.m2n.api import ExpertExchange
-from antiphon.comm.m2n.traffic import Traffic
+from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
+from antiphon.comm.rank_group import RankGroup
 from antiphon.models.expert_half import FREE, ExpertHalf
+from antiphon.serve.worker.endpoints import hear_leader
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.messages import ExpertReport
-from antiphon.serve.worker.ranks import ExpertRanks
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
-from antiphon.specs.placement import ExpertPlacement
 
-
-class _NoPeers:
-    """An `AttentionExchange` without another side, but for what it makes of the rows."""
-
-    wait_s = 0.0
-    exposed_s = 0.0
-    bytes_sent = 0
-
-    def __init__(self) -> None:
-        self._results: dict[int, Tensor] = {}
-
-    def begin_step(self, step: int, participants: list[list[int]]) -> None:
-        self._results.clear()
-
-    def place(self, placement: ExpertPlacement) -> None:
-        """All experts are here, or with the leader."""
-
-    def take_counts(self) -> bytes:
-        return b""
-
-    def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
-        return self._results.pop(micro_batch)
-
-    def abort(self, epoch: int) -> None:
-        """Nothing waits."""
-
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        """Nobody is to be reached."""
-
-    def traffic(self) -> Traffic:
-        return Traffic(pairs=[], waits=[], round_trips=[])
-
-    def close(self) -> None:
-        """There is no peer."""
-
-
-class LocalExperts(_NoPeers):
-    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
-
-    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
-
-    def __init__(self, half: ExpertHalf) -> None:
-        super().__init__()
-        self._half = half
-
-    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
-
-
-class LeadersExperts(_NoPeers):
-    """The `AttentionExchange` of a rank that follows: the leader exchanges rows with the experts, and what comes back
-    enters the sum over the ranks there. Here it is zeros."""
-
-    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._results[micro_batch] = torch.zeros_like(rows_TH)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class ExpertCounters:
@@ -116,6 +67,72 @@ class ExpertCounters:
         self._counts.clear()
         self._busy_s = 0.0
         return report
+
+
+class _Announced(msgspec.Struct, frozen=True, array_like=True):
+    """What followers must know of a batch of rows before the rows come."""
+
+    step: int
+    layer: int
+    micro_batch: int
+    num_rows: int
+    prefetches: tuple[tuple[int, int, int], ...] = ()
+
+
+_DECODE_BATCH = msgspec.msgpack.Decoder(_Announced)
+
+
+class ExpertRanks:
+    """The experts of one worker over its ranks: each computes some columns of every expert."""
+
+    def __init__(self, ranks: RankGroup, half: ExpertHalf, moves: ExpertMoves, recorder: SpanRecorder) -> None:
+        self._ranks = ranks
+        self._moves = moves
+        self.half = half
+        self._recorder = recorder
+        self._top_k = half.spec.router.top_k
+
+    def lead(self, batch: ExpertBatch) -> Tensor:
+        """The weighted partial sums of a batch, in host memory and the experts' dtype: the followers get its rows, and
+        add their columns."""
+        self._moves.check(batch.placements)
+        self._moves.prefetched.start(batch.prefetches)
+        rows_RH = batch.rows_RH.to(self.half.backend.dtype)
+        if self._ranks.size == 1:
+            return self._part(batch.layer, rows_RH, batch.ids_RK, batch.weights_RK)
+        announced = _Announced(batch.step, batch.layer, batch.micro_batch, rows_RH.shape[0], batch.prefetches)
+        self._ranks.broadcast_bytes(_ENCODER.encode(announced))
+        return self._together(announced, rows_RH, batch.ids_RK, batch.weights_RK)
+
+    def serve_one(self, idle_s: float, timeout_s: float) -> bool:
+        """Follow one batch of the leader; False if none came within `idle_s`."""
+        heard = hear_leader(self._ranks, idle_s)
+        if heard is None:
+            return False
+        batch = _DECODE_BATCH.decode(heard)
+        half, self._recorder.step = self.half, batch.step
+        self._moves.prefetched.start(batch.prefetches)
+        rows_RH = torch.empty(0, half.spec.hidden_size, dtype=half.backend.dtype)
+        nothing_K = torch.empty(0, self._top_k)
+        self._together(batch, rows_RH, nothing_K.int(), nothing_K)
+        return True
+
+    def _together(self, batch: _Announced, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        """The leader's rows go to all, the sum of the parts to the leader; the others return no rows."""
+        num_rows = [batch.num_rows] + [0] * (self._ranks.size - 1)
+        rows_RH, ids_RK, weights_RK = (self._ranks.all_gather(x, num_rows) for x in (rows_RH, ids_RK, weights_RK))
+        part_RH = self._part(batch.layer, rows_RH, ids_RK, weights_RK)
+        return self._ranks.reduce_scatter(part_RH, num_rows)
+
+    def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        half, device = self.half, self.half.backend.device
+        self._moves.prefetched.settle(layer)
+        local_RK = half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device))
+        if self._moves.prefetched.num_slots:
+            self._moves.prefetched.check(layer, ids_RK, local_RK)
+        if device.type == "cpu":
+            return half.forward(layer, rows_RH, local_RK, weights_RK)
+        return half.forward(layer, rows_RH.to(device), local_RK, weights_RK.to(device)).cpu()
 
 
 class ExpertRunner:

@@ -1,7 +1,10 @@
 """The hybrid layout in a process: its groups on both levels, and the part of the experts that it computes for all.
 
-A hybrid instance is several replicas that deal out one set of experts among all their ranks (MixServe, section III):
-attention is split inside a replica, rows travel to the ranks with their experts and back (`comm/two_level`).
+A hybrid instance is several replicas whose ranks all share one set of experts (MixServe, section III): attention is
+split inside a replica, rows travel to the ranks with their experts and back (`comm/two_level`).
+
+All ranks take part in the exchange of every micro-batch in which any of them has rows (`HybridStepExchange`). What
+comes back is the whole sum, on every rank.
 """
 
 import time
@@ -12,16 +15,19 @@ import torch
 from torch import Tensor
 
 from antiphon import _m2n
-from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.comm.two_level.forms import Forms, Travelling
 from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
+from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters
-from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.messages import Configure, RunStep
+from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
@@ -73,15 +79,55 @@ def hybrid_exchange(
     return HybridExchange(levels, placement, compute)
 
 
+class HybridStepExchange(StepExchange):
+    """Steps over `exchange`, whose experts serve other workers too. `moves`: of the experts here. `forms`: how the rows
+    of a step travel."""
+
+    def __init__(
+        self,
+        exchange: HybridExchange,
+        half: AttentionHalf,
+        recorder: SpanRecorder,
+        timeout_s: float,
+        *,
+        counts_rows: bool,
+        moves: ExpertMoves,
+        forms: Forms,
+    ) -> None:
+        super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
+        self._moves = moves
+        self._forms = forms
+        self._served: dict[int, int] = {}  # by micro-batch without rows here: the layer under way
+
+    def begin_step(self, step: RunStep) -> None:
+        """Rows go by the placement that the step names. The first step of an epoch may measure, and wait."""
+        self._served.clear()
+        self._exchange.place(self._moves.named(step.placement))
+        super().begin_step(step)
+        self._forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)
+
+    def _complete(self, experts_TH: Tensor, local_TH: Tensor | None) -> Tensor:
+        return experts_TH if local_TH is None else experts_TH + self._half.sum_over_ranks(local_TH)
+
+    def serve_others(self, layer: int | None, micro_batch: int) -> None:
+        """Other workers may have rows in this micro-batch: the experts here are needed all the same."""
+        before = self._served.pop(micro_batch, None)
+        if before is not None:
+            self._exchange.combine(before, micro_batch, self._timeout_s)
+        if layer is not None and self._half.routes(layer):
+            spec = self._half.spec
+            nothing_K = torch.empty(0, spec.router.top_k)
+            rows_TH = torch.empty(0, spec.hidden_size, dtype=self._half.backend.dtype)
+            self._exchange.dispatch(layer, micro_batch, rows_TH, nothing_K.int(), nothing_K)
+            self._served[micro_batch] = layer
+
+
 def hybrid_forms(
-    configure: Configure, spec: ModelSpec, dtype: torch.dtype, levels: Levels | None, exchange: AttentionExchange
-) -> Forms | None:
-    """What decides the form of each step's exchanges; None where replicas do not share experts."""
-    if levels is None:
-        return None
+    configure: Configure, spec: ModelSpec, dtype: torch.dtype, levels: Levels, exchange: HybridExchange
+) -> Forms:
+    """What decides the form of each step's exchanges."""
     assert configure.exchange is not None, "ranks of an instance reach each other"
     assert configure.hybrid is not None, "only hybrid replicas share experts"
-    assert isinstance(exchange, HybridExchange), "it goes over the levels"
     rows = Travelling(
         hidden_size=spec.hidden_size,
         top_k=spec.router.top_k,

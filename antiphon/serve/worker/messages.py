@@ -1,8 +1,8 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`Prepare`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `Ready`, `StepResult`
-or `StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport` and `ExchangeReport`.
+`PreparePlacement`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`,
+`StepResult` or `StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport`, `ExchangeReport`.
 """
 
 from typing import Literal
@@ -54,10 +54,10 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
     `replay_routing`: a file with such choices, which rows make in place of their own.
 
-    A worker is a group of `num_ranks` processes, evenly dealt out to `num_stages` stages of a pipeline, one stage after
+    A worker is a group of `num_ranks` processes, evenly divided over `num_stages` stages of a pipeline, one stage after
     the other; this is number `rank`, and 0 leads: it gets the steps.
-    `prefetch_rows`: attention workers ask for copies ahead of a layer, each of which costs as much as so many rows, and
-    expert workers have room for one more expert for each attention worker; 0: they do not.
+    `prefetch_rows`: attention workers ask for copies ahead of a layer, and a copy costs as much as this many rows.
+    Expert workers have room for one more expert for each attention worker. 0: they do not.
     `spins`: threads of the kernels that wait may look again and again.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
@@ -97,13 +97,13 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
-    """Bytes of weights loaded so far, of how many."""
+    """Bytes of weights loaded so far, and in all."""
 
     done: int
     total: int
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class WorkerReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The worker can take steps. `ticket`: how attention workers reach it, if it leads an expert worker; `rank_ticket`:
     how the other ranks of its worker do."""
 
@@ -115,7 +115,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """One step of one attention worker, in the policy's own terms; apply `released`, `starts`, then `micro_batches`.
 
-    `step` counts the steps of the group: it is the same for all who step together. `participants[i]` lists the
+    `step` counts the steps of the group: it is the same for all workers that step together. `participants[i]` lists the
     attention workers that have rows in micro-batch i (a worker may have none).
     `prefill`: some sequence of the group has more rows than the one that follows its last token; `most_rows`: of the
     largest micro-batch of any of its workers.
@@ -190,8 +190,8 @@ class ExchangeReport(msgspec.Struct, tag=True, frozen=True):
     traffic: Traffic
 
 
-class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Who holds experts: load what this coming placement wants of you, beside serving."""
+class PreparePlacement(msgspec.Struct, tag=True, frozen=True):
+    """To a process that holds experts: load, beside serving, what this coming placement wants of it."""
 
     placement: ExpertPlacement
 
@@ -204,13 +204,13 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 
 
 class Place(msgspec.Struct, tag=True, frozen=True):
-    """Attention workers: send rows by this placement from the next step on."""
+    """To an attention worker: send rows by this placement from the next step on."""
 
     placement: ExpertPlacement
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
-    """Who holds experts: no rows come any more by placements older than `version`."""
+    """To a process that holds experts: no rows come any more by placements older than `version`."""
 
     version: int
 
@@ -244,7 +244,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Finish and exit 0."""
 
 
-class Failure(msgspec.Struct, tag=True, frozen=True):
+class WorkerFailure(msgspec.Struct, tag=True, frozen=True):
     """The worker cannot start; the message is for people. `exit_code` as in `base/errors`.
 
     `passing`: the same may succeed another time. A checkpoint that is gone or damaged, or a budget that is too small,
@@ -255,10 +255,10 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     passing: bool = False
 
 
-ToWorker = Configure | RunStep | Abort | Reset | Prepare | Place | Retire | TakeSpans | Shutdown
+ToWorker = Configure | RunStep | Abort | Reset | PreparePlacement | Place | Retire | TakeSpans | Shutdown
 FromWorker = (
     LoadProgress
-    | Ready
+    | WorkerReady
     | StepResult
     | StepFailed
     | ExpertReport
@@ -266,5 +266,5 @@ FromWorker = (
     | ResetDone
     | Prepared
     | Spans
-    | Failure
+    | WorkerFailure
 )

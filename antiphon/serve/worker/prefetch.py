@@ -10,7 +10,7 @@ micro-batch of the layer: an expert worker may have all rows of the second one b
 
 Each expert worker has room for one copy of each layer for each attention worker, which alone decides about it. It does
 so once a step, with its first micro-batch: then none of its rows of the next layer are under way. So copies never
-vanish under rows, and nobody waits for an agreement. The first layer with experts is never expected.
+vanish under rows, and no agreement is waited for. The first layer with experts is never expected.
 
 A load competes with batches, so a copy must pay. What its absence costs is added up over steps, fading; when the sum
 reaches the cost of a load, it is loaded. The sum wasted before is then at most what the best choice in hindsight costs.
@@ -19,6 +19,7 @@ Rejected: to load whatever helps now. With even load the fullest worker is anoth
 Letters as in `antiphon.kernels.api`; W expert workers.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,11 +31,15 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
+from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 from antiphon.placement.forecast import Prefetch, needs_phase_two
 from antiphon.placement.split import BoolArray, FloatArray, IntArray
 from antiphon.serve.engine_api import PrefetchCounts
-from antiphon.serve.worker.routing import Forecast
+from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.messages import RunStep
+from antiphon.serve.worker.routing import Choices, Forecast
+from antiphon.serve.worker.spans import PREDICT, SpanRecorder
 from antiphon.specs.placement import ExpertPlacement
 
 _FADING = 1 / 128  # of what a missing copy has cost so far, by step
@@ -138,6 +143,37 @@ class Prefetcher:
         return counts
 
 
+class PrefetchingExchange(StepExchange):
+    """Steps over `exchange` in which expert workers are asked for copies ahead of a layer."""
+
+    def __init__(
+        self,
+        exchange: NativeAttentionExchange,
+        half: AttentionHalf,
+        recorder: SpanRecorder,
+        timeout_s: float,
+        *,
+        counts_rows: bool,
+        load_rows: int,
+    ) -> None:
+        """`load_rows`: as for `Prefetcher`."""
+        super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
+        self._prefetcher = Prefetcher(half.spec.router.num_experts, exchange, load_rows)
+
+    def begin_step(self, step: RunStep) -> None:
+        self._prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])
+        super().begin_step(step)
+
+    def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
+        start_ns = time.monotonic_ns()
+        self._prefetcher.ask(layer, micro_batch, choices.ids_TK, choices.forecast)
+        self._recorder.add(PREDICT, start_ns, layer, micro_batch, y_TH.shape[0])
+        super().dispatch(layer, micro_batch, y_TH, choices)
+
+    def take_prefetch_counts(self) -> PrefetchCounts:
+        return self._prefetcher.take_counts()
+
+
 @dataclass
 class PrefetchSlots:
     """An expert worker's part: the last `num_slots` slots of each layer, one for each attention worker."""
@@ -178,8 +214,8 @@ class PrefetchSlots:
         assert not missing_RK.any(), f"rows of layer {layer} for experts {sorted(set(ids_RK[missing_RK].tolist()))}"
 
     def forget(self, epoch: int) -> None:
-        """In a new epoch nobody knows of any copy. The engine may say twice that it begins, and rows may have come
-        meanwhile."""
+        """In a new epoch no attention worker knows of any copy. The engine may announce it twice; rows may have come
+        between."""
         if not self.num_slots or epoch == self._epoch:
             return
         self._epoch = epoch

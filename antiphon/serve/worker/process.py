@@ -1,4 +1,4 @@
-"""A worker process: joins the engine over an inherited socket, loads its half of the model, serves until told to stop.
+"""A worker process: joins the engine over an inherited socket, loads its half of the model, serves until it is stopped.
 
 python -m antiphon.serve.worker.process --fd N
 """
@@ -26,12 +26,10 @@ from antiphon.serve.worker.messages import (
     Abort,
     Configure,
     ExchangeReport,
-    Failure,
     LoadProgress,
     Place,
-    Prepare,
     Prepared,
-    Ready,
+    PreparePlacement,
     Reset,
     ResetDone,
     Retire,
@@ -41,6 +39,8 @@ from antiphon.serve.worker.messages import (
     StepResult,
     TakeSpans,
     ToWorker,
+    WorkerFailure,
+    WorkerReady,
 )
 
 _log = get_logger("worker")
@@ -56,7 +56,7 @@ class Orders:
 
     Everything else waits in a queue until the worker asks. If the engine goes away, however that happens, the socket
     closes and the process ends: by itself at its next order, or by this thread if it is loading, computing or waiting
-    then. `start` begins to read; from then on nobody else may. `on_abort` is called on the reading thread."""
+    then. `start` begins to read; from then on no other thread may. `on_abort` is called on the reading thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -224,7 +224,7 @@ def _obey_any(worker: LoadedWorker, channel: Channel, message: object) -> bool:
     """Orders that every worker takes between steps. False: exit."""
     if isinstance(message, TakeSpans):
         channel.send(worker.recorder.take(message.last_steps))
-    elif worker.moves is not None and isinstance(message, Prepare):
+    elif worker.moves is not None and isinstance(message, PreparePlacement):
         worker.moves.prepare(message.placement)
     elif worker.moves is not None and isinstance(message, Retire):
         worker.moves.retire(message.version)
@@ -244,8 +244,8 @@ def _start(channel: Channel, configure: Configure) -> LoadedWorker:
     return build_worker(configure, progress)
 
 
-def _ready(worker: LoadedWorker) -> Ready:
-    return Ready(
+def _ready(worker: LoadedWorker) -> WorkerReady:
+    return WorkerReady(
         kernels=worker.kernels,
         ticket=worker.exchange.ticket if isinstance(worker, ExpertWorker) else b"",
         rank_ticket=worker.links.ranks.ticket,
@@ -266,23 +266,23 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             orders.on_abort = worker.links.abort
             channel.send(_ready(worker))
         except UserError as error:
-            channel.send(Failure(str(error), error.exit_code))
+            channel.send(WorkerFailure(str(error), error.exit_code))
             return error.exit_code
         except (PeerLost, PeerTimeout):
             raise
         except Exception as error:  # said to the engine in one line; the traceback goes to the log
             _log.error("cannot start:\n%s", traceback.format_exc())
-            channel.send(Failure(f"{type(error).__name__}: {error}", 1, passing=True))
+            channel.send(WorkerFailure(f"{type(error).__name__}: {error}", 1, passing=True))
             return 1
         if isinstance(worker, AttentionWorker):
             serve_attention(worker, channel, orders)
         elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
-            serve_batches(worker, channel, orders)  # before the first epoch a follower has nobody to listen to
+            serve_batches(worker, channel, orders)  # before the first epoch a follower has no leader to hear
         if worker.moves is not None:
             worker.moves.close()  # Python cannot end while a thread of it computes
         worker.links.close()
     except PeerLost:
-        pass  # the engine is gone: nobody is left to serve
+        pass  # the engine is gone, and with it the work
     return 0
 
 
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the engine")
     arguments = parser.parse_args()
     signals.ignore()
-    gc.freeze()  # of what is imported nothing becomes garbage, and at the end nobody waits for a look through it
+    gc.freeze()  # imported objects never become garbage; the exit need not look through them
     sys.exit(run_worker(Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)))
 
 

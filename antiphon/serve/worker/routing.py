@@ -6,7 +6,8 @@ Letters as in `antiphon.kernels.api`; L MoE layers.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +28,15 @@ class Forecast(NamedTuple):
 
     layer: int
     ids_TK: Tensor
+
+
+class Choices(NamedTuple):
+    """The experts of a layer's rows: ids int32 [T, K], weights float32 [T, K]. `forecast`: as `RowRouting.forecast`,
+    for these rows."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    forecast: Callable[[], Forecast | None]
 
 
 class RoutingReplay:
@@ -72,9 +82,9 @@ class RoutingReplay:
         return Forecast(layer, torch.from_numpy(self._forecasts_LTK[number, rows_T]))
 
 
-class Routing:
-    """Of the rows of one attention worker. `record`: keep it for `of_step`. `replay`: a record's choices in place of
-    the gates'. Not thread-safe."""
+class RowRouting:
+    """The experts of one attention worker's rows. `record`: keep them for `of_step`. `replay`: a record's choices in
+    place of the gates'. Not thread-safe."""
 
     def __init__(self, half: AttentionHalf, *, record: bool = False, replay: RoutingReplay | None = None) -> None:
         layers = [layer for layer in half.layers if half.routes(layer)]
@@ -94,21 +104,21 @@ class Routing:
         """The rows [T] of the record whose choices a micro-batch takes, if it takes any."""
         return None if self._replay is None else self._replay.rows_of(sequences)
 
-    def choose(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None) -> tuple[Tensor, Tensor]:
-        """(expert ids int32 [T, K], weights float32 [T, K]). Micro-batches come in the same order in every layer."""
+    def choose(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None) -> Choices:
+        """Where these rows go. Micro-batches come in the same order in every layer."""
         ids_TK, weights_TK = self._half.gate(layer, y_TH)
         if self._replay is not None and recorded_T is not None:
             ids_TK = self._replay.choose(layer, recorded_T).to(ids_TK.device)
+        choices = Choices(ids_TK, weights_TK, partial(self.forecast, layer, y_TH, recorded_T))
         if self._record:
             self._ids[layer].append(_kept(ids_TK))
-            forecast = self.forecast(layer, y_TH, recorded_T)
-            if forecast is not None:
+            if (forecast := choices.forecast()) is not None:
                 self._forecasts[forecast.layer].append(_kept(forecast.ids_TK))
-        return ids_TK, weights_TK
+        return choices
 
     def forecast(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None) -> Forecast | None:
-        """Of the next layer with experts, whose router sees the rows that enter the experts of `layer`; or as recorded.
-        None after the last layer, and where a record does not say."""
+        """What rows will choose in the next layer with experts, whose router sees the rows that enter the experts of
+        `layer`; or as recorded. None after the last layer, and where a record does not say."""
         following = self._following.get(layer)
         if following is None:
             return None

@@ -42,7 +42,7 @@ MAX_ALTERNATIVES = 20  # the API's limit; always searched, so that ties do not d
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """`token_ids[i]` for row i; `logprobs[i]` where its request asked for it, `logprobs` None if nobody did."""
+    """`token_ids[i]` for row i; `logprobs[i]` where its request asked for it, `logprobs` None if none did."""
 
     token_ids: list[int]
     logprobs: list[PackedLogprobs | None] | None
@@ -78,6 +78,20 @@ def rows_with_logits(steps: list[SequenceStep]) -> list[int]:
 def argmax_of_rows(logits_RV: Tensor) -> Tensor:
     """Index of the largest logit of each row, the lowest if several are equal."""
     return logits_RV.argmax(dim=-1)
+
+
+class NoSampler:
+    """In the place of a `RowSampler` on a rank that leaves sampling to its leader."""
+
+    def add(self, start: SequenceStart) -> None:
+        """The leader knows the request."""
+
+    def remove(self, request_id: str) -> None:
+        """The leader forgets it."""
+
+    def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
+        """Nothing: the leader samples."""
+        return []
 
 
 class RowSampler:

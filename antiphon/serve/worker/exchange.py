@@ -1,0 +1,153 @@
+"""The way of an attention worker's rows to their experts and back, as its steps use it.
+
+A `StepExchange` stands between the step's loop and an `AttentionExchange`. It counts and times one step, and it
+completes what comes back: the sum over the ranks, with the shared expert's part. What a layout adds is a subclass,
+chosen once when the worker is built: `worker/hybrid` for replicas that hold experts for each other, `worker/prefetch`
+for copies ahead of a layer. So the loop asks for no feature.
+
+Where nothing travels, the `AttentionExchange` itself is here: `LocalExperts` and `LeadersExperts`.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.m2n.api import AttentionExchange
+from antiphon.comm.m2n.traffic import Traffic
+from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.expert_half import ExpertHalf
+from antiphon.serve.engine_api import PrefetchCounts
+from antiphon.serve.worker.messages import RunStep
+from antiphon.serve.worker.routing import Choices
+from antiphon.serve.worker.spans import COMBINE, DISPATCH, SpanRecorder
+from antiphon.specs.placement import ExpertPlacement
+
+
+class StepExchange:
+    """`exchange` over one step after another. Waits for experts at most `timeout_s`. Not thread-safe."""
+
+    def __init__(
+        self,
+        exchange: AttentionExchange,
+        half: AttentionHalf,
+        recorder: SpanRecorder,
+        timeout_s: float,
+        *,
+        counts_rows: bool = False,
+    ) -> None:
+        """`counts_rows`: say how many rows each expert got."""
+        self._exchange = exchange
+        self._half = half
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._counts_rows = counts_rows
+        self._before = 0.0, 0.0, 0  # `wait_s`, `exposed_s` and `bytes_sent` of the exchange as the step began
+
+    def begin_step(self, step: RunStep) -> None:
+        """Announce the step; counting begins anew."""
+        exchange = self._exchange
+        if self._counts_rows:
+            exchange.take_counts()  # of a step that failed
+        self._before = exchange.wait_s, exchange.exposed_s, exchange.bytes_sent
+        exchange.begin_step(step.step, step.participants)
+
+    def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
+        """Send the rows to the experts that they chose; does not wait."""
+        start_ns = time.monotonic_ns()
+        self._exchange.dispatch(layer, micro_batch, y_TH, choices.ids_TK, choices.weights_TK)
+        self._recorder.add(DISPATCH, start_ns, layer, micro_batch, y_TH.shape[0])
+
+    def combine(self, layer: int, micro_batch: int, local_TH: Tensor | None) -> Tensor:
+        """[T, H]: what the experts made of the rows, plus `local_TH`, summed over the ranks. Waits; raises
+        `PeerTimeout` or `StepAborted`."""
+        start_ns = time.monotonic_ns()
+        experts_TH = self._exchange.combine(layer, micro_batch, self._timeout_s)
+        delta_TH = self._complete(experts_TH.to(self._half.backend.device), local_TH)
+        self._recorder.add(COMBINE, start_ns, layer, micro_batch, delta_TH.shape[0])
+        return delta_TH
+
+    def _complete(self, experts_TH: Tensor, local_TH: Tensor | None) -> Tensor:
+        return self._half.sum_over_ranks(experts_TH if local_TH is None else experts_TH + local_TH)
+
+    def serve_others(self, layer: int | None, micro_batch: int) -> None:
+        """`micro_batch` has no rows here. `layer`: the one whose turn it is, None: behind the last one."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of this step spent waiting for experts."""
+        return self._exchange.wait_s - self._before[0]
+
+    @property
+    def exposed_s(self) -> float:
+        """The part of `wait_s` in which the experts did not compute."""
+        return self._exchange.exposed_s - self._before[1]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this step has dispatched."""
+        return self._exchange.bytes_sent - self._before[2]
+
+    def take_counts(self) -> bytes:
+        """Rows of each expert, as in `AttentionExchange.take_counts`; empty unless counted."""
+        return self._exchange.take_counts() if self._counts_rows else b""
+
+    def take_prefetch_counts(self) -> PrefetchCounts | None:
+        """What was copied ahead of layers; None where that is not done."""
+        return None
+
+
+class _NoPeers:
+    """An `AttentionExchange` without another side, but for what it makes of the rows."""
+
+    wait_s = 0.0
+    exposed_s = 0.0
+    bytes_sent = 0
+
+    def __init__(self) -> None:
+        self._results: dict[int, Tensor] = {}
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+        self._results.clear()
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """All experts are here, or with the leader."""
+
+    def take_counts(self) -> bytes:
+        return b""
+
+    def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
+        return self._results.pop(micro_batch)
+
+    def abort(self, epoch: int) -> None:
+        """Nothing waits."""
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """There is no peer to reach."""
+
+    def traffic(self) -> Traffic:
+        return Traffic(pairs=[], waits=[], round_trips=[])
+
+    def close(self) -> None:
+        """There is no peer."""
+
+
+class LocalExperts(_NoPeers):
+    """The `AttentionExchange` of the colocated layout: this process holds all experts, and nothing travels.
+
+    The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
+
+    def __init__(self, half: ExpertHalf) -> None:
+        super().__init__()
+        self._half = half
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+
+
+class LeadersExperts(_NoPeers):
+    """The `AttentionExchange` of a rank that follows: the leader exchanges rows with the experts, and what comes back
+    enters the sum over the ranks there. Here it is zeros."""
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._results[micro_batch] = torch.zeros_like(rows_TH)
