@@ -21,8 +21,8 @@ from xml.sax.saxutils import escape
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost
-from antiphon.base.processor import cpu_name
 from antiphon.base.progress import progress
+from antiphon.base.system import cpu_name
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box, box_unavailable
 from antiphon.cli.output import provenance

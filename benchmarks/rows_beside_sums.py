@@ -23,9 +23,9 @@ from antiphon.base.errors import UserError
 from antiphon.bench.box import Box
 from antiphon.bench.box.ranks import plan_ranks
 from antiphon.comm.collectives import AllReduce, AllToAll, barrier, run, start
+from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.mesh import Group, Mesh, Sizes, beside, connect
 from antiphon.comm.micro_ops import MicroOpScheduler
-from antiphon.comm.wire import Wire
 
 TIMEOUT_S = 120.0
 WIDTH = 1024
@@ -43,7 +43,7 @@ def time_variant(asked: dict[str, Any], variant: str, mesh: Mesh, sums: Group) -
     exchange = AllToAll(group, "rows", even, even)
     wire = None
     if variant not in (ALONE, UNSCHEDULED):
-        wire = Wire(MicroOpScheduler(None if variant == PRIORITY else asked["chunk_kib"] << 10))
+        wire = CollectiveLauncher(MicroOpScheduler(None if variant == PRIORITY else asked["chunk_kib"] << 10))
     barrier(mesh.world)
     began_s = time.perf_counter()
     work = None

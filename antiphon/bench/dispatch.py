@@ -28,9 +28,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.ranges import split_evenly
 from antiphon.bench.rank_processes import RankProcesses, join_gloo
-from antiphon.comm.dispatch.all_to_all import AllToAllWay
-from antiphon.comm.dispatch.api import Dispatcher, Way
-from antiphon.comm.dispatch.gather_scatter import GatherScatter
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.training.volumes import expert_parallel_volume

@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 import msgspec
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.serve.worker.channel import Channel
 
 FOREVER_S = 365.0 * 86400

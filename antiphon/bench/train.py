@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from antiphon.base.errors import ResourceError
-from antiphon.base.programs import python_module
 from antiphon.base.progress import Report, progress
+from antiphon.base.system import python_module
 from antiphon.bench.limits import measure_gemm_flops_per_s
 from antiphon.bench.step_case import TEXT
 from antiphon.bench.train_turns import NUM_COMPARED, Comparison, Say, TrainingCase, write_text

@@ -23,7 +23,7 @@ from rich.text import Text
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.processor import cpu_name
+from antiphon.base.system import cpu_name
 from antiphon.cli.streams import ready_standard_streams
 
 _log = get_logger("cli")

@@ -16,7 +16,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import Dispatcher
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.kernels.ops.route import choose_experts

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.collectives import Collective
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import Dispatcher
 from antiphon.kernels.ops.feed_forward import (
     grouped_bias_gradient,
     grouped_input_gradient,

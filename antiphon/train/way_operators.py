@@ -9,7 +9,7 @@ Letters: T rows of this rank, K experts a row, P rows that travel, R rows in ord
 import torch
 from torch import Tensor
 
-from antiphon.comm.dispatch.api import Dispatcher, Hop, Way
+from antiphon.comm.dispatch import Dispatcher, Hop, Way
 from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 from antiphon.train.operators import Compute, Exchange, Here, Operator
 

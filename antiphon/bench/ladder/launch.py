@@ -13,8 +13,8 @@ from typing import Any
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.base.programs import python_module
 from antiphon.base.progress import Report
+from antiphon.base.system import python_module
 from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from antiphon.bench.box.ranks import plan_ranks
 from antiphon.bench.ladder.ladders import LadderCase, variants_of

@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.bench.m2n.api import Seat
 from antiphon.bench.m2n.messages import FromMember
 from antiphon.bench.obeying import Handle, start_logged, start_obeying

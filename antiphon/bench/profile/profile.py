@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from antiphon.base.processor import cpu_name
 from antiphon.base.progress import Report
+from antiphon.base.system import cpu_name
 from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.measure import (

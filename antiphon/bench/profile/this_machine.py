@@ -12,7 +12,7 @@ from pathlib import Path
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
-from antiphon.base.processor import cpu_name
+from antiphon.base.system import cpu_name
 from antiphon.cost.curves import Curve as Times
 from antiphon.cost.curves import Surface
 from antiphon.cost.local_times import LocalTimes, ThreadTimes

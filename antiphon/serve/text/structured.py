@@ -29,7 +29,7 @@ from typing import Any
 import tokenizers
 
 from antiphon.base.errors import UserError
-from antiphon.base.memory import give_memory_back
+from antiphon.base.system import give_memory_back
 from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.text.grammar_lanes import GrammarTrials
 from antiphon.serve.text.grammar_matcher import BuiltGrammar, GrammarMatcher

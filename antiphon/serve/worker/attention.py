@@ -20,7 +20,7 @@ from torch import Tensor
 
 from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.comm.stages import Stages
-from antiphon.comm.two_level.forms import Forms
+from antiphon.comm.two_level.hybrid import Forms
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from antiphon.comm.ledger import Traffic
 from antiphon.comm.m2n.api import ExpertExchange
-from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.serve.worker.messages import ExpertReport
 from antiphon.serve.worker.ranks import ExpertRanks

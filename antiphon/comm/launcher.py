@@ -1,9 +1,9 @@
-"""One rank's wire: launches what the policy of `micro_ops` chooses, beside the computation.
+"""Launches one rank's collectives beside the computation, in the order that the policy of `micro_ops` chooses.
 
-    pending = wire.all_to_all("dispatch", size_bytes, launch)    # the thread that computes
+    pending = launcher.all_to_all("dispatch", size_bytes, launch)    # the thread that computes
     ...
     pending.wait()                                               # then the buffer is pending.result
-    pending = wire.all_reduce("layer 3", size_bytes, sum_piece)  # no rank waits for it before the step's end
+    pending = launcher.all_reduce("layer 3", size_bytes, sum_piece)  # no rank waits for it before the step's end
 
 An all-to-all is launched at once where the policy allows it, else as soon as the one before has ended: a thread waits
 for the handle of the one in flight. Sums run piece by piece in a thread of their own, because on two levels, or in a
@@ -35,20 +35,20 @@ SumPiece = Callable[[int, int], None]  # of piece number i, of how many
 class Submission:
     """Something that was submitted."""
 
-    def __init__(self, wire: "Wire", name: str) -> None:
+    def __init__(self, launcher: "CollectiveLauncher", name: str) -> None:
         self.name = name
         self.result: Tensor | None = None
         self.is_done = False
-        self._wire = wire
+        self._launcher = launcher
 
     def wait(self) -> None:
-        """Blocks until it is done. The first error of the wire, such as a peer's death or a timeout of its group, is
-        raised."""
-        self._wire.await_done(self)
+        """Blocks until it is done. The first error of the launcher, such as a peer's death or a timeout of its group,
+        is raised."""
+        self._launcher.await_done(self)
 
 
-class Wire:
-    """One rank's wire; `policy` is its own. `ledger`: bytes of sums, which no computation waits for."""
+class CollectiveLauncher:
+    """One rank's launcher; `policy` is its own. `ledger`: bytes of sums, which no computation waits for."""
 
     def __init__(self, policy: MicroOpScheduler) -> None:
         self.ledger = Ledger()
@@ -67,7 +67,7 @@ class Wire:
         self, name: str, size_bytes: int, launch: Launch, *, number: int = 0, num_pieces: int = 1
     ) -> Submission:
         """Submit part `number` of what computation will wait for. `launch` begins it and gives the buffer that fills,
-        and a handle; it is called in this thread or in one of the wire's."""
+        and a handle; it is called in this thread or in one of the launcher's."""
         submission = Submission(self, name)
         with self._changed:
             self._begin()
@@ -78,7 +78,7 @@ class Wire:
 
     def all_reduce(self, name: str, size_bytes: int, sum_piece: SumPiece) -> Submission:
         """Submit a sum of `size_bytes`. `sum_piece(number, num_pieces)` makes one piece of it and blocks until it is
-        there; it is called once for each piece, in order, in a thread of the wire."""
+        there; it is called once for each piece, in order, in a thread of the launcher."""
         submission = Submission(self, name)
         with self._changed:
             self._begin()
@@ -121,10 +121,10 @@ class Wire:
     def _begin(self) -> None:
         """Start the threads before the first submission; refuse one behind an error."""
         self._check()
-        assert not self._closed, "this wire is closed"
+        assert not self._closed, "this launcher is closed"
         if not self._threads:
             self._threads = [
-                threading.Thread(target=self._run, args=(work,), name=f"wire {name}", daemon=True)
+                threading.Thread(target=self._run, args=(work,), name=f"launcher {name}", daemon=True)
                 for name, work in (("all-to-all", self._await_all_to_all), ("sums", self._make_sum))
             ]
             for thread in self._threads:

@@ -1,19 +1,185 @@
 """The cpu back-end: thin launchers that check shapes and hand addresses to `antiphon._native`.
 
-A decode step of a small model is a few hundred of these calls, so a launcher does a handful of Python operations and
-nothing per layer that can be kept between layers. Latent attention and the sparsemixer router are rare on CPUs: they
-run in the reference back-end's code. Rejected: torch custom operators (dispatch costs more than a small kernel).
+Weights, keys and values lie in the native layout, in memory that belongs to a native object and goes with it. A decode
+step of a small model is a few hundred of these calls, so a launcher does a handful of Python operations and nothing per
+layer that can be kept between layers. The instruction set is chosen at run time. Latent attention and the sparsemixer
+router are rare on CPUs: they run in the reference back-end's code. Rejected: torch custom operators (dispatch costs
+more than a small kernel).
+
+Letters as in `antiphon.kernels.api`; O output width, I inner width of a plain linear.
 """
 
 import torch
 from torch import Tensor
 
 from antiphon import _native
-from antiphon.kernels.api import AttentionBatch, KVCache, KVCacheSpec, PackedExperts, PackedLinear, RotaryTable
-from antiphon.kernels.cpu.packed import BatchAddresses, CpuExperts, CpuKVCache, CpuLinear
+from antiphon.base.errors import ResourceError
+from antiphon.base.units import format_bytes
+from antiphon.kernels.api import (
+    AttentionBatch,
+    ExpertShape,
+    HeadRows,
+    KVCache,
+    KVCacheSpec,
+    PackedExperts,
+    PackedLinear,
+    RotaryTable,
+)
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.specs.model import RouterSpec
+
+
+def checked_matrix(name: str, matrix: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The matrix on the CPU in `dtype` with consecutive inner elements; a view of it where that is already so."""
+    if tuple(matrix.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected {shape}")
+    matrix = matrix.detach().to(device="cpu", dtype=dtype)
+    return matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
+
+
+def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The bias through `dtype`, as the model stores it, then in float32, as the kernels add it."""
+    if bias.shape != (width,):
+        raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({width},)")
+    return bias.detach().to(device="cpu", dtype=dtype).float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class CpuLinear:
+    """Weight [out, in] in panels, bias in float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = weight.shape
+        weight = checked_matrix("weight", weight, (self.out_features, self.in_features), dtype)
+        if bias is not None:
+            bias = checked_bias("bias", bias, self.out_features, dtype)
+        self.native = _native.PackedLinear(
+            dtype == torch.bfloat16,
+            self.out_features,
+            self.in_features,
+            weight.data_ptr(),
+            weight.stride(0),
+            _address(bias),
+        )
+        self.num_bytes = self.native.num_bytes
+
+
+class CpuExperts:
+    """Gate and up interleaved in one stream, down in another, for each expert; biases in float32."""
+
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.native = _native.PackedExperts(
+            dtype == torch.bfloat16,
+            shape.num_experts,
+            shape.hidden,
+            shape.intermediate,
+            shape.activation,
+            shape.alpha,
+            shape.limit,
+            shape.has_bias,
+        )
+        self.num_bytes = self.native.num_bytes
+
+    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
+        self._check_index(index)
+        wide = self.shape.intermediate, self.shape.hidden
+        gate = checked_matrix("gate", gate_IH, wide, self.dtype)
+        up = checked_matrix("up", up_IH, wide, self.dtype)
+        down = checked_matrix("down", down_HI, wide[::-1], self.dtype)
+        self.native.set_expert(
+            index,
+            gate.data_ptr(),
+            gate.stride(0),
+            up.data_ptr(),
+            up.stride(0),
+            down.data_ptr(),
+            down.stride(0),
+        )
+
+    def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
+        self._check_index(index)
+        gate = checked_bias("gate bias", gate_I, self.shape.intermediate, self.dtype)
+        up = checked_bias("up bias", up_I, self.shape.intermediate, self.dtype)
+        down = checked_bias("down bias", down_H, self.shape.hidden, self.dtype)
+        self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < self.shape.num_experts:
+            raise ValueError(f"expert index {index} is outside 0..{self.shape.num_experts - 1}")
+
+
+PANEL_WIDTH = 16
+
+
+class CpuKVCache:
+    """Reserved, not touched: pages come into being as blocks are written. Unwritten memory reads as zero."""
+
+    def __init__(self, spec: KVCacheSpec, dtype: torch.dtype) -> None:
+        if spec.block_size % PANEL_WIDTH != 0:
+            raise ValueError(
+                f"block_size {spec.block_size} does not fit the cpu back-end: use a multiple of {PANEL_WIDTH}"
+            )
+        self.spec = spec
+        self.dtype = dtype
+        try:
+            self.native = _native.KVCache(
+                dtype == torch.bfloat16,
+                spec.num_layers,
+                spec.num_blocks,
+                spec.block_size,
+                spec.num_kv_heads,
+                spec.key_dim,
+                spec.value_dim,
+            )
+        except MemoryError as error:
+            wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
+            raise ResourceError(
+                f"cannot reserve a KV cache of {format_bytes(wanted)} ({spec.num_blocks} blocks of "
+                f"{spec.block_size} tokens): lower the number of blocks"
+            ) from error
+
+
+class BatchAddresses:
+    """The addresses of the last batch and rotary table seen: every layer of a step asks for the same ones."""
+
+    def __init__(self) -> None:
+        self._batch: AttentionBatch | None = None
+        self._rotary: RotaryTable | None = None
+        self._native_batch: _native.BatchAddresses | None = None
+        self._native_rotary: _native.RotaryAddresses | None = None
+
+    def of_batch(self, batch: AttentionBatch) -> _native.BatchAddresses:
+        if batch is self._batch and self._native_batch is not None:
+            return self._native_batch
+        tables = batch.block_tables_SB
+        arrays = (batch.positions_T, batch.slots_T, batch.query_starts, batch.context_lens_S, tables)
+        for array in arrays:
+            if array.dtype != torch.int32 or not array.is_contiguous():
+                raise ValueError(f"batch tensors must be contiguous int32, got {array.dtype} {tuple(array.shape)}")
+        positions, slots, starts, lengths, table = (array.data_ptr() for array in arrays)
+        native = _native.BatchAddresses(
+            positions, slots, starts, lengths, table, tables.shape[1], len(batch.query_lens), batch.num_tokens
+        )
+        self._batch, self._native_batch = batch, native
+        return native
+
+    def of_rotary(self, rotary: RotaryTable) -> _native.RotaryAddresses:
+        if rotary is self._rotary and self._native_rotary is not None:
+            return self._native_rotary
+        for table in (rotary.cos, rotary.sin):
+            if table.dtype != torch.float32 or not table.is_contiguous():
+                raise ValueError(f"rotary tables must be contiguous float32, got {table.dtype}")
+        native = _native.RotaryAddresses(
+            rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1], rotary.interleaved
+        )
+        self._rotary, self._native_rotary = rotary, native
+        return native
 
 
 class CpuBackend:
@@ -99,46 +265,26 @@ class CpuBackend:
         return self._reference.new_kv_cache(spec) if spec.values_in_keys else CpuKVCache(spec, self.dtype)
 
     def rotate_and_store(
-        self,
-        qkv_TX: Tensor,
-        cache: KVCache,
-        layer: int,
-        batch: AttentionBatch,
-        rotary: RotaryTable,
-        *,
-        num_heads: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
+        self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
     ) -> Tensor:
         if not isinstance(cache, CpuKVCache):
-            return self._reference.rotate_and_store(
-                qkv_TX,
-                cache,
-                layer,
-                batch,
-                rotary,
-                num_heads=num_heads,
-                q_norm_D=q_norm_D,
-                k_norm_D=k_norm_D,
-                eps=eps,
-            )
+            return self._reference.rotate_and_store(qkv_TX, cache, layer, batch, heads)
         spec = cache.spec
-        width = num_heads * spec.key_dim + spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+        width = heads.num_heads * spec.key_dim + spec.num_kv_heads * (spec.key_dim + spec.value_dim)
         qkv_TX = self._rows(qkv_TX, width).contiguous()
-        for norm in (q_norm_D, k_norm_D):
+        for norm in (heads.q_norm_D, heads.k_norm_D):
             if norm is not None:
                 self._check(qkv_TX, norm, spec.key_dim)
-        q_TND = torch.empty((qkv_TX.shape[0], num_heads, spec.key_dim), dtype=self.dtype)
+        q_TND = torch.empty((qkv_TX.shape[0], heads.num_heads, spec.key_dim), dtype=self.dtype)
         cache.native.rotate_and_store(
             layer,
             self._addresses.of_batch(batch),
-            self._addresses.of_rotary(rotary),
+            self._addresses.of_rotary(heads.rotary),
             qkv_TX.data_ptr(),
-            num_heads,
-            0 if q_norm_D is None else q_norm_D.data_ptr(),
-            0 if k_norm_D is None else k_norm_D.data_ptr(),
-            eps,
+            heads.num_heads,
+            _address(heads.q_norm_D),
+            _address(heads.k_norm_D),
+            heads.eps,
             q_TND.data_ptr(),
         )
         return q_TND
@@ -175,7 +321,7 @@ class CpuBackend:
             num_heads,
             scale,
             sliding_window or 0,
-            0 if sinks_N is None else sinks_N.data_ptr(),
+            _address(sinks_N),
             out_TNV.data_ptr(),
         )
         return out_TNV
@@ -200,35 +346,23 @@ class CpuBackend:
             x_TH.data_ptr(),
             num_rows,
             x_TH.stride(0),
-            0 if bias_E is None else bias_E.data_ptr(),
+            _address(bias_E),
             ids.data_ptr(),
             weights.data_ptr(),
         )
         return ids, weights
 
-    def new_experts(
-        self,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        activation: str,
-        *,
-        alpha: float = 1.702,
-        limit: float = 7.0,
-        has_bias: bool = False,
-    ) -> CpuExperts:
-        return CpuExperts(
-            num_experts, hidden, intermediate, activation, self.dtype, alpha=alpha, limit=limit, has_bias=has_bias
-        )
+    def new_experts(self, shape: ExpertShape) -> CpuExperts:
+        return CpuExperts(shape, self.dtype)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, CpuExperts)
-        x_TH = self._rows(x_TH, experts.hidden)
+        x_TH = self._rows(x_TH, experts.shape.hidden)
         num_rows, top_k = ids_TK.shape
         if num_rows != x_TH.shape[0] or weights_TK.shape != ids_TK.shape:
             raise ValueError(f"{x_TH.shape[0]} rows, ids {tuple(ids_TK.shape)}, weights {tuple(weights_TK.shape)}")
         ids_TK, weights_TK = ids_TK.int().contiguous(), weights_TK.float().contiguous()
-        out_TH = torch.empty((num_rows, experts.hidden), dtype=self.dtype)
+        out_TH = torch.empty((num_rows, experts.shape.hidden), dtype=self.dtype)
         experts.native.grouped_ffn(
             x_TH.data_ptr(),
             num_rows,

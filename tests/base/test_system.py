@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from antiphon.base.descriptors import limit, wait_ready
+from antiphon.base.system import limit, wait_ready
 
 RAISED = """
 import os, resource, subprocess, sys, time
-from antiphon.base.descriptors import limit, raise_limit
+from antiphon.base.system import limit, raise_limit
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 assert limit() == 64

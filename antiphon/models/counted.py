@@ -1,6 +1,6 @@
 """`counted_model`: a `ModelSpec` with the right sizes from any MoE config, for planning; nothing can be run with it.
 
-1. Usual keys by all their spellings (`counted/keys`), layers by all the ways they are told apart (`counted/layers`).
+1. Usual keys by all their spellings, layers by all the ways families distinguish them (`counted_layers`).
 2. Families whose keys mean something else have a line in `QUIRKS`.
 3. What does not change a size, or is not counted (rotation, scoring, norms of heads), is not read.
 
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from antiphon.models.counted.keys import Keys
-from antiphon.models.counted.layers import moe_layers, state_layers, state_spec, windowed_layers
+from antiphon.models.counted_layers import Keys, moe_layers, state_layers, state_spec, windowed_layers
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec, SparseSpec
 
@@ -21,7 +20,7 @@ UNKNOWN_TYPE = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk:
-    """What a family does unlike the usual. `shared_experts`: so many, though no key says so, each as wide as a routed
+    """What a family does unlike the usual. `shared_experts`: their number, which no key says, each as wide as a routed
     one. `output_gate`, `shared_gate`: as in the spec. `tied`: embedding and head, where not stated."""
 
     shared_experts: int = 0
@@ -154,23 +153,13 @@ SIZE_WORDS = ("num_", "n_", "_dim", "_size", "_rank", "_heads", "_layers", "expe
 NO_SIZES = (
     *("_loss", "_coef", "_token", "token_id", "initializer", "rope", "nextn", "mtp", "capacity", "scal"),
     *("bias", "dropout", "chunk_size", "block_size", "num_labels", "pretrain", "norm", "max_window", "vision", "image"),
-    *(
-        "audio",
-        "jitter",
-        "temperature",
-        "beta_factor",
-        "alpha_factor",
-        "method",
-        "func",
-        "kernel",
-        "qk_head_dim",
-        "rotary",
-    ),
+    *("audio", "jitter", "temperature", "beta_factor", "alpha_factor", "method", "func", "kernel", "qk_head_dim"),
+    "rotary",
 )
 
 
 def unread_sizes(keys: Keys) -> tuple[str, ...]:
-    """Keys that nobody asked for, hold a number above 1 and sound like a size."""
+    """Keys that were not asked for, hold a number above 1 and sound like a size."""
     return tuple(
         key
         for key, value in keys.config.items()
