@@ -1,4 +1,4 @@
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 #include "m2n/error.h"
 
