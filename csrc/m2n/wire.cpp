@@ -273,7 +273,7 @@ constexpr uint32_t ticket_magic = 0x544E324D;  // "M2NT", little endian
 constexpr uint8_t ticket_version = 1;
 constexpr size_t max_unix_name_bytes = 107;  // sun_path without the leading zero byte
 
-void check_range(const char* what, uint64_t value, uint64_t lowest, uint64_t highest) {
+void check_ticket_range(const char* what, uint64_t value, uint64_t lowest, uint64_t highest) {
     if (value >= lowest && value <= highest) return;
     throw Error(Code::invalid, std::string("a ticket with ") + what + " = " + std::to_string(value) + "; allowed are " +
                                    std::to_string(lowest) + " to " + std::to_string(highest));
@@ -285,9 +285,9 @@ void check(const Ticket& ticket) {
     check_text("the ticket's Unix socket", ticket.address.unix_name, max_unix_name_bytes);
     check_text("the ticket's host", ticket.address.host, max_name_bytes);
     check_text("the ticket's host identity", ticket.host_id, max_name_bytes);
-    check_range("sources", ticket.sources, 1, max_sources);
-    check_range("slots", ticket.slots, 1, max_slots);
-    check_range("slot_bytes", ticket.slot_bytes, 0, max_slot_bytes);
+    check_ticket_range("sources", ticket.sources, 1, max_sources);
+    check_ticket_range("slots", ticket.slots, 1, max_slots);
+    check_ticket_range("slot_bytes", ticket.slot_bytes, 0, max_slot_bytes);
     if (ticket.address.host.empty() != (ticket.address.port == 0)) {
         throw Error(Code::invalid, "a ticket with host '" + ticket.address.host + "' and port " +
                                        std::to_string(ticket.address.port) + "; it needs both or neither");
