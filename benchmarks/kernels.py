@@ -26,7 +26,7 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.base.allowance import share_of_threads
-from antiphon.kernels.api import AttentionBatch, KVCacheSpec, RotaryTable
+from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
@@ -69,7 +69,7 @@ def rates(work: float, seconds: tuple[float, float]) -> str:
 
 def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
     """GB/s of cold expert weights for M rows an expert."""
-    experts = backend.new_experts(NUM_EXPERTS, HIDDEN, INTERMEDIATE, "silu")
+    experts = backend.new_experts(ExpertShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE, "silu"))
     gate_up = (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5).bfloat16()
     down = (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5).bfloat16()
     for e in range(NUM_EXPERTS):
@@ -152,9 +152,7 @@ def filled_cache(backend: CpuBackend, num_sequences: int, context: int, query_le
         )  # fmt: skip
 
     qkv = torch.randn(num_sequences * context, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).bfloat16()
-    q = backend.rotate_and_store(
-        qkv, cache, 0, batch_of(context), rotary, num_heads=NUM_HEADS, q_norm_D=None, k_norm_D=None, eps=1e-6
-    )
+    q = backend.rotate_and_store(qkv, cache, 0, batch_of(context), HeadRows(num_heads=NUM_HEADS, rotary=rotary))
     split = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
     _, k, v = (
         part.view(num_sequences, context, -1, HEAD_DIM).transpose(1, 2).contiguous() for part in qkv.split(split, 1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from antiphon.base.processor import cpu_name
+from antiphon.base.system import cpu_name
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.harness.contest import Row
 from antiphon.bench.m2n.cases import choose_contestants, figure_cases

@@ -1,4 +1,4 @@
-"""Errors that people see: one line that names the value, the limit and the mend.
+"""Errors that people see: one line that names the value, the limit and the fix.
 
 `UserError` and its subclasses are the caller's to fix; commands print them without a traceback and exit 2 or 1.
 Everything else that escapes is a bug and keeps its traceback.

@@ -84,7 +84,7 @@ class _StderrHandler(logging.Handler):
         except Exception:  # arguments that do not fit their text: a bug, which is worth a word
             self.handleError(record)
             return
-        # Standard error is closed, or its disk is full: there is nobody left to tell, and who logs must go on.
+        # Standard error is closed, or its disk is full: no reader is left, and the caller must go on.
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:
                 sys.stderr.write(line + "\n")

@@ -1,4 +1,4 @@
-"""Contiguous ranges: how layers, heads, rows and experts are dealt to those who share them."""
+"""Contiguous ranges: how layers, heads, rows and experts are split among those that share them."""
 
 import itertools
 

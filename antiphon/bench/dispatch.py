@@ -29,9 +29,7 @@ from antiphon.base.progress import Report
 from antiphon.base.ranges import split_evenly
 from antiphon.bench.harness.children import Children, forked, join_gloo
 from antiphon.bench.harness.contest import Columns, UpTo, milliseconds, num_bytes, ratio
-from antiphon.comm.dispatch.all_to_all import AllToAllWay
-from antiphon.comm.dispatch.api import Dispatcher, Way
-from antiphon.comm.dispatch.gather_scatter import GatherScatter
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.training.volumes import expert_parallel_volume

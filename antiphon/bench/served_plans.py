@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from antiphon.base.errors import UserError
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.bench.box import Box
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload

@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any, Protocol
 
 from antiphon.base.allowance import allowance
-from antiphon.base.programs import python_module
 from antiphon.base.progress import Report
+from antiphon.base.system import python_module
 from antiphon.bench.box import Box, NodeProcess
 from antiphon.bench.box.run import plan_ranks
 from antiphon.bench.harness import child

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from antiphon import __version__
 from antiphon.base.allowance import allowance
-from antiphon.base.processor import CPUINFO, cpu_fields
+from antiphon.base.system import CPUINFO, cpu_fields
 from antiphon.base.units import format_bytes
 from antiphon.cli.output import JsonOption, emit_json, show, table
 

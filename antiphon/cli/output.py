@@ -27,7 +27,7 @@ from rich.text import Text
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.processor import cpu_name
+from antiphon.base.system import cpu_name
 
 _log = get_logger("cli")
 

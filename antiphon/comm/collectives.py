@@ -7,14 +7,24 @@
 The backward of `wait` starts the reverse collective and the backward of the start waits for it. So whatever ran between
 start and wait in forward runs between them in backward too. All sizes may differ between ranks.
 
-Rejected: `torch.distributed.nn` and functional collectives, which wait at once in backward.
+A collective of rows can be cut into parts, so that work on the first can begin while the others travel (Lina, section
+4.2). The rows that go to a rank are a run; part i has the i-th of `count` even slices of every run. Both ends know the
+runs, so they cut alike without a message, whatever the router did:
+
+    sent     runs in order, each whole  ->  `taken`: the rows of one part, runs in order
+    there    `part_of` the collective moves them, and later `part_of` the one back moves their results
+    back     `joined`: rows of all parts, runs whole again
+
+Rejected: `torch.distributed.nn` and functional collectives, which wait at once in backward; parts with a number of rows
+each, for which ranks would have to agree on how many parts the fullest of them needs.
 
 Letters: T rows here, R rows received, H width (any shape of rows).
 """
 
 import time
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +35,8 @@ from antiphon.comm.point_to_point import is_gloo, start_all_gather, start_all_to
 
 # PyTorch 2.13 has it under a new name and warns of the old one.
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Runs = tuple[int, ...]
 
 
 class Collective(Protocol):
@@ -47,44 +59,79 @@ class Collective(Protocol):
         """What gradients of the result pass to become gradients of the input."""
 
 
+class MovesRows(Collective, Protocol):
+    """A collective that brings rows to ranks, or back."""
+
+    @property
+    def sent(self) -> Runs:
+        """How many rows it takes from this rank, run by run in order."""
+
+    @property
+    def received(self) -> Runs:
+        """How many rows come to this rank, or are added there, by rank."""
+
+    def with_sizes(self, sizes: Callable[[Runs], Runs]) -> Self:
+        """The same for other numbers of rows."""
+
+
+def moving(collective: Collective) -> MovesRows:
+    """`collective`, which moves rows."""
+    assert hasattr(collective, "with_sizes"), f"{collective.name} moves no rows"
+    return cast(MovesRows, collective)
+
+
 @dataclass(frozen=True)
-class AllToAll:
-    """`send[i]` rows go to rank i, in order; `receive[i]` come from it."""
+class _Named:
+    """What all kinds have; `purpose` is the first half of the name."""
 
     group: Group
     purpose: str
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
+    kind: ClassVar[str]
 
     @property
     def name(self) -> str:
-        return f"{self.purpose}.all_to_all"
+        return f"{self.purpose}.{self.kind}"
+
+
+@dataclass(frozen=True)
+class AllToAll(_Named):
+    """`sent[i]` rows go to rank i, in order; `received[i]` come from it."""
+
+    sent: Runs
+    received: Runs
+    kind = "all_to_all"
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        assert x.shape[0] == sum(self.send), f"{sum(self.send)} rows are to be sent, {x.shape[0]} given"
-        buffer = x.new_empty((sum(self.receive), *x.shape[1:]))
-        away = x.shape[0] - self.send[self.group.index]
+        assert x.shape[0] == sum(self.sent), f"{sum(self.sent)} rows are to be sent, {x.shape[0]} given"
+        buffer = x.new_empty((sum(self.received), *x.shape[1:]))
+        away = x.shape[0] - self.sent[self.group.index]
         self.group.ledger.sent(self.name, away * _row_bytes(x))
-        return buffer, start_all_to_all(self.group, buffer, x, self.receive, self.send)
+        return buffer, start_all_to_all(self.group, buffer, x, self.received, self.sent)
 
     def finish(self, buffer: Tensor) -> Tensor:
         return buffer
 
-    def reverse(self) -> Collective:
-        return AllToAll(self.group, self.purpose, self.receive, self.send)
+    def with_sizes(self, sizes: Callable[[Runs], Runs]) -> "AllToAll":
+        return replace(self, sent=sizes(self.sent), received=sizes(self.received))
+
+    def reverse(self) -> MovesRows:
+        return AllToAll(self.group, self.purpose, self.received, self.sent)
 
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(_Named):
     """Rows of all ranks, one after the other; `sizes[i]` of rank i. Unequal ones travel padded to the largest."""
 
-    group: Group
-    purpose: str
-    sizes: tuple[int, ...]
+    sizes: Runs
+    kind = "all_gather"
 
     @property
-    def name(self) -> str:
-        return f"{self.purpose}.all_gather"
+    def sent(self) -> Runs:
+        return (self.sizes[self.group.index],)
+
+    @property
+    def received(self) -> Runs:
+        return self.sizes
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
         group, largest = self.group, max(self.sizes)
@@ -99,24 +146,30 @@ class AllGather:
             return buffer
         return torch.cat([buffer[i * largest : i * largest + size] for i, size in enumerate(self.sizes)])
 
-    def reverse(self) -> Collective:
+    def with_sizes(self, sizes: Callable[[Runs], Runs]) -> "AllGather":
+        return replace(self, sizes=sizes(self.sizes))
+
+    def reverse(self) -> MovesRows:
         return ReduceScatter(self.group, self.purpose, self.sizes)
 
 
 @dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(_Named):
     """Sums over all ranks, in order of rank; rank i gets the `sizes[i]` rows of its turn.
 
     Over gloo an all-to-all brings every rank's rows, and they are added here: gloo's own is an all-reduce that throws
     away all but a part, so it sends twice the bytes. On other back-ends unequal parts travel padded to the largest."""
 
-    group: Group
-    purpose: str
-    sizes: tuple[int, ...]
+    sizes: Runs
+    kind = "reduce_scatter"
 
     @property
-    def name(self) -> str:
-        return f"{self.purpose}.reduce_scatter"
+    def sent(self) -> Runs:
+        return self.sizes
+
+    @property
+    def received(self) -> Runs:
+        return (self._own,) * self.group.size
 
     @property
     def _own(self) -> int:
@@ -127,7 +180,7 @@ class ReduceScatter:
         if is_gloo(group):
             buffer = x.new_empty((group.size * self._own, *x.shape[1:]))
             group.ledger.sent(self.name, (x.shape[0] - self._own) * _row_bytes(x))
-            return buffer, start_all_to_all(group, buffer, x, [self._own] * group.size, self.sizes)
+            return buffer, start_all_to_all(group, buffer, x, self.received, self.sent)
         if min(self.sizes) != largest:
             x = torch.cat([_padded(part, largest) for part in torch.split(x, list(self.sizes))])
         buffer = x.new_empty((largest, *x.shape[1:]))
@@ -137,26 +190,20 @@ class ReduceScatter:
     def finish(self, buffer: Tensor) -> Tensor:
         if not is_gloo(self.group):
             return buffer[: self._own]
-        parts = buffer.view(self.group.size, self._own, *buffer.shape[1:])
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
+        return sum_in_order(buffer.view(self.group.size, self._own, *buffer.shape[1:]))
 
-    def reverse(self) -> Collective:
+    def with_sizes(self, sizes: Callable[[Runs], Runs]) -> "ReduceScatter":
+        return replace(self, sizes=sizes(self.sizes))
+
+    def reverse(self) -> MovesRows:
         return AllGather(self.group, self.purpose, self.sizes)
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(_Named):
     """The sum over all ranks, on each of them."""
 
-    group: Group
-    purpose: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.purpose}.all_reduce"
+    kind = "all_reduce"
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
         buffer = x.clone()
@@ -226,13 +273,15 @@ class Flight:
     def launch(self, x: Tensor, *, backward: bool, part: tuple[int, int] = (0, 1)) -> None:
         """`part`: its number among how many that are launched one after the other."""
         current = self._current = self._forward.reverse() if backward else self._forward
-        x, wire = x.detach().contiguous(), current.group.wire
-        if wire is None:
+        x, launcher = x.detach().contiguous(), current.group.launcher
+        if launcher is None:
             self._buffer, self._work = current.launch(x)
         else:
             name = f"{current.name}, backward" if backward else current.name
             size_bytes, (number, count) = x.numel() * x.element_size(), part
-            self._work = wire.all_to_all(name, size_bytes, lambda: current.launch(x), number=number, num_pieces=count)
+            self._work = launcher.all_to_all(
+                name, size_bytes, lambda: current.launch(x), number=number, num_pieces=count
+            )
 
     def land(self) -> Tensor:
         assert self._work is not None, "this collective was waited for before"
@@ -241,7 +290,7 @@ class Flight:
             self._work.wait()
         group.ledger.waited(self._current.name, time.perf_counter() - begin)
         buffer = self._work.result if self._buffer is None else self._buffer
-        assert buffer is not None, "what the wire waited for has filled a buffer"
+        assert buffer is not None, "what the launcher waited for has filled a buffer"
         result = self._current.finish(buffer)
         self._buffer = self._work = None
         return result
@@ -274,6 +323,14 @@ class _Wait(torch.autograd.Function):
         return grad.new_zeros(()).expand(ctx.shape), None  # what the token's gradient must look like; it is never read
 
 
+def sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """The sum of the parts, added in their order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def _padded(x: Tensor, rows: int) -> Tensor:
     if x.shape[0] == rows:
         return x
@@ -282,3 +339,28 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 def _row_bytes(x: Tensor) -> int:
     return x[0].numel() * x.element_size() if x.shape[0] else 0
+
+
+def part_of(collective: Collective, number: int, count: int) -> Collective:
+    """Part `number` of `count` of a collective that moves rows."""
+    return moving(collective).with_sizes(lambda rows: _sizes(rows, number, count))
+
+
+def taken(x: Tensor, runs: Runs, number: int, count: int) -> Tensor:
+    """The rows of part `number` of `count`, of `x` whose rows are these runs."""
+    parts = [run[slice(*_bounds(run.shape[0], number, count))] for run in torch.split(x, list(runs))]
+    return torch.cat(parts)
+
+
+def joined(parts: Sequence[Tensor], runs: Runs) -> Tensor:
+    """The rows of all parts as these runs."""
+    split = [torch.split(part, list(_sizes(runs, number, len(parts)))) for number, part in enumerate(parts)]
+    return torch.cat([piece for of_run in zip(*split, strict=True) for piece in of_run])
+
+
+def _sizes(runs: Runs, number: int, count: int) -> Runs:
+    return tuple(stop - start for start, stop in (_bounds(run, number, count) for run in runs))
+
+
+def _bounds(size: int, number: int, count: int) -> tuple[int, int]:
+    return size * number // count, size * (number + 1) // count

@@ -1,4 +1,12 @@
-"""Collectives of rows that send E4M3 (MegaScale-MoE, section 5): per token forward, per channel backward.
+"""Rows as E4M3 numbers and scales, and collectives that send them (MegaScale-MoE, section 5).
+
+    by token     one scale a row, behind its H bytes: H + 4 bytes a row. For activations, forward
+    by channel   one scale a channel and group of 128 rows for the same rank, behind them, as four rows of H bytes a
+                 group: H (1 + 4 / 128) bytes a row where groups are full. For gradients, backward
+
+Rows and scales travel in one tensor of bytes. A scale is the largest magnitude over 448, E4M3's largest number, so only
+what is infinite is clipped; what is far below the largest becomes zero. PyTorch's cast saturates without a sign of it,
+so both are counted.
 
 Each is a `Collective` like its plain form, so `start`, `wait` and their backward are the same. A sum is an all-to-all
 whose rows each rank adds in float32, in order of rank: nothing is added in E4M3.
@@ -11,125 +19,151 @@ What `RowFormat` chooses from:
                          all-to-all slower across nodes, this form still gained
 
 Rejected: E5M2 for gradients. Scales by channel and group of tokens give them range enough, and E4M3 has a bit more.
+
+Letters: T rows, H width, G groups.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import AllGather, AllToAll, Collective, ReduceScatter
-from antiphon.comm.float8_rows import (
-    decode_by_channel,
-    decode_by_token,
-    encode_by_channel,
-    encode_by_token,
-    rows_by_channel,
-)
+from antiphon.comm.collectives import AllGather, AllToAll, MovesRows, ReduceScatter, Runs, moving, sum_in_order
 from antiphon.comm.mesh import Group
+
+GROUP = 128
+SCALE_BYTES = 4
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+Lost = tuple[int, int]  # numbers that were clipped, and those that became zero
+
+
+def encode_by_token(x_TH: Tensor) -> tuple[Tensor, Lost]:
+    """[T, H + 4] bytes."""
+    if not x_TH.shape[0]:
+        return x_TH.new_empty((0, x_TH.shape[1] + SCALE_BYTES), dtype=torch.uint8), (0, 0)
+    scale_T1 = _scale(_magnitude(x_TH).amax(1, keepdim=True))
+    bytes_TH, lost = _quantized(x_TH, scale_T1)
+    return torch.cat((bytes_TH, scale_T1.view(torch.uint8)), dim=1), lost
+
+
+def decode_by_token(bytes_TH: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, H] from what `encode_by_token` gave."""
+    if not bytes_TH.shape[0]:
+        return bytes_TH.new_empty((0, bytes_TH.shape[1] - SCALE_BYTES), dtype=dtype)
+    scale_T1 = bytes_TH[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    x_TH = bytes_TH[:, :-SCALE_BYTES].contiguous().view(torch.float8_e4m3fn)
+    return (x_TH.to(_wide(dtype)) * scale_T1).to(dtype)
+
+
+def rows_by_channel(rows: int) -> int:
+    """Rows of H bytes that this many rows become, scales and all."""
+    return rows + SCALE_BYTES * -(-rows // GROUP)
+
+
+def encode_by_channel(x_TH: Tensor, runs: Sequence[int]) -> tuple[Tensor, Lost]:
+    """[sum of `rows_by_channel`, H] bytes; `runs`: how many rows go to each rank, in order."""
+    parts, clipped, flushed = [], 0, 0
+    for run_TH in torch.split(x_TH, list(runs)):
+        groups = list(torch.split(run_TH, GROUP)) if run_TH.shape[0] else []
+        scales = [_scale(_magnitude(each).amax(0, keepdim=True)) for each in groups]
+        for each, scale_1H in zip(groups, scales, strict=True):
+            bytes_TH, lost = _quantized(each, scale_1H)
+            parts.append(bytes_TH)
+            clipped, flushed = clipped + lost[0], flushed + lost[1]
+        parts += [scale_1H.view(torch.uint8).view(SCALE_BYTES, -1) for scale_1H in scales]
+    empty = x_TH.new_zeros((0, x_TH.shape[1]), dtype=torch.uint8)
+    return torch.cat([empty, *parts]), (clipped, flushed)
+
+
+def decode_by_channel(bytes_NH: Tensor, runs: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[T, H] from what each rank's `encode_by_channel` gave; `runs`: how many rows came from each, in order."""
+    parts = [torch.empty((0, bytes_NH.shape[1]), dtype=dtype, device=bytes_NH.device)]
+    for rows, run_NH in zip(runs, torch.split(bytes_NH, [rows_by_channel(rows) for rows in runs]), strict=True):
+        if not rows:
+            continue
+        scales_GH = run_NH[rows:].clone().view(-1, SCALE_BYTES * run_NH.shape[1]).view(torch.float32)
+        x_TH = run_NH[:rows].view(torch.float8_e4m3fn).to(_wide(dtype))
+        parts.append((x_TH * scales_GH.repeat_interleave(GROUP, dim=0)[:rows]).to(dtype))
+    return torch.cat(parts)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """What is not finite counts 0: it takes no part in a scale."""
+    return x.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    scale = largest.float() / _LARGEST
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _quantized(x: Tensor, scale: Tensor) -> tuple[Tensor, Lost]:
+    scaled = x.detach() / scale
+    narrow = scaled.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    clipped = int((scaled.abs() > _LARGEST * 1.001).sum())  # the largest itself may round up by a last bit
+    flushed = int(((narrow.to(torch.float32) == 0) & (scaled != 0)).sum())
+    return narrow.view(torch.uint8), (clipped, flushed)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
 
 Format = Literal["plain", "float8", "float8_permutation"]
 
 
 @dataclass(frozen=True)
-class Float8AllToAll:
-    """`AllToAll` of rows; they come out in `out`. `by_channel`: how scales are taken, else by token."""
+class Float8Rows:
+    """`plain` with its rows sent as E4M3; they come out, and are added, in `out`, which is float32 or wider.
+    `by_channel`: how scales are taken, else by token."""
 
-    group: Group
-    purpose: str
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
+    plain: MovesRows
     out: torch.dtype
     by_channel: bool = False
+
+    @property
+    def group(self) -> Group:
+        return self.plain.group
 
     @property
     def name(self) -> str:
         return self._bytes.name
 
     @property
-    def _bytes(self) -> AllToAll:
-        if not self.by_channel:
-            return AllToAll(self.group, self.purpose, self.send, self.receive)
-        send, receive = (tuple(map(rows_by_channel, rows)) for rows in (self.send, self.receive))
-        return AllToAll(self.group, self.purpose, send, receive)
-
-    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        return self._bytes.launch(_encoded(self.group, self.purpose, x, self.send if self.by_channel else None))
-
-    def finish(self, buffer: Tensor) -> Tensor:
-        if self.by_channel:
-            return decode_by_channel(buffer, self.receive, self.out)
-        return decode_by_token(buffer, self.out)
-
-    def reverse(self) -> Collective:
-        wide = torch.promote_types(self.out, torch.float32)
-        return replace(self, send=self.receive, receive=self.send, out=wide, by_channel=not self.by_channel)
-
-
-@dataclass(frozen=True)
-class Float8AllGather:
-    """`AllGather` of rows; they come out in `out`."""
-
-    group: Group
-    purpose: str
-    sizes: tuple[int, ...]
-    out: torch.dtype
-    by_channel: bool = False
+    def sent(self) -> Runs:
+        return self.plain.sent
 
     @property
-    def name(self) -> str:
-        return self._bytes.name
+    def received(self) -> Runs:
+        return self.plain.received
 
     @property
-    def _bytes(self) -> AllGather:
-        sizes = tuple(map(rows_by_channel, self.sizes)) if self.by_channel else self.sizes
-        return AllGather(self.group, self.purpose, sizes)
+    def _bytes(self) -> MovesRows:
+        plain: MovesRows = self.plain
+        if isinstance(plain, ReduceScatter):
+            plain = AllToAll(plain.group, plain.purpose, plain.sent, plain.received)
+        return plain.with_sizes(lambda runs: tuple(map(rows_by_channel, runs))) if self.by_channel else plain
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        own = self.sizes[self.group.index]
-        return self._bytes.launch(_encoded(self.group, self.purpose, x, (own,) if self.by_channel else None))
+        encoded, (clipped, flushed) = encode_by_channel(x, self.sent) if self.by_channel else encode_by_token(x)
+        purpose, _, _ = self.name.partition(".")
+        self.group.ledger.lost(f"{purpose}.clipped", clipped)
+        self.group.ledger.lost(f"{purpose}.flushed", flushed)
+        return self._bytes.launch(encoded)
 
     def finish(self, buffer: Tensor) -> Tensor:
         rows = self._bytes.finish(buffer)
-        return decode_by_channel(rows, self.sizes, self.out) if self.by_channel else decode_by_token(rows, self.out)
+        rows = decode_by_channel(rows, self.received, self.out) if self.by_channel else decode_by_token(rows, self.out)
+        return sum_in_order(rows.chunk(self.group.size)) if isinstance(self.plain, ReduceScatter) else rows
 
-    def reverse(self) -> Collective:
+    def with_sizes(self, sizes: Callable[[Runs], Runs]) -> "Float8Rows":
+        return replace(self, plain=self.plain.with_sizes(sizes))
+
+    def reverse(self) -> "Float8Rows":
         wide = torch.promote_types(self.out, torch.float32)
-        return Float8ReduceScatter(self.group, self.purpose, self.sizes, wide, not self.by_channel)
-
-
-@dataclass(frozen=True)
-class Float8ReduceScatter:
-    """`ReduceScatter` of rows, added in `out`, float32 or wider."""
-
-    group: Group
-    purpose: str
-    sizes: tuple[int, ...]
-    out: torch.dtype
-    by_channel: bool = False
-
-    @property
-    def name(self) -> str:
-        return self._exchange.name
-
-    @property
-    def _exchange(self) -> Float8AllToAll:
-        receive = (self.sizes[self.group.index],) * self.group.size
-        return Float8AllToAll(self.group, self.purpose, self.sizes, receive, self.out, self.by_channel)
-
-    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        return self._exchange.launch(x)
-
-    def finish(self, buffer: Tensor) -> Tensor:
-        first, *others = self._exchange.finish(buffer).chunk(self.group.size)
-        total = first.clone()
-        for each in others:
-            total += each
-        return total
-
-    def reverse(self) -> Collective:
-        return Float8AllGather(self.group, self.purpose, self.sizes, self.out, not self.by_channel)
+        return Float8Rows(moving(self.plain.reverse()), wide, not self.by_channel)
 
 
 @dataclass(frozen=True)
@@ -147,24 +181,14 @@ class RowFormat:
         """`x` in the format in which its gradients are to be added."""
         return x if self.format == "plain" else x.to(self._wide)
 
-    def all_to_all(self, group: Group, purpose: str, send: tuple[int, ...], receive: tuple[int, ...]) -> Collective:
-        if self.format == "plain":
-            return AllToAll(group, purpose, send, receive)
-        return Float8AllToAll(group, purpose, send, receive, self._wide)
+    def all_to_all(self, group: Group, purpose: str, send: Runs, receive: Runs) -> MovesRows:
+        return self._rows(AllToAll(group, purpose, send, receive), self.format != "plain")
 
-    def all_gather(self, group: Group, purpose: str, sizes: tuple[int, ...]) -> Collective:
-        if self.format != "float8":
-            return AllGather(group, purpose, sizes)
-        return Float8AllGather(group, purpose, sizes, self._wide)
+    def all_gather(self, group: Group, purpose: str, sizes: Runs) -> MovesRows:
+        return self._rows(AllGather(group, purpose, sizes), self.format == "float8")
 
-    def reduce_scatter(self, group: Group, purpose: str, sizes: tuple[int, ...]) -> Collective:
-        if self.format != "float8":
-            return ReduceScatter(group, purpose, sizes)
-        return Float8ReduceScatter(group, purpose, sizes, self._wide)
+    def reduce_scatter(self, group: Group, purpose: str, sizes: Runs) -> MovesRows:
+        return self._rows(ReduceScatter(group, purpose, sizes), self.format == "float8")
 
-
-def _encoded(group: Group, purpose: str, x: Tensor, runs: tuple[int, ...] | None) -> Tensor:
-    encoded, (clipped, flushed) = encode_by_token(x) if runs is None else encode_by_channel(x, runs)
-    group.ledger.lost(f"{purpose}.clipped", clipped)
-    group.ledger.lost(f"{purpose}.flushed", flushed)
-    return encoded
+    def _rows(self, plain: MovesRows, narrow: bool) -> MovesRows:
+        return Float8Rows(plain, self._wide) if narrow else plain

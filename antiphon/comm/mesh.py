@@ -19,9 +19,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from antiphon.base.errors import UserError
+from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.roll_call import RollCall
-from antiphon.comm.wire import Wire
 
 ATTENTION = ("pipeline", "data", "sequence", "tensor")
 EXPERTS = ("pipeline", "expert_data", "expert", "expert_tensor")
@@ -97,14 +97,14 @@ class Sizes:
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk to each other, and this rank's place among them. `process_group` None: it is alone, and every
-    collective is the identity. `wire`: what launches its collectives; None: they are launched at once. `roll`: names
-    the ranks that hang."""
+    collective is the identity. `launcher` None: its collectives are launched at once. `roll`: names the ranks that
+    hang."""
 
     ranks: tuple[int, ...]
     index: int
     ledger: Ledger
     process_group: dist.ProcessGroup | None = None
-    wire: Wire | None = None
+    launcher: CollectiveLauncher | None = None
     roll: RollCall | None = None
 
     @property
@@ -118,14 +118,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of this rank by their axes. `wire`: takes the sums of gradients beside backward; None: they are made
-    behind it."""
+    """The groups of this rank by their axes. `launcher`: runs the sums of gradients beside backward; None: they are
+    made behind it."""
 
     sizes: Sizes
     rank: int
     ledger: Ledger
     groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
-    wire: Wire | None = None
+    launcher: CollectiveLauncher | None = None
     timeout_s: float = 600.0
 
     def group(self, *axes: str) -> Group:
@@ -152,8 +152,8 @@ class Mesh:
 
     def close(self) -> None:
         """End what runs beside the caller. Process groups stay: PyTorch names a new one after how many there are."""
-        if self.wire is not None:
-            self.wire.close()
+        if self.launcher is not None:
+            self.launcher.close()
 
 
 def beside(group: Group, timeout_s: float) -> Group:
@@ -175,17 +175,17 @@ def connect(
     sizes: Sizes,
     rank: int,
     timeout_s: float = 600.0,
-    wire: Wire | None = None,
+    launcher: CollectiveLauncher | None = None,
     roll: RollCall | None = None,
     *,
     first: bool = False,
 ) -> Mesh:
     """The mesh of `rank`. Blocks until the other ranks of its groups have called it too; their collectives end with an
-    error after `timeout_s`. `first`: the groups' collectives go over `wire` too, before sums."""
+    error after `timeout_s`. `first`: the groups' collectives go through `launcher` too, before sums."""
     ledger = Ledger()
-    plain = Group((rank,), 0, ledger, None, wire if first else None, roll)
+    plain = Group((rank,), 0, ledger, None, launcher if first else None, roll)
     groups = _groups(sizes, rank, timeout_s, plain, None)
-    return Mesh(sizes, rank, ledger, groups, wire, timeout_s)
+    return Mesh(sizes, rank, ledger, groups, launcher, timeout_s)
 
 
 def _groups(

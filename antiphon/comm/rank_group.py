@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from antiphon.comm.m2n.traffic import Traffic
+from antiphon.comm.ledger import Traffic
 
 
 class RankGroup(Protocol):

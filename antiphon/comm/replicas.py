@@ -3,21 +3,25 @@
 1. On one level a sum is an all-reduce, or a reduce-scatter where each rank keeps a shard.
 2. On two levels (MegaScale-MoE, Appendix A.1) it is a reduce-scatter inside each node, one across nodes on the part
    that is left, then all-gathers in the reverse order. So one copy travels between nodes, however many a node holds.
-3. In a narrow format (`comm/narrow_sum`) an all-to-all takes the place of each reduce-scatter. A sum that all ranks
-   keep whole is gathered in that format too, so that every rank has the same bits.
+3. In a narrow format (section 5, Figure 11) an all-to-all of bfloat16 takes the place of each reduce-scatter: numbers
+   are rounded in place, and each rank adds what it got in the numbers' own format, in order of rank. So a number is
+   rounded once, whatever the number of ranks, and half the bytes of float32 are sent. A sum that all ranks keep is
+   gathered in that format too, so that every rank has the same bits.
 
 With two levels, shards follow each other in order of (place in the node, node): what a node's rank keeps of the inner
 sum is then one run, cut across nodes. Levels are used where every node has equally many of the ranks, and more than
 one.
 
-Rejected: an all-reduce over all ranks, which sends each node's copies across nodes; and one process group for gradients
-and parameters, because sums that run beside backward would have another order on every rank.
+Rejected: an all-reduce over all ranks, which sends each node's copies across nodes; a reduce-scatter in bfloat16, whose
+ring adds and rounds at each of its n - 1 steps; and one process group for gradients and parameters, because sums that
+run beside backward would have another order on every rank.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +30,53 @@ from torch import Tensor
 from antiphon.comm.collectives import AllGather, AllReduce, ReduceScatter, run
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Mesh
-from antiphon.comm.narrow_sum import NarrowSum
+from antiphon.comm.point_to_point import start_all_to_all
+
+_BLOCK = 1 << 18  # elements that are rounded at a time
+
+
+@dataclass(frozen=True)
+class NarrowSum:
+    """A `Collective` for gradients, outside of autograd: rank i gets the `sizes[i]` elements of its turn, in `wide`.
+    What it is launched on is used up."""
+
+    group: Group
+    purpose: str
+    sizes: tuple[int, ...]
+    wide: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose}.all_to_all"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Any]:
+        count, own = x.shape[0], self.sizes[self.group.index]
+        assert count == sum(self.sizes), f"{sum(self.sizes)} elements are to be summed, {count} given"
+        narrow = x.detach().view(torch.bfloat16)
+        _round_in_place(x.detach(), narrow)
+        received = own * self.group.size
+        buffer = narrow[count : count + received] if received <= count else narrow.new_empty(received)
+        self.group.ledger.sent(self.name, (count - own) * narrow.element_size())
+        return buffer, start_all_to_all(self.group, buffer, narrow[:count], [own] * self.group.size, self.sizes)
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        parts = buffer.view(self.group.size, self.sizes[self.group.index])
+        total = parts[0].to(self.wide)
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def reverse(self) -> "NarrowSum":
+        raise AssertionError("gradients of gradients are not summed")
+
+
+def _round_in_place(x: Tensor, narrow: Tensor) -> None:
+    """The first `len(x)` elements of `narrow`, which is the same memory, become those of `x`. A block is read before
+    it is written, and what it overwrites lies at or before it."""
+    for begin in range(0, x.shape[0], _BLOCK):
+        end = min(begin + _BLOCK, x.shape[0])
+        narrow[begin:end].copy_(x[begin:end].to(torch.bfloat16))
+
 
 _REPLICAS: tuple[tuple[str, ...], ...] = (
     ("data", "sequence"),
@@ -120,8 +170,8 @@ def _levels(levels: Sequence[Level], sizes: Sequence[int]) -> list[tuple[Level, 
 
 class ReplicaGroups:
     """All replica groups of one rank's mesh. Made by all ranks together, because it may make process groups: for levels
-    where `node_size` ranks are neighbours on a node (0: no levels), and, if the mesh has a wire for sums, others for
-    gradients than for parameters."""
+    where `node_size` ranks are neighbours on a node (0: no levels), and, if the mesh has a launcher for sums, others
+    for gradients than for parameters."""
 
     def __init__(self, mesh: Mesh, *, node_size: int = 0, narrow: bool = False) -> None:
         self._found: dict[tuple[int, ...], Replicas] = {}
@@ -151,8 +201,8 @@ class ReplicaGroups:
         else:
             gathers = (Level(group),)
         sums = gathers
-        if mesh.wire is not None:
-            ledger = mesh.wire.ledger
+        if mesh.launcher is not None:
+            ledger = mesh.launcher.ledger
             sums = tuple(replace(each, group=_group(each.group.ranks, mesh, ledger)) for each in gathers)
         return Replicas(group, sums, gathers, narrow)
 
@@ -172,5 +222,5 @@ def _has_levels(members: list[list[int]], node_size: int) -> bool:
 def _group(ranks: Sequence[int], mesh: Mesh, ledger: Ledger) -> Group:
     """Waits for the other ranks; all ranks make equally many."""
     made = dist.new_group(list(ranks), timeout=timedelta(seconds=mesh.timeout_s), use_local_synchronization=True)
-    roll = mesh.world.roll if ledger is mesh.ledger else None  # sums on a wire are waited for as a whole
+    roll = mesh.world.roll if ledger is mesh.ledger else None  # sums of a launcher are waited for as a whole
     return Group(tuple(ranks), list(ranks).index(mesh.rank), ledger, made, roll=roll)

@@ -22,12 +22,12 @@ from antiphon.base.errors import ResourceError
 
 
 @dataclass(eq=False)
-class _Wait:
+class _OpenWait:
     """`due_s`: when it is to be reported."""
 
     what: str
     due_s: float
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class RollCall:
@@ -39,9 +39,9 @@ class RollCall:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._waits: list[_Wait] = []
-        self._teller: threading.Thread | None = None
-        self._is_idle = False  # the teller sleeps until it is woken
+        self._waits: list[_OpenWait] = []
+        self._reporter: threading.Thread | None = None
+        self._is_idle = False  # the reporter sleeps until it is woken
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -49,39 +49,39 @@ class RollCall:
         a `ResourceError` that names the ranks that hang; one that comes earlier, such as a peer's death, is raised as
         it is."""
         began_s = time.monotonic()
-        wait = _Wait(what, began_s + self._timeout_s / 2)
+        wait = _OpenWait(what, began_s + self._timeout_s / 2)
         with self._changed:
             self._waits.append(wait)
-            if self._teller is None:
-                self._teller = threading.Thread(target=self._tell, name="roll call", daemon=True)
-                self._teller.start()
+            if self._reporter is None:
+                self._reporter = threading.Thread(target=self._report, name="roll call", daemon=True)
+                self._reporter.start()
             elif self._is_idle:
                 self._changed.notify()
         try:
             yield
         except RuntimeError as error:
-            if wait.is_told:  # and what was written stays: others are about to read it
+            if wait.is_reported:  # and what was written stays: others are about to read it
                 raise ResourceError(self._words(what, time.monotonic() - began_s)) from error
             self._over(wait)
             raise
         self._over(wait)
 
-    def _over(self, wait: _Wait) -> None:
+    def _over(self, wait: _OpenWait) -> None:
         with self._changed:
             self._waits.remove(wait)
-            if wait.is_told and not any(each.is_told for each in self._waits):
+            if wait.is_reported and not any(each.is_reported for each in self._waits):
                 self._store.delete_key(self._key(self._rank))
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """What the thread runs. It wakes when the oldest wait that it saw is due, so most waits begin and end
         unnoticed."""
         with self._changed:
             while True:
                 for wait in self._waits:
-                    if not wait.is_told and wait.due_s <= time.monotonic():
+                    if not wait.is_reported and wait.due_s <= time.monotonic():
                         self._store.set(self._key(self._rank), wait.what)
-                        wait.is_told = True
-                due_s = min((wait.due_s for wait in self._waits if not wait.is_told), default=None)
+                        wait.is_reported = True
+                due_s = min((wait.due_s for wait in self._waits if not wait.is_reported), default=None)
                 self._is_idle = due_s is None
                 self._changed.wait(None if due_s is None else due_s - time.monotonic())
 

@@ -20,10 +20,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import AllGather, AllToAll, Collective, ReduceScatter
-from antiphon.comm.float8 import Float8AllGather, Float8AllToAll, Float8ReduceScatter
-from antiphon.comm.float8_rows import (
+from antiphon.comm.collectives import AllGather, Collective, ReduceScatter, moving, sum_in_order
+from antiphon.comm.float8 import (
     SCALE_BYTES,
+    Float8Rows,
     decode_by_channel,
     decode_by_token,
     encode_by_channel,
@@ -43,8 +43,8 @@ class TileLinks(Protocol):
     def begin(self) -> int:
         """The number of the next flight."""
 
-    def post(self, flight: int, tile: Tile, wire: Tensor) -> None:
-        """Send a tile's bytes; returns before they are there. `wire` may change on return."""
+    def post(self, flight: int, tile: Tile, encoded: Tensor) -> None:
+        """Send a tile's bytes; returns before they are there. `encoded` may change on return."""
 
     def next(self, flight: int, name: str, missing: Sequence[int]) -> tuple[int, int, Tensor]:
         """The next tile that came for a flight: its rank, its number and its bytes, valid until `release`. Waits;
@@ -62,7 +62,7 @@ class TileLinks(Protocol):
 
 
 @dataclass(frozen=True)
-class Format:
+class RowEncoding:
     """How rows travel: as they are, or as E4M3 with scales; they come out in `out`."""
 
     scales: Literal["none", "token", "channel"]
@@ -76,14 +76,14 @@ class Format:
                 return encode_by_channel(x_TH, (x_TH.shape[0],))
         return x_TH.contiguous(), (0, 0)
 
-    def decode(self, wire: Tensor, rows: int, width: int) -> Tensor:
+    def decode(self, encoded: Tensor, rows: int, width: int) -> Tensor:
         """[rows, width] from bytes."""
         match self.scales:
             case "token":
-                return decode_by_token(wire.view(rows, width + SCALE_BYTES), self.out)
+                return decode_by_token(encoded.view(rows, width + SCALE_BYTES), self.out)
             case "channel":
-                return decode_by_channel(wire.view(rows_by_channel(rows), width), (rows,), self.out)
-        return wire.view(self.out).view(rows, width)
+                return decode_by_channel(encoded.view(rows_by_channel(rows), width), (rows,), self.out)
+        return encoded.view(self.out).view(rows, width)
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,17 @@ class Routes:
     receive: tuple[int, ...]
     same: bool
     adds: bool
-    format: Format
+    format: RowEncoding
 
     @staticmethod
     def of(collective: Collective, dtype: torch.dtype) -> "Routes":
         """The routes of rows in `dtype`."""
-        size, own = collective.group.size, collective.group.index
-        form, by_channel = Format("none", dtype), False
-        if isinstance(collective, (Float8AllToAll, Float8AllGather, Float8ReduceScatter)):
-            by_channel = collective.by_channel
-            form = Format("channel" if by_channel else "token", collective.out)
-        match collective:
-            case AllToAll() | Float8AllToAll():
-                return Routes(collective.send, collective.receive, False, False, form)
-            case AllGather() | Float8AllGather():
-                return Routes((collective.sizes[own],) * size, collective.sizes, True, False, form)
-            case ReduceScatter() | Float8ReduceScatter():
-                return Routes(collective.sizes, (collective.sizes[own],) * size, False, True, form)
-        raise AssertionError(f"{collective.name} has no tiles")
+        plain, form = moving(collective), RowEncoding("none", dtype)
+        if isinstance(collective, Float8Rows):
+            plain, form = collective.plain, RowEncoding("channel" if collective.by_channel else "token", collective.out)
+        same = isinstance(plain, AllGather)
+        send = plain.sent * plain.group.size if same else plain.sent
+        return Routes(send, plain.received, same, isinstance(plain, ReduceScatter), form)
 
 
 class TileFlight:
@@ -160,22 +153,22 @@ class TileFlight:
         begins = [0 if self.routes.same else sum(self.routes.send[:rank]) for rank in range(len(self.routes.send))]
         for_all: dict[int, Tensor] = {}
         for tile in self.to_send:
-            wire = for_all.get(tile.number)
-            if wire is None:
-                wire = self._encoded(x_TH[begins[tile.rank] + tile.first : begins[tile.rank] + tile.last])
+            encoded = for_all.get(tile.number)
+            if encoded is None:
+                encoded = self._encoded(x_TH[begins[tile.rank] + tile.first : begins[tile.rank] + tile.last])
             if self.routes.same:
-                for_all[tile.number] = wire
-            self._send(tile, wire)
+                for_all[tile.number] = encoded
+            self._send(tile, encoded)
 
     def arrivals(self) -> Iterator[Tile]:
         """Each tile once its rows are there: own ones, which have to be sent by now, then as they come."""
         yield from self._tiles[self._own]
         while self._to_come:
             begin_s = time.perf_counter()
-            rank, number, wire = self._links.next(self._number, self._collective.name, list(self._to_come))
+            rank, number, encoded = self._links.next(self._number, self._collective.name, list(self._to_come))
             self._collective.group.ledger.waited(self._collective.name, time.perf_counter() - begin_s)
             tile = self._tiles[rank][number]
-            self._put(tile, wire)
+            self._put(tile, encoded)
             self._links.release(self._number, rank, number)
             self._to_come[rank] -= 1
             if not self._to_come[rank]:
@@ -193,30 +186,27 @@ class TileFlight:
             pass
         if not self.routes.adds:
             return self.received
-        first, *others = self.received.chunk(len(self.routes.receive)) if self.received.shape[0] else [self.received]
-        total = first.clone()
-        for each in others:
-            total += each
-        return total
+        ranks = len(self.routes.receive)
+        return sum_in_order(self.received.chunk(ranks) if self.received.shape[0] else [self.received])
 
     def _encoded(self, rows_TH: Tensor) -> Tensor:
-        wire, (clipped, flushed) = self.routes.format.encode(rows_TH)
+        encoded, (clipped, flushed) = self.routes.format.encode(rows_TH)
         if self.routes.format.scales != "none":
             purpose, _, _ = self._collective.name.partition(".")
             self._collective.group.ledger.lost(f"{purpose}.clipped", clipped)
             self._collective.group.ledger.lost(f"{purpose}.flushed", flushed)
-        return wire
+        return encoded
 
-    def _send(self, tile: Tile, wire: Tensor) -> None:
+    def _send(self, tile: Tile, encoded: Tensor) -> None:
         if tile.rank == self._own:
-            self._put(tile, wire.view(torch.uint8))
+            self._put(tile, encoded.view(torch.uint8))
             return
-        self._collective.group.ledger.sent(self._collective.name, wire.numel() * wire.element_size())
-        self._links.post(self._number, tile, wire)
+        self._collective.group.ledger.sent(self._collective.name, encoded.numel() * encoded.element_size())
+        self._links.post(self._number, tile, encoded)
 
-    def _put(self, tile: Tile, wire: Tensor) -> None:
+    def _put(self, tile: Tile, encoded: Tensor) -> None:
         rows_TH = self.received_from[tile.rank][tile.first : tile.last]
-        rows_TH.copy_(self.routes.format.decode(wire.flatten(), *rows_TH.shape))
+        rows_TH.copy_(self.routes.format.decode(encoded.flatten(), *rows_TH.shape))
 
 
 def launch_in_tiles(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
 
-UNIT_ROWS = 128  # E4M3 rows have scales for groups of this many (`comm/float8_rows`), and a group travels whole
+UNIT_ROWS = 128  # E4M3 rows have scales for groups of this many (`comm/float8`), and a group travels whole
 
 
 @dataclass(frozen=True, slots=True)

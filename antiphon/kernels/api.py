@@ -49,12 +49,24 @@ class PackedLinear(Protocol):
     num_bytes: int
 
 
-class PackedExperts(Protocol):
-    """Weights of E experts of one layer. Filled one expert at a time, so that loading never holds a second copy."""
+@dataclass(frozen=True)
+class ExpertShape:
+    """The sizes of E gated feed-forwards and the formula between their products: for `activation`, `alpha` and `limit`
+    see `FeedForwardSpec`. `has_bias`: there is room for biases, which start as zeros."""
 
     num_experts: int
     hidden: int
     intermediate: int
+    activation: str
+    alpha: float = 1.702
+    limit: float = 7.0
+    has_bias: bool = False
+
+
+class PackedExperts(Protocol):
+    """Weights of E experts of one layer. Filled one expert at a time, so that loading never holds a second copy."""
+
+    shape: ExpertShape
     num_bytes: int
 
     def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
@@ -94,6 +106,19 @@ class RotaryTable:
     interleaved: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """How the rows [q | k | v] of a fused projection become heads: `num_heads` query heads, an optional RMS norm of
+    each head of q and of k, and a rotation. The table's width says how many of the first dims rotate (none: width 0).
+    """
+
+    num_heads: int
+    rotary: RotaryTable
+    q_norm_D: Tensor | None = None
+    k_norm_D: Tensor | None = None
+    eps: float = 1e-6
+
+
 class KernelBackend(Protocol):
     """Everything the decoder asks of a machine. One object per worker; not thread-safe."""
 
@@ -124,21 +149,10 @@ class KernelBackend(Protocol):
         """Reserve (not touch) memory for `spec.num_blocks` blocks; `ResourceError` if it cannot be had."""
 
     def rotate_and_store(
-        self,
-        qkv_TX: Tensor,
-        cache: KVCache,
-        layer: int,
-        batch: AttentionBatch,
-        rotary: RotaryTable,
-        *,
-        num_heads: int,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
+        self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
     ) -> Tensor:
-        """From fused rows [q | k | v] of one projection: optional per-head RMS norm of q and k, rotary embedding, keys
-        and values written to the cache at `batch.slots_T`. Returns q [T, N, D]. The table's width says how many of the
-        first dims rotate (none: width 0). With `values_in_keys` the rows are the keys alone, rotated by the caller."""
+        """Make heads of fused rows [q | k | v], write keys and values to the cache at `batch.slots_T`, and return
+        q [T, N, D]. With `values_in_keys` the rows are the keys alone, rotated by the caller."""
 
     def paged_attention(
         self,
@@ -162,19 +176,8 @@ class KernelBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Router scores and choice: (expert ids int32 [T, K], weights float32 [T, K]), best first."""
 
-    def new_experts(
-        self,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        activation: str,
-        *,
-        alpha: float = 1.702,
-        limit: float = 7.0,
-        has_bias: bool = False,
-    ) -> PackedExperts:
-        """Room for the weights of `num_experts` gated feed-forwards. For `activation`, `alpha` and `limit` see
-        `FeedForwardSpec`; with `has_bias` biases start as zeros."""
+    def new_experts(self, shape: ExpertShape) -> PackedExperts:
+        """Room for the weights of gated feed-forwards."""
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         """y[t] = sum over j of weights[t, j] * FFN_{ids[t, j]}(x[t]); ids are local indices, -1 means "not held here".

@@ -9,7 +9,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.cpu import CpuBackend
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 
 _log = get_logger("kernels")
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)

@@ -44,11 +44,11 @@ class Norm(Protocol):
         """(x + delta, its norm): the residual step that starts each half-layer."""
 
 
+@dataclass(eq=False)
 class RMSNorm:
-    def __init__(self, backend: KernelBackend, weight_H: Tensor, eps: float) -> None:
-        self.backend = backend
-        self.weight_H = weight_H
-        self.eps = eps
+    backend: KernelBackend
+    weight_H: Tensor
+    eps: float
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self.backend.rms_norm(x_TH, self.weight_H, self.eps)
@@ -57,11 +57,11 @@ class RMSNorm:
         return self.backend.add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps)
 
 
+@dataclass(eq=False)
 class LayerNorm:
-    def __init__(self, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
-        self.weight_H = weight_H
-        self.bias_H = bias_H
-        self.eps = eps
+    weight_H: Tensor
+    bias_H: Tensor | None
+    eps: float
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return F.layer_norm(x_TH, self.weight_H.shape, self.weight_H, self.bias_H, self.eps)
@@ -71,6 +71,7 @@ class LayerNorm:
         return x_TH, self(x_TH)
 
 
+@dataclass(eq=False)
 class LocalFeedForward:
     """A feed-forward that stays with attention: a dense layer's, or the shared expert that all tokens pass.
 
@@ -79,17 +80,10 @@ class LocalFeedForward:
     and the routed experts.
     """
 
-    def __init__(
-        self,
-        backend: KernelBackend,
-        expert: PackedExperts,
-        shared_gate: PackedLinear | None,
-        residual_multiplier: float = 1.0,
-    ) -> None:
-        self.backend = backend
-        self.expert = expert
-        self.shared_gate = shared_gate
-        self.residual_multiplier = residual_multiplier
+    backend: KernelBackend
+    expert: PackedExperts
+    shared_gate: PackedLinear | None
+    residual_multiplier: float = 1.0
 
     def __call__(self, y_TH: Tensor) -> Tensor:
         ids_T1 = torch.zeros((y_TH.shape[0], 1), dtype=torch.int32, device=y_TH.device)
@@ -113,37 +107,28 @@ class AttentionLayer:
     local: LocalFeedForward | None
 
 
+@dataclass(kw_only=True, eq=False)
 class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
     `spec` is the whole model, `layers` and tables are what this rank of `ranks` has of it: layers by their number in
-    the model. Without `embedding_WH` and `head` it is a later stage of a pipeline: no `embed` and no `head` is called.
-    `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a bug of the
-    caller's, which back-ends need not notice.
+    the model. Without `embedding_WH` and `output_head` it is a later stage of a pipeline: `embed` and `head` are not
+    called. `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a
+    bug of the caller's, which back-ends need not notice.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        backend: KernelBackend,
-        *,
-        embedding_WH: Tensor | None,
-        layers: Mapping[int, AttentionLayer],
-        final_norm: Norm | None,
-        head: PackedLinear | None,
-        weight_bytes: int,
-        ranks: RankGroup,
-    ) -> None:
-        self.spec = spec
-        self.backend = backend
-        self.ranks = ranks
-        self._share = share_of(spec, ranks.rank, ranks.size)
-        self.layers = layers
-        self._cached_layer = {layer: index for index, layer in enumerate(layers)}
-        self.weight_bytes = weight_bytes
-        self._embedding_WH = embedding_WH
-        self._final_norm = final_norm
-        self._head = head
+    spec: ModelSpec
+    backend: KernelBackend
+    embedding_WH: Tensor | None
+    layers: Mapping[int, AttentionLayer]
+    final_norm: Norm | None
+    output_head: PackedLinear | None
+    weight_bytes: int
+    ranks: RankGroup
+
+    def __post_init__(self) -> None:
+        self._share = share_of(self.spec, self.ranks.rank, self.ranks.size)
+        self._cached_layer = {layer: index for index, layer in enumerate(self.layers)}
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         rows_TH = self._embedded(token_ids_T)
@@ -151,12 +136,12 @@ class AttentionHalf:
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
-        assert self._embedding_WH is not None, "this is a later stage"
+        assert self.embedding_WH is not None, "this is a later stage"
         if self._share.is_whole:
-            return self._embedding_WH.index_select(0, token_ids_T)
+            return self.embedding_WH.index_select(0, token_ids_T)
         first, last = self._share.vocabulary
         elsewhere_T = (token_ids_T < first) | (token_ids_T >= last)
-        rows_TH = self._embedding_WH.index_select(0, (token_ids_T - first).clamp_(0, last - first - 1))
+        rows_TH = self.embedding_WH.index_select(0, (token_ids_T - first).clamp_(0, last - first - 1))
         return add_over_ranks(self.ranks, rows_TH.masked_fill_(elsewhere_T.unsqueeze(1), 0.0))
 
     def attend(
@@ -195,10 +180,10 @@ class AttentionHalf:
 
     def head(self, x_TH: Tensor, delta_TH: Tensor | None = None) -> Tensor:
         """Float32 logits [T, W] of the rows given, which the caller selected; `delta_TH` is the last layer's."""
-        assert self._final_norm is not None, "this is a later stage"
-        assert self._head is not None, "this is a later stage"
-        y_TH = self._final_norm(x_TH) if delta_TH is None else self._final_norm.after_adding(x_TH, delta_TH)[1]
-        logits_TW = self.backend.linear(y_TH, self._head, out_dtype=torch.float32)
+        assert self.final_norm is not None, "this is a later stage"
+        assert self.output_head is not None, "this is a later stage"
+        y_TH = self.final_norm(x_TH) if delta_TH is None else self.final_norm.after_adding(x_TH, delta_TH)[1]
+        logits_TW = self.backend.linear(y_TH, self.output_head, out_dtype=torch.float32)
         if not self._share.is_whole:
             logits_TW = self._of_whole_vocabulary(logits_TW)
         return logits_TW if self.spec.logits_divisor == 1.0 else logits_TW.div_(self.spec.logits_divisor)

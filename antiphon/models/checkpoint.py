@@ -1,15 +1,20 @@
 """A checkpoint folder in Hugging Face format: one index over one or many `.safetensors` shards.
 
 1. Shards are opened when one of their tensors is first asked for; only headers are read until then.
-2. `read` returns a view on the memory map. Its reader calls `release` after a copy, so that loading never holds more
+2. A shard is a read-only memory map: tensors are views, and their pages can be given back. Rejected: the safetensors
+   package, which does not let go of pages.
+3. `read` returns a view on the memory map. Its reader calls `release` after a copy, so that loading never holds more
    than what it keeps and the tensor in hand.
-3. A float8 tensor with a scale beside it (`models/dequantize`) is multiplied out here and comes back as a new tensor.
+4. A float8 tensor with a scale beside it (`models/dequantize`) is multiplied out here and comes back as a new tensor.
    So is `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4.
-4. A part of a tensor is some rows of its first axis, and of those a cut of one axis: (axis, start, stop). Where a scale
+5. A part of a tensor is some rows of its first axis, and of those a cut of one axis: (axis, start, stop). Where a scale
    covers a block, the blocks that the cut touches are read.
-5. Names under a wrapper's prefix (`model.language_model.`) are read as those of the model in it.
+6. Names under a wrapper's prefix (`model.language_model.`) are read as those of the model in it.
 """
 
+import mmap
+import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -21,10 +26,78 @@ from antiphon.base.errors import CheckpointError
 from antiphon.models import dequantize
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES, multiply_out, scale_shapes
+from antiphon.models.files import open_regular
 from antiphon.models.names import BLOCKS_SUFFIX
-from antiphon.models.safetensors_file import SafetensorsFile
-from antiphon.models.safetensors_header import read_header
-from antiphon.models.shard_index import file_of_each_tensor, unused_files
+from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+
+
+class SafetensorsFile:
+    """Header and lazily made memory map of one file. Views keep the map alive; they must not be written to."""
+
+    def __init__(self, path: Path, entries: dict[str, TensorEntry]) -> None:
+        """`entries`: the file's header (`read_header`)."""
+        self.path = path
+        self.entries = entries
+        self._map: mmap.mmap | None = None
+
+    def view(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of its first axis, without copying."""
+        entry = self.entries[name]
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path.name}: tensor {name} has dtype {entry.dtype}: use weights in {', '.join(DTYPES)}"
+            )
+        dtype = DTYPES[entry.dtype]
+        first, last = self._span(entry, rows)
+        shape = entry.shape if rows is None else (rows[1] - rows[0], *entry.shape[1:])
+        if first == last:
+            return torch.empty(shape, dtype=dtype)
+        if first % dtype.itemsize:  # a foreign writer that does not align: one copy is the price
+            data = torch.frombuffer(bytearray(self._mapped()[first:last]), dtype=dtype)
+            return data.view(shape)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            count = (last - first) // dtype.itemsize
+            return torch.frombuffer(self._mapped(), dtype=dtype, count=count, offset=first).view(shape)
+
+    def release(self, name: str, rows: tuple[int, int] | None = None) -> None:
+        """Give the tensor's pages back to the system. A later access reads them from the file again."""
+        first, last = self._span(self.entries[name], rows)
+        if self._map is None or first == last:
+            return
+        first -= first % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def num_bytes(self, name: str, rows: tuple[int, int] | None = None) -> int:
+        first, last = self._span(self.entries[name], rows)
+        return last - first
+
+    @staticmethod
+    def _span(entry: TensorEntry, rows: tuple[int, int] | None) -> tuple[int, int]:
+        if rows is None:
+            return entry.start, entry.stop
+        row_bytes = entry.num_bytes // entry.shape[0]
+        return entry.start + rows[0] * row_bytes, entry.start + rows[1] * row_bytes
+
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            needed = max(entry.stop for entry in self.entries.values())
+            with open_regular(self.path) as file:
+                file_bytes = os.fstat(file.fileno()).st_size
+                if file_bytes < needed:  # it may have changed since its header was read
+                    raise truncated(self.path, file_bytes, needed)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._map
+
 
 _EMBEDDING, _HEAD, _PREFIX = "embed_tokens.weight", "lm_head.", "model."
 _Held = TypeVar("_Held")

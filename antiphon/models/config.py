@@ -1,70 +1,34 @@
-"""From a checkpoint's `config.json` to a `ModelSpec`, by the family that knows its keys."""
+"""From a checkpoint's `config.json` to a `ModelSpec`, by the family that knows its keys.
+
+Which tokens end a text, `config.json`, `generation_config.json` and the tokenizer may each say differently. A model
+that was tuned to chat ends its turn with a token that often only the newest of these files knows; one that is missed
+lets an answer run into the next turn. So each of them counts. Only the engine asks the tokenizer's files, once: they
+may hold 20 MB. Rejected: `generation_config.json` alone, as transformers does. Many folders have none, or one that was
+left behind.
+"""
 
 import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.base.logging import get_logger
 from antiphon.models.checkpoint_folder import instead_of_config
-from antiphon.models.families import (
-    config_keys,
-    dbrx,
-    deepseek,
-    dots1,
-    ernie4_5_moe,
-    glm4_moe,
-    gpt_oss,
-    granitemoe,
-    minimax_m2,
-    mixtral,
-    olmoe,
-    phimoe,
-    qwen2_moe,
-    qwen3_moe,
-)
+from antiphon.models.families import config_keys
 from antiphon.models.families.config_values import RULES, check_value, check_values
 from antiphon.models.families.defaults import completed
+from antiphon.models.families.readers import FAMILIES
 from antiphon.models.families.refused import refusal
-from antiphon.models.files import read_json
-from antiphon.models.names import TensorNames
+from antiphon.models.files import brief, read_json
+from antiphon.models.names import NAMES, TensorNames
 from antiphon.models.quantization import check_quantization, refuse_gguf
 from antiphon.models.rope_scaling import with_rope_scaling
 from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.spec_checks import check_spec, check_tokens
 from antiphon.specs.model import ModelSpec
-
-
-@dataclass(frozen=True)
-class Family:
-    """What one family file provides: how to read its config and how it names its tensors."""
-
-    spec_from_config: Callable[[dict[str, Any]], ModelSpec]
-    names: TensorNames
-
-
-FAMILIES = {
-    "dbrx": Family(dbrx.spec_from_config, dbrx.NAMES),
-    "deepseek": Family(deepseek.v1_spec_from_config, deepseek.NAMES),
-    "deepseek_v2": Family(deepseek.v2_spec_from_config, deepseek.NAMES),
-    "deepseek_v3": Family(deepseek.v3_spec_from_config, deepseek.NAMES),
-    "dots1": Family(dots1.spec_from_config, deepseek.NAMES),
-    "ernie4_5_moe": Family(ernie4_5_moe.spec_from_config, ernie4_5_moe.NAMES),
-    "glm4_moe": Family(glm4_moe.spec_from_config, deepseek.NAMES),
-    "glm4_moe_lite": Family(deepseek.v3_spec_from_config, deepseek.NAMES),
-    "gpt_oss": Family(gpt_oss.spec_from_config, gpt_oss.NAMES),
-    "granitemoe": Family(granitemoe.spec_from_config, granitemoe.NAMES),
-    "granitemoeshared": Family(granitemoe.spec_from_config, granitemoe.NAMES),
-    "kimi_k2": Family(deepseek.v3_spec_from_config, deepseek.NAMES),
-    "minimax_m2": Family(minimax_m2.spec_from_config, minimax_m2.NAMES),
-    "mixtral": Family(mixtral.spec_from_config, mixtral.NAMES),
-    "olmoe": Family(olmoe.spec_from_config, olmoe.NAMES),
-    "phimoe": Family(phimoe.spec_from_config, phimoe.NAMES),
-    "qwen2_moe": Family(qwen2_moe.spec_from_config, qwen2_moe.NAMES),
-    "qwen3_moe": Family(qwen3_moe.spec_from_config, qwen3_moe.NAMES),
-    "solar_open": Family(glm4_moe.spec_from_config, deepseek.NAMES),
-}
 
 
 def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
@@ -101,11 +65,10 @@ def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str]
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise refusal(config, sorted(FAMILIES))
-    family = FAMILIES[model_type]
     config = completed(config)
-    check_values(config, lambda: evidence(family.names))
+    check_values(config, lambda: evidence(NAMES[model_type]))
     check_quantization(config)
-    spec = family.spec_from_config(config)
+    spec = FAMILIES[model_type](config)
     check_spec(spec)
     return spec
 
@@ -136,4 +99,72 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def tensor_names(spec: ModelSpec) -> TensorNames:
-    return FAMILIES[spec.family].names
+    return NAMES[spec.family]
+
+
+_log = get_logger("models")
+_NUMBER = re.compile("[0-9]{1,9}")
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def with_tokenizer_ending(path: Path, spec: ModelSpec) -> ModelSpec:
+    """`spec` with the tokenizer's `eos_token` among the tokens that end a text; a line of the log says so.
+
+    A tokenizer that is damaged or not there says nothing here; who needs it reads it and says what is wrong."""
+    folder = config_file(path).parent
+    try:
+        text = _ending_text(folder)
+        token = None if text is None else _id_of(folder, text)
+    except CheckpointError:
+        return spec
+    if token is None or not 0 <= token < spec.vocab_size or token in spec.eos_token_ids:
+        return spec
+    others = spec.eos_token_ids if stated_endings(read_config(path), folder) else ()
+    named = " or ".join(map(str, others)) or "none"
+    _log.info(
+        "a text ends at token %d (%s) too, the tokenizer's eos_token: config.json and generation_config.json name %s",
+        token,
+        brief(text),
+        named,
+    )
+    return replace(spec, eos_token_ids=(*others, token))
+
+
+def _ending_text(folder: Path) -> str | None:
+    for name in _NAMING:
+        token = _json_of(folder / name).get("eos_token")
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _id_of(folder: Path, text: str) -> int | None:
+    """The token's number: in the file that names it, or in the tokenizer's own."""
+    added = _json_of(folder / _NAMING[0]).get("added_tokens_decoder")
+    for number, token in added.items() if isinstance(added, Mapping) else ():
+        if isinstance(token, Mapping) and token.get("content") == text and _NUMBER.fullmatch(number):
+            return int(number)
+    tokenizer = _json_of(folder / "tokenizer.json")
+    listed = tokenizer.get("added_tokens")
+    for token in listed if isinstance(listed, list) else ():
+        if isinstance(token, Mapping) and token.get("content") == text:
+            return _whole(token.get("id"))
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    for names in (vocabulary, _json_of(folder / "added_tokens.json"), _json_of(folder / "vocab.json")):
+        if isinstance(names, Mapping) and text in names:
+            return _whole(names[text])
+    if isinstance(vocabulary, list):  # Unigram's: pairs of a text and its score, in the order of their numbers
+        return next(
+            (number for number, pair in enumerate(vocabulary) if isinstance(pair, list) and pair[:1] == [text]), None
+        )
+    return None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    return read_json(path) if os.path.lexists(path) else {}

@@ -5,6 +5,7 @@ is used from `hold` on. Letters as in `antiphon.kernels.api`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,24 +17,19 @@ FREE = -1
 LoadExpert = Callable[[int, int, int], None]  # reads an expert into a slot: layer, expert, slot
 
 
+@dataclass(kw_only=True, eq=False)
 class ExpertHalf:
     """`expert_ids[layer]` are the global ids held for that layer, slot by slot; `FREE` where there is none."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        backend: KernelBackend,
-        *,
-        experts: Mapping[int, PackedExperts],
-        expert_ids: Mapping[int, tuple[int, ...]],
-    ) -> None:
-        self.spec = spec
-        self.backend = backend
-        self.experts = experts
-        self.expert_ids = dict(expert_ids)
-        self.num_bytes = sum(packed.num_bytes for packed in experts.values())
-        self.local_index = {layer: self._table(ids) for layer, ids in expert_ids.items()}
-        self._every = tuple(range(spec.router.num_experts))
+    spec: ModelSpec
+    backend: KernelBackend
+    experts: Mapping[int, PackedExperts]
+    expert_ids: dict[int, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(packed.num_bytes for packed in self.experts.values())
+        self.local_index = {layer: self._table(ids) for layer, ids in self.expert_ids.items()}
+        self._every = tuple(range(self.spec.router.num_experts))
 
     def forward(self, layer: int, x_TH: Tensor, local_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over the experts held here, per row; local id -1 means "held elsewhere" and adds nothing."""

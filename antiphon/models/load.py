@@ -2,7 +2,7 @@
 
 1. Sizes: those of `config.json` are the weights' own (`tensors.check_sizes`), before they decide how long a loop runs.
 2. Plan: every tensor's name and shape, from the family's names and `config.json`; checked before anything is copied.
-   Of a rank's plan only its part is left (`models/plan_shares`).
+   Of a rank's plan only its part is left (`tensors.plan_of`).
 3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`).
 """
 
@@ -15,14 +15,17 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.rank_group import Alone, RankGroup
-from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear, RotaryTable
-from antiphon.models.attention import Attention, GroupedQueryAttention, GroupedQueryWeights, WholeNorms
+from antiphon.kernels.api import ExpertShape, KernelBackend, PackedExperts, PackedLinear, RotaryTable
+from antiphon.models.attention import (
+    Attention,
+    GroupedQueryAttention,
+    LatentAttention,
+    WholeNorms,
+)
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import tensor_names
 from antiphon.models.expert_half import FREE, ExpertHalf
-from antiphon.models.latent_attention import LatentAttention, LatentWeights
-from antiphon.models.plan_shares import expert_of, plan_of
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (
@@ -31,8 +34,10 @@ from antiphon.models.tensors import (
     attention_layer_plan,
     check,
     check_sizes,
+    expert_of,
     expert_refs,
     outer_plan,
+    plan_of,
 )
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
@@ -82,15 +87,15 @@ def load_attention_half(
     local = share.local_spec(spec)
     norms = None if share.is_whole or spec.attention.qk_norm != "full" else _whole_norms(spec, share, ranks)
     return AttentionHalf(
-        spec,
-        backend,
+        spec=spec,
+        backend=backend,
         embedding_WH=embedding_WH,
         layers={
             layer: _attention_layer(_of_layer(local, layer), plan, reader, rotary, norms)
             for layer, plan in plans.items()
         },
         final_norm=_norm(spec, outer, "final_norm", reader) if is_first else None,
-        head=None if embedding_WH is None else _head(spec, outer, reader, embedding_WH),
+        output_head=None if embedding_WH is None else _head(spec, outer, reader, embedding_WH),
         weight_bytes=reader.done_bytes,
         ranks=ranks,
     )
@@ -127,7 +132,7 @@ def load_expert_half(
     local = share.local_spec(spec)
     experts = {layer: _experts(local, plan, reader, num_slots) for layer, plan in plans.items()}
     slots = {layer: ids + (FREE,) * (num_slots - len(ids)) for layer, ids in ids_of.items()}
-    return ExpertHalf(local, backend, experts=experts, expert_ids=slots)
+    return ExpertHalf(spec=local, backend=backend, experts=experts, expert_ids=slots)
 
 
 def load_expert(
@@ -159,18 +164,16 @@ def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tupl
 
 def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader, num_slots: int) -> PackedExperts:
     widths = spec.feed_forward
-    packed = reader.backend.new_experts(
-        max(len(plan), num_slots, 1),
-        spec.hidden_size,
-        widths.intermediate,
-        widths.activation,
-        alpha=widths.alpha,
-        limit=widths.limit,
-        has_bias=widths.expert_bias,
-    )
+    num_experts = max(len(plan), num_slots, 1)
+    packed = reader.backend.new_experts(_shape(spec, num_experts, widths.intermediate, widths.expert_bias))
     for index, refs in enumerate(plan):
         reader.expert(packed, index, refs)
     return packed
+
+
+def _shape(spec: ModelSpec, num_experts: int, width: int, has_bias: bool) -> ExpertShape:
+    widths = spec.feed_forward
+    return ExpertShape(num_experts, spec.hidden_size, width, widths.activation, widths.alpha, widths.limit, has_bias)
 
 
 def _of_layer(spec: ModelSpec, layer: int) -> ModelSpec:
@@ -225,19 +228,26 @@ def _attention(
 ) -> Attention:
     attention, backend = spec.attention, reader.backend
     if attention.latent is None:
-        grouped = GroupedQueryWeights(
+        return GroupedQueryAttention(
+            spec=attention,
+            eps=spec.norm_eps,
+            backend=backend,
+            rotary=rotary,
             qkv=reader.linear(plan, "qkv"),
             out=reader.linear(plan, "out"),
             q_norm=reader.optional(plan, "q_norm"),
             k_norm=reader.optional(plan, "k_norm"),
             sinks_N=reader.optional(plan, "sinks", torch.float32),
-        )
-        return GroupedQueryAttention(
-            attention, spec.norm_eps, backend, grouped, rotary, spec.residual_multiplier, norms
+            residual_multiplier=spec.residual_multiplier,
+            norms=norms,
         )
     assert spec.residual_multiplier == 1.0, "no model with latent attention has one"
     up = reader.tensor(plan["kv_up"])
-    latent = LatentWeights(
+    return LatentAttention(
+        spec=attention,
+        latent=attention.latent,
+        backend=backend,
+        rotary=rotary,
         down=reader.linear(plan, "down"),
         q_down_norm=reader.optional(plan, "q_down_norm"),
         q_up=reader.linear(plan, "q_up") if "q_up" in plan else None,
@@ -245,7 +255,6 @@ def _attention(
         up_NUL=up.view(attention.num_heads, -1, attention.latent.kv_lora_rank),
         out=reader.linear(plan, "out"),
     )
-    return LatentAttention(attention, attention.latent, backend, latent, rotary)
 
 
 def _local_feed_forward(spec: ModelSpec, plan: LoadPlan, reader: WeightReader) -> LocalFeedForward | None:
@@ -254,7 +263,7 @@ def _local_feed_forward(spec: ModelSpec, plan: LoadPlan, reader: WeightReader) -
     if purpose is None:
         return None
     width = widths.dense_intermediate if purpose == "dense" else widths.shared_intermediate
-    expert = backend.new_experts(1, spec.hidden_size, width, widths.activation, alpha=widths.alpha, limit=widths.limit)
+    expert = backend.new_experts(_shape(spec, 1, width, False))
     gate_up = plan[f"{purpose}.gate_up"]
     refs = ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, plan[f"{purpose}.down"][0])
     reader.expert(expert, 0, refs)

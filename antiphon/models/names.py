@@ -1,11 +1,11 @@
 """How a family names its tensors in a checkpoint: plain data, one `TensorNames` per family.
 
 Names are given without the layer's prefix. A tuple of names means "one of these": published checkpoints and the ones
-transformers 5 writes differ. Defaults are the names most families share; a family file states only its own.
+transformers 5 writes differ. Defaults are the names most families share; an entry of `NAMES` states only its own.
 Rejected: rewriting names with regular expressions, which cannot say what is missing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"  # of a matrix in MXFP4
@@ -87,3 +87,50 @@ class TensorNames:
     kv_down: str = "self_attn.kv_a_proj_with_mqa.weight"
     kv_down_norm: str = "self_attn.kv_a_layernorm.weight"
     kv_up: str = "self_attn.kv_b_proj.weight"
+
+
+_BLOCK = "block_sparse_moe."
+_W1_W2_W3 = PerExpertLayout(
+    names=GatedNames(prefix=_BLOCK + "experts.{expert}.", gate="w1.weight", up="w3.weight", down="w2.weight")
+)
+_MIXTRAL = TensorNames(router=(_BLOCK + "gate.weight", "mlp.gate.weight"), experts=(_W1_W2_W3, STACKED))
+_DEEPSEEK = TensorNames(shared=GatedNames(prefix="mlp.shared_experts."))
+_GRANITE = TensorNames(
+    router=(_BLOCK + "router.layer.weight", _BLOCK + "router.weight"),
+    experts=(
+        StackedLayout(kind="fused", gate_up=(_BLOCK + "input_linear.weight",), down=_BLOCK + "output_linear.weight"),
+        StackedLayout(kind="fused", gate_up=(_BLOCK + "experts.gate_up_proj",), down=_BLOCK + "experts.down_proj"),
+    ),
+    shared=GatedNames(prefix="shared_mlp.", gate="input_linear.weight", up=None, down="output_linear.weight"),
+)
+NAMES = {
+    **dict.fromkeys(("deepseek", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    **dict.fromkeys(("kimi_k2", "solar_open"), _DEEPSEEK),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe"), TensorNames()),
+    "mixtral": _MIXTRAL,
+    "minimax_m2": replace(_MIXTRAL, score_bias=(_BLOCK + "e_score_correction_bias", "mlp.e_score_correction_bias")),
+    "phimoe": replace(_MIXTRAL, router=(_BLOCK + "gate.weight", "mlp.router.weight")),
+    "ernie4_5_moe": replace(
+        _DEEPSEEK,
+        score_bias=("mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"),
+        score_bias_in_one_row=True,
+    ),
+    "gpt_oss": TensorNames(
+        router=("mlp.router.weight",),
+        experts=tuple(replace(STACKED, kind=kind) for kind in ("mxfp4", "columns")),
+    ),
+    "dbrx": TensorNames(
+        embedding="transformer.wte.weight",
+        final_norm="transformer.norm_f.weight",
+        layer="transformer.blocks.{layer}.",
+        input_norm="norm_attn_norm.norm_1.weight",
+        post_norm="norm_attn_norm.norm_2.weight",
+        qkv=("norm_attn_norm.attn.Wqkv.weight",),
+        out="norm_attn_norm.attn.out_proj.weight",
+        router=("ffn.router.layer.weight",),
+        experts=(
+            StackedLayout(kind="rows", gate_up=("ffn.experts.mlp.w1", "ffn.experts.mlp.v1"), down="ffn.experts.mlp.w2"),
+        ),
+    ),
+}  # by `model_type`

@@ -1,6 +1,6 @@
 """The model of a plan: what runs is read by its family, everything else by the generic reader of sizes.
 
-`--model-set key=value` gives or replaces keys of `config.json`, before anybody reads it; a dotted key goes into a
+`--model-set key=value` gives or replaces keys of `config.json`, before it is read; a dotted key goes into a
 section. The config that a plan keeps has them. A model with pictures or sound around it is planned as its text part.
 Rejected: planning only what runs. A planner needs counts, not weights.
 """
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.models.config import FAMILIES, load_model_spec, model_spec, read_config
-from antiphon.models.counted.model import counted_model
+from antiphon.models.config import load_model_spec, model_spec, read_config
+from antiphon.models.counted import counted_model
 from antiphon.models.families.defaults import assumed
+from antiphon.models.families.readers import FAMILIES
 from antiphon.models.families.refused import TEXT_KEYS
 from antiphon.models.files import brief
 from antiphon.models.spec_checks import check_spec

@@ -89,7 +89,7 @@ def share_of(spec: ModelSpec, rank: int = 0, num_ranks: int = 1) -> Share:
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     attention = spec.attention
     group = 1 if attention.latent is not None else attention.num_heads // attention.num_kv_heads
-    if attention.num_heads // group >= num_ranks:  # enough KV heads for everybody
+    if attention.num_heads // group >= num_ranks:  # enough KV heads for all ranks
         first, last = split_evenly(attention.num_heads // group, num_ranks)[rank]
         q_heads = first * group, last * group
     else:

@@ -47,7 +47,7 @@ class WeightReader:
             self.progress(self.done_bytes, self.total_bytes)
 
     def tensor(self, refs: Sequence[TensorRef], dtype: torch.dtype | None = None) -> Tensor:
-        """The tensors stacked along their rows: a copy on the back-end's device, in its dtype unless told."""
+        """The tensors stacked along their rows: a copy on the back-end's device, in its dtype or in `dtype`."""
         return self._stacked(refs, self.backend.device, dtype or self.backend.dtype)
 
     def optional(self, plan: LoadPlan, purpose: str, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -74,8 +74,9 @@ class WeightReader:
                     down_HI = down.t() if refs.layout == "rows" else _matrix(down)
                     experts.set_expert(index, _matrix(first), _matrix(up), down_HI)
             elif refs.layout == "fused":
-                gate_IH, up_IH = first.view(2, experts.intermediate, experts.hidden).unbind(0)
-                experts.set_expert(index, gate_IH, up_IH, down.view(experts.hidden, experts.intermediate))
+                shape = experts.shape.intermediate, experts.shape.hidden
+                gate_IH, up_IH = first.view(2, *shape).unbind(0)
+                experts.set_expert(index, gate_IH, up_IH, down.view(shape[::-1]))
             else:
                 gate_up, down_HI = (first[0].t(), down[0].t()) if refs.layout == "columns" else (first[0], down[0])
                 experts.set_expert(index, gate_up[0::2], gate_up[1::2], down_HI)
@@ -86,7 +87,7 @@ class WeightReader:
     def _down_bias(self, experts: PackedExperts, refs: ExpertRefs) -> Tensor:
         """Zeros where another rank adds it."""
         if len(refs.biases) == 1:
-            return torch.zeros(experts.hidden)
+            return torch.zeros(experts.shape.hidden)
         with self.stored(refs.biases[1]) as down:
             return down[0].clone()
 

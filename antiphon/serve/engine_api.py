@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from antiphon.base.errors import UserError
-from antiphon.comm.m2n.traffic import Traffic
+from antiphon.comm.ledger import Traffic
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs, SamplingParams

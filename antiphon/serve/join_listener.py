@@ -26,9 +26,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import get_args
 
-from antiphon.base.descriptors import limit
 from antiphon.base.errors import PeerLost, Refused, ResourceError
 from antiphon.base.logging import Occasional, get_logger
+from antiphon.base.system import limit
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.serve.joining import (
     MAX_OPENING_BYTES,

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
-from antiphon.base.descriptors import raise_limit
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import raise_limit
 from antiphon.base.units import format_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint_folder import model_folder, model_name
-from antiphon.models.config import load_model_spec, read_config
-from antiphon.models.endings import with_tokenizer_ending
+from antiphon.models.config import load_model_spec, read_config, with_tokenizer_ending
 from antiphon.models.families.defaults import assumed
 from antiphon.models.load import open_checkpoint
 from antiphon.models.quantization import left_out

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.logging import get_logger
-from antiphon.base.memory import give_memory_back
+from antiphon.base.system import give_memory_back
 from antiphon.serve.policy.fair_line import FairLine
 
 _log = get_logger("engine")

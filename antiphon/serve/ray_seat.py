@@ -13,7 +13,7 @@ from collections import deque
 
 import msgspec
 
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 
 COMMAND = python_module("antiphon.serve.worker.joined")
 _MAX_LAST_LINES = 5

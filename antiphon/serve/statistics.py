@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.traffic import Traffic
+from antiphon.comm.ledger import Traffic
 from antiphon.placement.split import balancedness
 from antiphon.serve.engine_api import EngineEvent, EventKind, PrefetchCounts
 from antiphon.serve.worker.messages import ExpertReport, StepResult

@@ -13,7 +13,7 @@ import psutil
 
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.serve import signals
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import FromWorker, Role, Shutdown

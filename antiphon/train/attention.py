@@ -2,7 +2,7 @@
 
 Grouped-query attention in the order of `models/attention`: projection with bias, norm over the whole of q and of k
 (OLMoE), clipping (DBRX, OLMoE), per-head norms (Qwen3), rotary embedding. Latent attention in its expanded form, as
-`models/latent_attention` for whole prompts: keys and values of all heads are made from the latent rows.
+`models/attention` for whole prompts: keys and values of all heads are made from the latent rows.
 
 Letters: B sequences, S positions, s those of this rank, H hidden, X fused width, N query heads, G KV heads,
 D head width, L latent, C width without rotation, R rotated width, V width of a value. Heads are those of this rank.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from antiphon.comm.launcher import CollectiveLauncher, Submission
 from antiphon.comm.replicas import Replicas
-from antiphon.comm.wire import Submission, Wire
 from antiphon.train.partition import Part
 
 
@@ -63,14 +63,16 @@ class Parameter:
 
 
 class Bucket:
-    """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`. `wire`: sums gradients beside
+    """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`. `launcher`: sums gradients beside
     other work, if there is one. `is_begun`: whether gradients were reduced since `finish` was called."""
 
-    def __init__(self, parameters: Sequence[Parameter], replicas: Replicas, zero: int, wire: Wire | None) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], replicas: Replicas, zero: int, launcher: CollectiveLauncher | None
+    ) -> None:
         self._parameters = parameters
         self._replicas = replicas
         self._zero = zero if replicas.size > 1 else 0
-        self._wire = wire if replicas.size > 1 else None
+        self._launcher = launcher if replicas.size > 1 else None
         self._submissions: list[Submission] = []
         self.is_begun = False
         if self._zero:
@@ -120,7 +122,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Add the gradients of this rank's parameters, summed over replicas, to those of its pieces. A parameter that
-        was not used counts zeros. With a wire this only begins: `finish` waits."""
+        was not used counts zeros. With a launcher this only begins: `finish` waits."""
         self.is_begun = True
         gradients = [_gradient(each.tensor).flatten() for each in self._parameters]
         for each in self._parameters:
@@ -133,10 +135,10 @@ class Bucket:
             padding = sum(self._sizes) - sum(each.shape[0] for each in gradients)
             gradients.append(gradients[0].new_zeros(padding))
         flat = torch.cat(gradients)
-        if self._wire is None:
+        if self._launcher is None:
             self._add(_split(self._sum(flat), self.pieces))
         else:
-            self._submissions.append(self._begin(self._wire, flat))
+            self._submissions.append(self._begin(self._launcher, flat))
 
     def finish(self) -> None:
         """Wait until every sum that was begun is in the pieces' gradients."""
@@ -149,7 +151,7 @@ class Bucket:
         self._submissions.clear()
         self.is_begun = False
 
-    def _begin(self, wire: Wire, flat: Tensor) -> Submission:
+    def _begin(self, launcher: CollectiveLauncher, flat: Tensor) -> Submission:
         """The sum in chunks, each of which has its part of every shard."""
         shards = torch.split(flat, list(self._sizes)) if self._zero else (flat,)
         found: list[Tensor] = []
@@ -161,7 +163,7 @@ class Bucket:
             if number == num_pieces - 1:
                 self._add(_split(torch.cat(found), self.pieces))
 
-        return wire.all_reduce(self._parameters[0].name, flat.numel() * flat.element_size(), sum_piece)
+        return launcher.all_reduce(self._parameters[0].name, flat.numel() * flat.element_size(), sum_piece)
 
     def _sum(self, flat: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """The sum over all replicas; of shards of `sizes`, this rank's. `flat` is used up."""

@@ -6,8 +6,8 @@ from typing import Literal
 
 from antiphon.base.errors import UserError
 from antiphon.comm.float8 import Format
+from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
-from antiphon.comm.wire import Wire
 from antiphon.specs.strict_table import CountFromZero, Positive
 
 _WIDEST_BYTES = 8
@@ -58,11 +58,11 @@ class CommunicationConfig:
                 f"{DEFAULT_CHUNK_BYTES}"
             )
 
-    def wire(self) -> Wire | None:
+    def launcher(self) -> CollectiveLauncher | None:
         """What takes sums beside backward; None where they are made behind it."""
         if self.sums == "behind":
             return None
-        return Wire(MicroOpScheduler(self.chunk_bytes if self.partition else None))
+        return CollectiveLauncher(MicroOpScheduler(self.chunk_bytes if self.partition else None))
 
     def check_dispatch(self, dispatch: str) -> None:
         """`UserError` where a switch would do nothing with this way of rows."""

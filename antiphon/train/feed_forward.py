@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.comm.dispatch.api import Dispatcher, weights_of_rows
+from antiphon.comm.dispatch import Dispatcher, weights_of_rows
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.permute import RowMap

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from antiphon.base.errors import UserError
-from antiphon.kernels.reference.backend import ReferenceBackend
-from antiphon.kernels.reference.weights import ReferenceExperts
+from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.reference import ReferenceBackend, ReferenceExperts
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import tensor_names
 from antiphon.models.load import open_checkpoint
@@ -75,14 +75,11 @@ class _OneExpert(ReferenceExperts):
     """A whole expert as a loader writes it, in float32."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        widths, hidden = spec.feed_forward, spec.hidden_size
-        gate_up = torch.zeros(1, 2 * widths.intermediate, hidden)
-        down = torch.zeros(1, hidden, widths.intermediate)
-        super().__init__(gate_up, down, widths.activation, widths.alpha, widths.limit, False)
-        self._by_purpose = {GATE_UP: gate_up, DOWN: down}
-        if widths.expert_bias:
-            self.gate_up_bias_EJ = torch.zeros(1, 2 * widths.intermediate)
-            self.down_bias_EH = torch.zeros(1, hidden)
+        widths = spec.feed_forward
+        shape = ExpertShape(1, spec.hidden_size, widths.intermediate, widths.activation, has_bias=widths.expert_bias)
+        super().__init__(shape, torch.device("cpu"), torch.float32)
+        self._by_purpose = {GATE_UP: self.gate_up_EJH, DOWN: self.down_EHI}
+        if self.gate_up_bias_EJ is not None and self.down_bias_EH is not None:
             self._by_purpose |= {GATE_UP + "_bias": self.gate_up_bias_EJ, DOWN + "_bias": self.down_bias_EH}
 
     def copy_to(self, layer: nn.Module, place: int) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from antiphon.comm.collectives import run
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import Dispatcher
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.norm import layer_norm, rms_norm

@@ -278,8 +278,8 @@ class _LayerRun:
     @staticmethod
     def _make_way(group: Group) -> None:
         """For an exchange over `group` that is about to begin."""
-        if group.wire is not None and group.size > 1:
-            group.wire.combine_begins()
+        if group.launcher is not None and group.size > 1:
+            group.launcher.combine_begins()
 
     def _product_gradient(self, operator: WeightProduct, verb: str) -> None:
         grad = self._gradient_of(operator.makes[0])

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.dispatch.all_to_all import AllToAllWay
-from antiphon.comm.dispatch.api import Dispatcher, Way
-from antiphon.comm.dispatch.gather_scatter import GatherScatter
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.float8 import RowFormat
 from antiphon.comm.mesh import Group, Mesh, Sizes
 from antiphon.comm.tile_flight import TileLinks

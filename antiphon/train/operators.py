@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from antiphon.base.errors import UserError
 from antiphon.comm.collectives import Collective
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import Dispatcher
 from antiphon.kernels.ops.feed_forward import (
     grouped_bias_gradient,
     grouped_input_gradient,

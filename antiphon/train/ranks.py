@@ -74,7 +74,7 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=sizes.world_size, timeout=timedelta(seconds=timeout_s)
         )
-    return connect(sizes, rank, timeout_s, communication.wire(), roll, first=communication.sums == "priority")
+    return connect(sizes, rank, timeout_s, communication.launcher(), roll, first=communication.sums == "priority")
 
 
 def leave() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllReduce, run
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import Dispatcher
 from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.feed_forward import activate, grouped_product
 from antiphon.specs.model import FeedForwardSpec

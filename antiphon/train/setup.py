@@ -14,7 +14,7 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
-from antiphon.comm.float8_rows import SCALE_BYTES
+from antiphon.comm.float8 import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks

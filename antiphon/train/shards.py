@@ -36,8 +36,8 @@ class Shards:
     which are never cut between shards; empty: nothing. Made by all ranks together.
 
     From zero 2 on, the model's layers do their part in forward and backward by themselves; what belongs to no layer is
-    gathered by `begin_step` and summed by `reduce`. With a mesh that has a wire, sums run beside backward: layers begin
-    theirs behind their last backward of a step, and `reduce` waits for all."""
+    gathered by `begin_step` and summed by `reduce`. With a mesh that has a launcher, sums run beside backward: layers
+    begin theirs behind their last backward of a step, and `reduce` waits for all."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Shards:
         self._outer = make(model, "")
         self._layers = [make(layer, f"layers.{layer.layer}.") for layer in model.layers]
         self._buckets = [*self._outer, *itertools.chain.from_iterable(self._layers)]
-        if zero >= 2 or model.mesh.wire is not None:
+        if zero >= 2 or model.mesh.launcher is not None:
             for layer, buckets in zip(model.layers, self._layers, strict=True):
                 _attach(layer, buckets, lambda: zero >= 2 or self._is_last_pass, gathered=zero == 3)
 
@@ -138,7 +138,7 @@ def _buckets(
             key = id(group), bool(taken), bool(part.axes)
             parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
             found.setdefault(key, (replicas.of(group), []))[1].append(parameter)
-    return [Bucket(parameters, alike, zero, model.mesh.wire) for alike, parameters in found.values()]
+    return [Bucket(parameters, alike, zero, model.mesh.launcher) for alike, parameters in found.values()]
 
 
 def _attach(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bool], *, gathered: bool) -> None:

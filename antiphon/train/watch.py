@@ -200,15 +200,15 @@ class Watch:
             _taken(self._mesh)
         self._spans.step = step
         self._spans.on = logged or measured or self._in_timeline(step)
-        if self._mesh.wire is not None:
-            self._mesh.wire.take_all_to_all_s()
+        if self._mesh.launcher is not None:
+            self._mesh.launcher.take_all_to_all_s()
 
     def after_step(self, step: int, counts_LE: Sequence[Sequence[int]]) -> None:
         """`counts_LE`: rows by MoE layer and expert, of all ranks."""
         taken = self._spans.take()
         self._spans.on = False
         self.operator_s = seconds_by_operator(taken)
-        self.travelled_s = {} if self._mesh.wire is None else self._mesh.wire.take_all_to_all_s()
+        self.travelled_s = {} if self._mesh.launcher is None else self._mesh.launcher.take_all_to_all_s()
         self.traffic = _traffic(self._mesh) if self._logged and self._mesh.sizes.world_size > 1 else None
         if self._in_timeline(step):
             self._for_timeline += taken
@@ -243,9 +243,9 @@ def _traffic(mesh: Mesh) -> StepTraffic:
 
 
 def _taken(mesh: Mesh) -> Ledger:
-    """What this rank counted; of sums that ran on the wire the bytes, because no rank waited for their collectives."""
+    """What this rank counted; of sums that a launcher made the bytes, because no rank waited for their collectives."""
     taken = mesh.ledger.take()
-    for name, num_bytes in () if mesh.wire is None else mesh.wire.ledger.take().sent_bytes.items():
+    for name, num_bytes in () if mesh.launcher is None else mesh.launcher.ledger.take().sent_bytes.items():
         taken.sent_bytes[name] = taken.sent_bytes.get(name, 0) + num_bytes
     return taken
 

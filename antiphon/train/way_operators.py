@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import Collective
-from antiphon.comm.dispatch.api import Dispatcher, Hop, Way
-from antiphon.comm.row_parts import joined, part_of, runs_of, taken
+from antiphon.comm.collectives import Collective, joined, part_of, taken
+from antiphon.comm.dispatch import Dispatcher, Hop, Way
 from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 from antiphon.train.layer_schedule import GRADIENT, START_GRADIENT, WAIT_OF, Action, Schedule
 from antiphon.train.operators import (
@@ -177,14 +176,14 @@ def _send(send: Operator, hop: str, count: int) -> Compute:
 
     def function(here: LayerContext, x: Tensor, hop: Hop) -> tuple[Tensor, ...]:
         sent = whole(here, x, hop)
-        return tuple(taken(sent, runs_of(hop.there, received=False), number, count) for number in range(count))
+        return tuple(taken(sent, hop.there.sent, number, count) for number in range(count))
 
     return replace(send, makes=_all(send.makes[0], count), function=function)
 
 
 def _choices(name: str, ids: str, weights: str, hop: str, count: int) -> Compute:
     def function(here: LayerContext, ids_PK: Tensor, weights_PK: Tensor, hop: Hop) -> tuple[Tensor, ...]:
-        runs = runs_of(hop.there, received=True)
+        runs = hop.there.received
         return tuple(taken(each, runs, number, count) for each in (ids_PK, weights_PK) for number in range(count))
 
     return Compute(
@@ -203,7 +202,7 @@ def _total(total: Operator, hop: str, returned: str, count: int) -> Compute:
 
     def function(here: LayerContext, *values: Any) -> Tensor:
         *parts, weights, hop = values
-        return whole(here, joined(parts, runs_of(hop.there, received=False)), weights, hop)
+        return whole(here, joined(parts, hop.there.sent), weights, hop)
 
     return replace(
         total,

@@ -8,7 +8,7 @@ namespace antiphon {
 
 uint32_t load_u32(const uint32_t* word);  // acquire
 
-// Returns true once *word differs from `old_value`; false after `timeout_ns`. A negative timeout waits for ever.
+// Returns true once *word differs from `old_value`; false after `timeout_ns`. A negative timeout waits without end.
 bool wait_u32(const uint32_t* word, uint32_t old_value, int64_t timeout_ns, int64_t spin_ns);
 
 // Release store, then wakes every waiter of every process.

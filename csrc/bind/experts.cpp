@@ -1,7 +1,7 @@
 #include "base/huge_buffer.h"
 #include "bind/bind.h"
 #include "kernels/isa.h"
-#include "kernels/pack.h"
+#include "kernels/operations.h"
 
 #include <nanobind/stl/string.h>
 

@@ -1,12 +1,116 @@
+// Arguments that several bindings take: timeouts, buffers, sets of sources.
+//
 // The parts of the module `antiphon._m2n`.
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
-#include "bind_m2n/arguments.h"
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "m2n/error.h"
 #include "m2n/expert_split.h"
+#include "m2n/inbox.h"
+#include "m2n/outbox.h"
+#include "m2n/row_sum.h"
+#include "m2n/types.h"
 
 namespace antiphon::bind {
+
+inline m2n::Deadline deadline_after(double timeout_s) {
+    if (!(timeout_s >= 0) || timeout_s > 1e9) {
+        throw m2n::Error(m2n::Code::invalid, "a timeout of " + std::to_string(timeout_s) + " s: it must be 0 to 1e9");
+    }
+    return m2n::Deadline::after_ns(static_cast<int64_t>(std::llround(timeout_s * 1e9)));
+}
+
+using Counts = nanobind::ndarray<const uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using Flags = nanobind::ndarray<const bool, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+
+// Runs `wait` without the GIL; a timeout's message gets the number of seconds.
+template <class Wait>
+auto within(double timeout_s, Wait&& wait) {
+    const m2n::Deadline deadline = deadline_after(timeout_s);
+    try {
+        nanobind::gil_scoped_release release;
+        return wait(deadline);
+    } catch (const m2n::Error& error) {
+        if (error.code != m2n::Code::timeout && error.code != m2n::Code::no_credit) throw;
+        char seconds[32];
+        std::snprintf(seconds, sizeof(seconds), "%.3g", timeout_s);
+        throw m2n::Error(error.code, std::string(error.what()) + " after " + seconds + " s", error.peers);
+    }
+}
+
+// A contiguous buffer of bytes of any object that has one; writable only where asked for.
+class Buffer {
+  public:
+    Buffer(nanobind::handle object, bool writable = false) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
+            throw nanobind::python_error();
+        }
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+    uint64_t size() const { return static_cast<uint64_t>(view_.len); }
+
+  private:
+    Py_buffer view_{};
+};
+
+inline m2n::MessageLabel make_label(uint64_t step, const std::vector<uint32_t>& user, uint32_t participants) {
+    if (user.size() > m2n::num_user_words) {
+        throw m2n::Error(m2n::Code::invalid, std::to_string(user.size()) + " user words: a header holds " +
+                                                 std::to_string(m2n::num_user_words));
+    }
+    m2n::MessageLabel label{step, participants, {}};
+    std::copy(user.begin(), user.end(), label.user);
+    return label;
+}
+
+// As PyTorch names it.
+inline m2n::RowType row_type_of(const std::string& name) {
+    if (name == "bfloat16") return m2n::RowType::bf16;
+    if (name == "float16") return m2n::RowType::fp16;
+    if (name == "float32") return m2n::RowType::fp32;
+    throw m2n::Error(m2n::Code::invalid, "rows of " + name + ": they can be bfloat16, float16 or float32");
+}
+
+// `expect`: how many sources, or which.
+class ExpectedSources {
+  public:
+    ExpectedSources(nanobind::handle expect, uint32_t num_sources) {
+        if (nanobind::isinstance<nanobind::int_>(expect)) {
+            const auto count = nanobind::cast<int64_t>(expect);
+            if (count < 0 || count > num_sources) refuse(std::to_string(count) + " sources are expected", num_sources);
+            count_ = static_cast<uint32_t>(count);
+            return;
+        }
+        for (nanobind::handle item : nanobind::iter(expect)) {
+            const auto source = nanobind::cast<int64_t>(item);
+            if (source < 0 || source >= num_sources) refuse("source " + std::to_string(source), num_sources);
+            sources_.push_back(static_cast<m2n::SourceId>(source));
+        }
+        // A source named twice would be waited for twice, and sends once.
+        std::ranges::sort(sources_);
+        sources_.erase(std::ranges::unique(sources_).begin(), sources_.end());
+    }
+    m2n::Expected get() const { return {count_, sources_}; }
+
+  private:
+    [[noreturn]] static void refuse(const std::string& what, uint32_t num_sources) {
+        throw m2n::Error(m2n::Code::invalid, what + ": the inbox has " + std::to_string(num_sources));
+    }
+    uint32_t count_ = 0;
+    std::vector<m2n::SourceId> sources_;
+};
 
 void bind_m2n_errors(nanobind::module_& module);
 void bind_m2n_inbox(nanobind::module_& module);

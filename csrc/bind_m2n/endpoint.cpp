@@ -5,7 +5,6 @@
 
 #include <optional>
 
-#include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
 #include "m2n/endpoint.h"
 

@@ -1,4 +1,6 @@
 // Tensors arrive as addresses, as everywhere in the native interface; Python checks shapes and keeps them alive.
+#include "bind_m2n/bind_m2n.h"
+
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -6,8 +8,7 @@
 
 #include <algorithm>
 
-#include "bind_m2n/arguments.h"
-#include "bind_m2n/bind_m2n.h"
+#include "m2n/expert_split.h"
 #include "m2n/token_exchange.h"
 
 namespace nb = nanobind;
@@ -169,6 +170,31 @@ void bind_m2n_exchange(nb::module_& module) {
     module.def("first_step_of", &BatchKey::first_of, nb::arg("epoch"));
     module.attr("INTRODUCTION") = m2n::introduction_bit;
     module.attr("MAX_ATTENTION_WORKERS") = m2n::max_attention_workers;
+}
+
+nb::list wanted_copies(m2n::ExpertSplit& split, const Counts& counts, const Flags& open) {
+    nb::list tuples;
+    for (const auto& each : split.wanted_copies({counts.data(), counts.size()}, {open.data(), open.size()})) {
+        tuples.append(nb::make_tuple(each.expert, each.worker, each.gain));
+    }
+    return tuples;
+}
+
+void bind_m2n_expert_split(nb::module_& module) {
+    using m2n::ExpertSplit;
+    nb::class_<ExpertSplit>(module, "ExpertSplit")
+        .def(nb::init<uint32_t, const std::vector<std::vector<int32_t>>&, std::vector<double>, uint32_t>(),
+             nb::arg("num_workers"), nb::arg("owners"), nb::arg("speeds") = std::vector<double>(), nb::arg("knee") = 1)
+        .def("split",
+             [](ExpertSplit& split, const Counts& counts) {
+                 const auto rows = split.split({counts.data(), counts.size()});
+                 auto* copy = new uint32_t[rows.size()];
+                 std::ranges::copy(rows, copy);
+                 nb::capsule owner(copy, [](void* memory) noexcept { delete[] static_cast<uint32_t*>(memory); });
+                 return nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>(copy, {rows.size()}, owner);
+             },
+             nb::arg("counts"))
+        .def("wanted_copies", &wanted_copies, nb::arg("counts"), nb::arg("open"));
 }
 
 }  // namespace antiphon::bind

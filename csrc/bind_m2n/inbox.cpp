@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
 
 namespace nb = nanobind;

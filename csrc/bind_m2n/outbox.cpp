@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
 
 namespace nb = nanobind;

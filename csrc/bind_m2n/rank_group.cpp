@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind_m2n/arguments.h"
 #include "bind_m2n/bind_m2n.h"
 #include "m2n/rank_group.h"
 

@@ -1,7 +1,7 @@
 // 16 float lanes in portable C++: correct everywhere, vectorised as far as the compiler manages.
 //
 // Every arch_*.h offers the same static functions over a vector type F (16 floats), a weight operand B (64 bytes) and a
-// broadcast row operand A (4 bytes). Kernels are templates over the arch; each is compiled in its own variant file.
+// broadcast row operand A (4 bytes). Kernels are templates over the arch; variant.cpp is compiled once for each.
 #pragma once
 
 #include <cmath>

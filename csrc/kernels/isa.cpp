@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "kernels/variants.h"
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <cpuid.h>
@@ -23,15 +22,10 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-#else
-bool has_avx2() { return false; }
-bool has_avx512() { return false; }
-bool has_avx512_bf16() { return false; }
-#endif
 
 // AMX must be announced by the processor (leaf 7: EDX bits 22 and 24) and its state permitted by the kernel.
 bool has_amx() {
-#if defined(__linux__) && defined(__x86_64__)
+#if defined(__linux__)
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
     const bool announced = (edx >> 22 & 1u) != 0 && (edx >> 24 & 1u) != 0;
@@ -42,18 +36,18 @@ bool has_amx() {
     return false;
 #endif
 }
+#endif
 
 std::vector<const KernelTable*> available() {
     std::vector<const KernelTable*> tables;
-    const auto add = [&](bool supported, const KernelTable* table) {
-        if (supported && table != nullptr) tables.push_back(table);
-    };
-    add(has_amx(), amx_kernels());
-    add(has_avx512_bf16(), avx512_bf16_kernels());
-    add(has_avx512(), avx512_kernels());
-    add(has_avx2(), avx2_kernels());
-    add(true, plain_kernels());
-    add(true, amx_emulated_kernels());
+#if defined(__x86_64__)
+    if (has_amx()) tables.push_back(amx_kernels());
+    if (has_avx512_bf16()) tables.push_back(avx512_bf16_kernels());
+    if (has_avx512()) tables.push_back(avx512_kernels());
+    if (has_avx2()) tables.push_back(avx2_kernels());
+#endif
+    tables.push_back(plain_kernels());
+    tables.push_back(amx_emulated_kernels());
     return tables;
 }
 

@@ -1,4 +1,6 @@
 // Which compiled variant this machine runs, chosen once: the environment's ANTIPHON_ISA, else the best it can.
+//
+// The compiled variants (variant.cpp); but for the first and the last, only where the target is x86-64.
 #pragma once
 
 #include <string>
@@ -16,5 +18,13 @@ const KernelTable& kernels();
 
 // For tests: packed data stays valid, its layout is the same for all. Not while a kernel runs.
 void set_isa(const std::string& name);
+
+// The compiled variants (variant.cpp); but for plain and amx_emulated, only where the target is x86-64.
+const KernelTable* plain_kernels();
+const KernelTable* avx2_kernels();
+const KernelTable* avx512_kernels();
+const KernelTable* avx512_bf16_kernels();
+const KernelTable* amx_kernels();
+const KernelTable* amx_emulated_kernels();  // AMX indexing with software tiles: for tests
 
 }  // namespace antiphon::kernels

@@ -1,4 +1,4 @@
-#include "kernels/pack.h"
+#include "kernels/operations.h"
 
 #include <cstring>
 

@@ -88,7 +88,7 @@ class ThreadPool {
 
     int wanted_ = 1;
     int spawned_ = 1;
-    std::mutex owner_;  // held by whoever runs a region; a second caller works alone
+    std::mutex owner_;  // held by the thread that runs a region; a second caller works alone
     std::atomic<int64_t> spin_ns_{150'000};
 
     Entry entry_ = nullptr;

@@ -141,4 +141,12 @@ struct HardwareTiles {
 #undef ANTIPHON_EACH_TILE
 #endif
 
+// Matrix products of bfloat16 in AMX tiles; everything else as the vector arch beneath.
+template <class VectorArch, class TileOps>
+struct Amx : VectorArch {
+    static constexpr bool has_tiles = true;
+    using Vector = VectorArch;
+    using Tiles = TileOps;
+};
+
 }  // namespace antiphon::kernels

@@ -59,7 +59,7 @@ class ByteReader {
 
     Bytes rest() const { return bytes_.subspan(at_); }
 
-    // Bytes nobody asked for mean that the two sides disagree about the format.
+    // Bytes that were not asked for mean that the two sides disagree about the format.
     void expect_end() const {
         if (at_ == bytes_.size()) return;
         throw Error(Code::invalid,

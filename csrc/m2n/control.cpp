@@ -36,7 +36,7 @@ std::string words_of(int error) { return std::generic_category().message(error);
                 words_of(error));
 }
 
-// Empty: nobody listens there.
+// Empty: no process listens there.
 FileDescriptor connect_abstract(const std::string& name, const std::string& peer_name, Deadline deadline) {
     const std::string where = "the Unix socket " + name;
     const SocketAddress address = abstract_address(name);
@@ -50,7 +50,7 @@ FileDescriptor connect_abstract(const std::string& name, const std::string& peer
         if (deadline.passed()) throw_timeout(peer_name, where, error);
         sleep_until(deadline, first_retry_ns);
     }
-    // Names of abstract sockets are anybody's to take.
+    // Names of abstract sockets can be taken by any process.
     if (!same_user_or_root(socket.get())) {
         throw Error(Code::refused, peer_name + " is not at " + where + ": another user listens there", {peer_name},
                     "another user listens there");

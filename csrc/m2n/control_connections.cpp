@@ -116,7 +116,7 @@ void Control::Thread::serve(Connection& connection, uint32_t events) {
     } catch (const Error& error) {
         const bool ours = error.code == Code::system;
         reject(connection, std::string(ours ? "could not be served: " : "sent nonsense: ") + error.what());
-        // Somebody who only lacks the secret is told so; whoever sends nonsense would not understand.
+        // A peer that only lacks the secret gets an answer; a sender of nonsense would not understand one.
         if (error.code == Code::refused) refuse(connection, error.what());
     } catch (const std::exception& error) {
         reject(connection, std::string("could not be served: ") + error.what());

@@ -230,7 +230,7 @@ void Control::Thread::carry_out(Order& order) {
         }
         return;
     }
-    // An opening that nobody was told of is not anybody's to hang up.
+    // An opening that was not announced belongs to no caller, so none can hang it up.
     if (const auto found = connections_.find(order.id); found != connections_.end() && found->second->announced) {
         say_goodbye(*found->second);
         found->second->end(Fate::lost, "we hung up");
@@ -322,7 +322,7 @@ std::string Control::Thread::words_for(int error) const {
         case ETIMEDOUT:
         case EHOSTUNREACH:
         case ENETUNREACH: {
-            // The last two say which ICMP messages came while nobody acknowledged.
+            // The last two say which ICMP messages came while nothing was acknowledged.
             char words[64];
             std::snprintf(words, sizeof(words), "does not answer for %.3g s",
                           static_cast<double>(options_.dead_after_ns) * 1e-9);
@@ -342,7 +342,7 @@ void Control::Thread::announce_gone(ConnectionId id, const std::string& reason) 
     try {
         handler_.on_gone(id, reason);
     } catch (...) {
-        // A handler that throws here has nobody to tell, and the other peers need this thread.
+        // No caller hears of a handler that throws here, and the other peers need this thread.
     }
     const std::lock_guard lock(mutex_);
     calling_ = 0;

@@ -54,7 +54,7 @@ class Control::Thread {
         lost,         // its peer is gone
         rejected,     // nonsense, a wrong proof or silence
         turned_down,  // by the handler
-        adopted,      // its socket is somebody else's now
+        adopted,      // its socket belongs to a data connection now
     };
 
     struct Connection {

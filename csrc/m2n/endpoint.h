@@ -1,7 +1,7 @@
 // One process's end of any number of pairs: a transport, a control connection for each peer, inboxes and outboxes.
 //
 // A receiver makes an inbox and gives its ticket to the senders; a sender connects with the ticket and a source number
-// and gets an outbox. No group is formed and nobody waits for a third: peers come and go one by one.
+// and gets an outbox. No group is formed and no peer waits for a third: peers come and go one by one.
 #pragma once
 
 #include <atomic>
@@ -14,9 +14,9 @@
 #include "m2n/control.h"
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
-#include "m2n/ticket.h"
-#include "m2n/transports.h"
-#include "m2n/wait_policy.h"
+#include "m2n/wire.h"
+#include "m2n/transport.h"
+#include "m2n/waiting.h"
 
 namespace antiphon::m2n {
 

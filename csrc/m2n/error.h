@@ -1,9 +1,10 @@
 // The one error type of the library: a code, and words that name the value, the limit and the peer.
 #pragma once
 
-#include <cstdint>
+#include <cerrno>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -15,7 +16,7 @@ enum class Code {
     peer_lost,    // `peers[0]` is gone, `reason` says how we know
     no_credit,    // every slot of this pair is in use; nothing was sent
     refused,      // the other side turned the connection down, or could not prove that it knows the secret
-    interrupted,  // somebody called Endpoint::interrupt
+    interrupted,  // Endpoint::interrupt was called
     system,       // a system or library call failed
 };
 
@@ -31,6 +32,9 @@ class Error : public std::runtime_error {
 };
 
 // "CALL: what errno means". For failed system calls.
-[[noreturn]] void throw_errno(const std::string& call);
+[[noreturn]] inline void throw_errno(const std::string& call) {
+    const int error = errno;  // building the message may change it
+    throw Error(Code::system, call + ": " + std::generic_category().message(error));
+}
 
 }  // namespace antiphon::m2n

@@ -5,7 +5,7 @@
 // client's side over a socket with a deadline, on the calling thread.
 //
 // Both nonces, every field and both blobs go into the proofs: nothing of an opening can be replayed, changed or
-// answered by somebody who does not know the secret. What follows is not encrypted; that is the network's task.
+// answered by a peer that does not know the secret. What follows is not encrypted; that is the network's task.
 #pragma once
 
 #include <cstddef>

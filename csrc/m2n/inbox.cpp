@@ -143,7 +143,7 @@ void Inbox::arrive(SourceId index, Immediate immediate) {
     if (fault != HeaderFault::none) {
         ++source.counters.rejected;
         lose(index, std::string("sent a malformed message: ") + words_for(fault));
-        hang_up_(source.connection);  // it lives, and shall know
+        hang_up_(source.connection);  // it lives, and learns of it
         return;
     }
     const uint32_t place = place_of(immediate);

@@ -19,11 +19,11 @@
 
 #include "m2n/control.h"
 #include "m2n/error.h"
-#include "m2n/histogram.h"
+#include "m2n/fixed_size.h"
 #include "m2n/step_table.h"
-#include "m2n/ticket.h"
+#include "m2n/wire.h"
 #include "m2n/transport.h"
-#include "m2n/wait_policy.h"
+#include "m2n/waiting.h"
 
 namespace antiphon::m2n {
 
@@ -41,7 +41,7 @@ class Membership {
   public:
     void push(MembershipEvent event);
     std::vector<MembershipEvent> take();  // empty and cheap when nothing happened
-    void close() { closed_.store(true); }  // nobody will join any more
+    void close() { closed_.store(true); }  // no source will join any more
     bool closed() const { return closed_.load(); }
 
   private:
@@ -92,7 +92,7 @@ struct InboxSpec {
 
 class Inbox {
   public:
-    // `name`: of the endpoint, for errors. `interrupted`: set when a wait shall end early. `hang_up`: on a source that
+    // `name`: of the endpoint, for errors. `interrupted`: set to end a wait early. `hang_up`: on a source that
     // sends nonsense.
     Inbox(std::string name, const InboxSpec& spec, std::shared_ptr<Transport> transport, WaitPolicy policy,
           std::shared_ptr<std::atomic<bool>> interrupted, std::function<void(ConnectionId)> hang_up);

@@ -1,3 +1,13 @@
+// The thread that looks after writes under way while the owner of a transport is busy with something else.
+//
+// It earns its place because libfabric moves bytes only while a thread looks: without it a credit or a message waits as
+// long as its owner computes, and its peer with it.
+//
+// It comes every 2 ms while the owner does not look himself, less and less often while he does, and parks half a second
+// after the last write if nothing is known to be under way: an idle process does not wake up. Of writes without a
+// completion, as credits are where the provider copies them at once, nothing is known: one that a provider still holds
+// after that time leaves with the owner's next look.
+//
 // One transport's libfabric objects: a domain with one completion queue, one address vector and two endpoints.
 //
 // Messages and credits have an endpoint each, so that a credit never queues behind bulk data on the same connection and
@@ -13,11 +23,16 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "m2n/libfabric_provider.h"
@@ -25,9 +40,40 @@
 
 namespace antiphon::m2n {
 
+class LibfabricKeeper {
+  public:
+    struct Found {
+        bool owner_looks = false;  // he did since the last visit, or is about to
+        bool active = false;       // something is under way, or was handed in since the last visit
+    };
+
+    // `visit` looks, unless the owner does. Called from the thread, one at a time.
+    explicit LibfabricKeeper(std::function<Found()> visit);
+    ~LibfabricKeeper();  // waits for the visit under way
+
+    // After a write was handed in. No system call, unless the thread has parked.
+    void note_write() {
+        if (parked_.load()) wake();
+    }
+
+  private:
+    void run();
+    bool wait_for_turn();  // false: stop
+    void wake();
+
+    const std::function<Found()> visit_;
+    int64_t tick_ns_;
+    int64_t idle_ns_ = 0;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::atomic<bool> parked_{false};
+    bool stopping_ = false;
+    std::thread thread_;  // last: it uses all of the above
+};
+
 enum class Lane { data = 0, credit = 1 };
 
-// What a credit's write carries: nobody reads it, but not every provider is known to deliver an empty write.
+// What a credit's write carries: it is not read, but not every provider is known to deliver an empty write.
 constexpr size_t credit_payload_bytes = 4;
 
 uint64_t random_word();  // from the kernel
@@ -52,7 +98,7 @@ struct MemoryRegion {
 
 class LibfabricDomain {
   public:
-    // Completions that may be unread at once. The queue is fatally broken by one more, so whoever opens a pair reserves
+    // Completions that may be unread at once. The queue is fatally broken by one more, so opening a pair reserves
     // what its credits allow.
     static constexpr uint32_t queue_entries = 1u << 15;
 

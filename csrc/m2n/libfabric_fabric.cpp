@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "m2n/error.h"
-#include "m2n/spin.h"
+#include "m2n/waiting.h"
 
 namespace antiphon::m2n {
 
@@ -25,7 +25,7 @@ constexpr int64_t retry_sleep_ns = 1'000'000;    // while a write waits for room
 constexpr int64_t connecting_ns = 5'000'000'000;  // how long a new pair without news may be a connection in the making
 constexpr int64_t first_pause_ns = 10'000;       // without a descriptor: look, pause, look, pausing longer and longer
 constexpr int64_t longest_pause_ns = 100'000;
-constexpr int most_reads = 64;  // of the queue in one look: nobody else gets the mutex meanwhile
+constexpr int most_reads = 64;  // of the queue in one look: no other thread gets the mutex meanwhile
 constexpr uint32_t entries_per_slot = 2;  // what comes in for it, and the end of what goes out
 
 class OwnerBlocks {
@@ -79,7 +79,7 @@ LibfabricFabric::~LibfabricFabric() {
 // --- opening and closing ---
 
 PairTag LibfabricFabric::next_free_tag() {
-    // Introductions that nobody answered keep their tags only until all others are in use.
+    // Unanswered introductions keep their tags only until all others are in use.
     for (const bool spare_introduced : {true, false}) {
         for (uint32_t step = 1; step <= num_tags; ++step) {
             const uint32_t tag = (last_tag_ + step) % num_tags;

@@ -1,10 +1,10 @@
 // All pairs of one libfabric transport: tags, completions, progress, sleep.
 //
-// Progress is manual: bytes move only while somebody looks at the completion queue, on the sending side too.
-// `progress`, a fruitless second `poll` and `block` look. Between them a keeper thread does (libfabric_keeper.h): a
+// Progress is manual: bytes move only while a thread looks at the completion queue, on the sending side too.
+// `progress`, a fruitless second `poll` and `block` look. Between them a keeper thread does (libfabric_domain.h): a
 // credit must reach its sender even if the owner, having released the slot, turns to something else for long. One mutex
 // guards everything, because the control thread opens landings while the owner looks; it is free nearly always, and
-// nobody sleeps while holding it.
+// no thread sleeps while holding it.
 //
 // Closing a pair does not end its registration at once: on connections a write with an unknown key ends the connection,
 // and with it the other pairs of the same two processes. So a closed landing lies in wait for a while, under its own
@@ -25,7 +25,6 @@
 
 #include "m2n/file_descriptor.h"
 #include "m2n/libfabric_domain.h"
-#include "m2n/libfabric_keeper.h"
 #include "m2n/libfabric_pair.h"
 
 namespace antiphon::m2n {
@@ -109,7 +108,7 @@ class LibfabricFabric {
     uint32_t reserved_entries_ = 0;
     uint64_t looks_ = 1;
     int64_t next_reap_ns_ = 0;
-    bool alarm_ = false;  // a pair broke: whoever blocks must look
+    bool alarm_ = false;  // a pair broke: a blocked thread must look
     uint32_t unheard_ = 0;           // open pairs of which nothing has come in yet
     int64_t connecting_until_ns_ = 0;  // after which they are taken to be silent, not about to connect
     uint32_t receives_wanted_[2] = {0, 0};

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 namespace antiphon::m2n {
 
@@ -29,7 +29,7 @@ struct LibfabricInfo {
     std::string library;          // path; empty: none found
     std::string version;          // of the library
     std::string chosen;           // provider that `options` lead to
-    std::string problem;          // why something of the above is empty, and how to mend it
+    std::string problem;          // why something of the above is empty, and how to fix it
     std::vector<LibfabricProviderInfo> providers;
 };
 

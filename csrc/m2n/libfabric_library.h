@@ -35,7 +35,7 @@ struct LibfabricLibrary {
     std::string words_for(int64_t error) const;  // of a negative return value, in any sign
 };
 
-// `path`: a library or the folder of one; empty: search. Error(invalid) says what was tried and how to mend it.
+// `path`: a library or the folder of one; empty: search. Error(invalid) says what was tried and how to fix it.
 LibfabricLibrary open_libfabric(const std::string& path);
 
 // The files that a search would try, for display; globs are already resolved.

@@ -9,7 +9,7 @@ namespace antiphon::m2n {
 
 namespace {
 
-// Whether a write may take its payload from memory that nobody registered. Only the provider that hands it to the
+// Whether a write may take its payload from memory that was not registered. Only the provider that hands it to the
 // kernel: a caller that frees the memory of a lost peer's message then costs an error of that write, where one that
 // copies it later by itself would crash.
 bool can_gather(const LibfabricDomain& domain) {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/huge_buffer.h"
-#include "m2n/fixed_queue.h"
+#include "m2n/fixed_size.h"
 #include "m2n/libfabric_domain.h"
 #include "m2n/transport.h"
 

@@ -14,7 +14,7 @@
 #include <string>
 
 #include "m2n/libfabric_library.h"
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 namespace antiphon::m2n {
 

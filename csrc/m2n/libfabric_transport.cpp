@@ -5,7 +5,7 @@
 // receiver; the 32 bits beside it say what arrived. A credit is a write of four bytes the other way. A payload outside
 // the slot is written from where it lies if the provider needs no registration for that (tcp), else copied into the
 // slot: the interface has no call to register it. This file is the glue between Transport and LibfabricFabric.
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 #if defined(ANTIPHON_HAVE_LIBFABRIC)
 

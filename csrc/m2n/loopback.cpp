@@ -4,8 +4,6 @@
 // Both ends of a pair share one block of memory, and the sender finds the receiver's block by a random token in a
 // table of the process: the welcome is bytes, and bytes cannot carry a reference.
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,22 +12,14 @@
 #include <utility>
 
 #include "base/huge_buffer.h"
-#include "m2n/bell.h"
 #include "m2n/control.h"
 #include "m2n/error.h"
 #include "m2n/pair_memory.h"
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 namespace antiphon::m2n {
 
 namespace {
-
-struct Bells {
-    Bell bells[2];  // by Event
-    std::atomic<bool> interrupted{false};
-
-    Bell& of(Event event) { return bells[static_cast<size_t>(event)]; }
-};
 
 struct Shared {
     HugeBuffer buffer;
@@ -98,65 +88,28 @@ class Shuffler {
     ImmediateSink held_;
 };
 
-class LoopbackLanding final : public Landing {
+// An end that passes on what it polled as its shuffler likes.
+template <class End>
+class Shuffled final : public End {
   public:
-    LoopbackLanding(std::shared_ptr<Shared> shared, uint64_t seed)
-        : shared_(std::move(shared)), arrivals_(shared_->memory.slots()), shuffler_(seed) {}
+    Shuffled(const std::shared_ptr<Shared>& shared, Bell& rung, uint64_t seed)
+        : End(shared->memory, rung, shared), shuffler_(seed) {}
 
-    const std::byte* slot(SlotId slot) const override { return shared_->memory.slot(slot); }
-
-    bool poll(ImmediateSink& sink, std::string&) override {
-        arrivals_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return shared_->memory.arrived(slot); });
-        shuffler_.pass(sink);
-        return true;
-    }
-
-    void release(Immediate immediate) override {
-        shared_->memory.released(immediate.slot).store(immediate.pack(), std::memory_order_release);
-        ring(shared_->sender->of(Event::credit));
-    }
-
-  private:
-    std::shared_ptr<Shared> shared_;
-    WordReader arrivals_;
-    Shuffler shuffler_;
-};
-
-class LoopbackLink final : public Link {
-  public:
-    LoopbackLink(std::shared_ptr<Shared> shared, uint64_t seed)
-        : shared_(std::move(shared)), credits_(shared_->memory.slots()), shuffler_(seed) {}
-
-    std::byte* slot(SlotId slot) override { return shared_->memory.slot(slot); }
-
-    void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
-        std::byte* slot = shared_->memory.slot(immediate.slot);
-        if (payload != nullptr && header.length > 0) std::memcpy(slot + header_bytes, payload, header.length);
-        std::memcpy(slot, &header, header_bytes);
-        shared_->memory.arrived(immediate.slot).store(immediate.pack(), std::memory_order_release);
-        ring(shared_->receiver->of(Event::arrival));
-    }
-
-    bool source_reusable(SlotId) override { return true; }
-
-    bool poll(ImmediateSink& sink, std::string&) override {
-        credits_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return shared_->memory.released(slot); });
+    bool poll(ImmediateSink& sink, std::string& reason) override {
+        End::poll(sink, reason);
         shuffler_.pass(sink);
         return true;
     }
 
   private:
-    std::shared_ptr<Shared> shared_;
-    WordReader credits_;
     Shuffler shuffler_;
 };
 
-class Loopback final : public Transport {
+class Loopback final : public MemoryTransport {
   public:
     explicit Loopback(uint64_t seed) : bells_(std::make_shared<Bells>()), seed_(seed) {}
 
     const char* name() const override { return "loopback"; }
-    bool same_host_only() const override { return true; }
 
     Blob introduce() override { return {introductions().offer(bells_), {}}; }
 
@@ -167,35 +120,27 @@ class Loopback final : public Transport {
         shared->sender = introductions().take(introduction.bytes);
         shared->receiver = bells_;
         welcome.bytes = pairs().offer(shared);
-        return std::make_unique<LoopbackLanding>(std::move(shared), seed_ == 0 ? 0 : seed_ + spec.source);
+        return std::make_unique<Shuffled<MemoryLanding>>(shared, shared->sender->of(Event::credit),
+                                                         seed_ == 0 ? 0 : seed_ + spec.source);
     }
 
     std::unique_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
                                     Deadline) override {
-        return std::make_unique<LoopbackLink>(pairs().take(welcome.bytes), seed_ == 0 ? 0 : seed_ + ~spec.source);
+        const std::shared_ptr<Shared> shared = pairs().take(welcome.bytes);
+        return std::make_unique<Shuffled<MemoryLink>>(shared, shared->receiver->of(Event::arrival),
+                                                      seed_ == 0 ? 0 : seed_ + ~spec.source);
     }
 
-    bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
-    void progress() override {}
-
-    uint32_t prepare(Event event) override { return bells_->of(event).count.load(); }
-
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns, EndId) override {
-        if (seed_ != 0) {
-            std::this_thread::yield();  // something may be held back: only asking again brings it forward
-            return;
-        }
-        wait(bells_->of(event), prepared, needed, bells_->interrupted, deadline, spin_ns);
-        bells_->interrupted.store(false);
-    }
-
-    void interrupt() override {
-        bells_->interrupted.store(true);
-        ring_always(bells_->of(Event::arrival));
-        ring_always(bells_->of(Event::credit));
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns,
+               EndId end) override {
+        // With a seed something may be held back: only asking again brings it forward.
+        if (seed_ != 0) return std::this_thread::yield();
+        MemoryTransport::block(event, prepared, needed, deadline, spin_ns, end);
     }
 
   private:
+    Bells& own() override { return *bells_; }
+
     std::shared_ptr<Bells> bells_;
     uint64_t seed_;
 };

@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "m2n/error.h"
-#include "m2n/histogram.h"
+#include "m2n/fixed_size.h"
 #include "m2n/transport.h"
-#include "m2n/wait_policy.h"
+#include "m2n/waiting.h"
 
 namespace antiphon::m2n {
 
@@ -110,7 +110,7 @@ class Outbox {
         uint16_t sequence = 0;  // of the last message
         bool in_flight = false;
         int64_t sent_ns = 0;
-        std::shared_ptr<const void> owner;  // of the payload, where somebody must keep it
+        std::shared_ptr<const void> owner;  // of the payload, where it must be kept alive
     };
     std::vector<Slot> slots_;
     std::vector<SlotId> free_;  // the last one is the warmest in the caches and is used first
@@ -119,7 +119,7 @@ class Outbox {
     OutboxCounters counters_;
     Histogram round_trips_;
     std::unique_ptr<Link> link_;  // goes before the payloads' owners
-    std::shared_ptr<Tie> tie_;    // goes first: the receiver shall hear a goodbye before anything breaks
+    std::shared_ptr<Tie> tie_;    // goes first: the receiver hears a goodbye before anything breaks
 };
 
 }  // namespace antiphon::m2n

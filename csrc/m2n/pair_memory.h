@@ -2,15 +2,19 @@
 //
 // First page: one word for each slot that the sender publishes (arrived) and one that the receiver publishes
 // (released), each the packed immediate of the slot's last message. Then the slots. A word is published after what it
-// announces, so whoever reads it with acquire order sees the whole message; a sender that dies half way has published
+// announces, so a reader with acquire order sees the whole message; a sender that dies half way has published
 // nothing. A fresh word is zero, which no immediate is, because sequences of first uses begin with 1.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
 
 #include "m2n/transport.h"
+#include "m2n/waiting.h"
 
 namespace antiphon::m2n {
 
@@ -54,6 +58,95 @@ class WordReader {
 
   private:
     std::vector<uint32_t> seen_;
+};
+
+// The receiver's end. `kept` keeps the memory and the sender's bells alive.
+class MemoryLanding : public Landing {
+  public:
+    MemoryLanding(PairMemory memory, Bell& credits, std::shared_ptr<const void> kept)
+        : memory_(memory), credits_(credits), kept_(std::move(kept)), arrivals_(memory.slots()) {}
+
+    const std::byte* slot(SlotId slot) const override { return memory_.slot(slot); }
+
+    bool poll(ImmediateSink& sink, std::string&) override {
+        arrivals_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return memory_.arrived(slot); });
+        return true;
+    }
+
+    void release(Immediate immediate) override {
+        memory_.released(immediate.slot).store(immediate.pack(), std::memory_order_release);
+        ring(credits_);
+    }
+
+  private:
+    PairMemory memory_;
+    Bell& credits_;
+    std::shared_ptr<const void> kept_;
+    WordReader arrivals_;
+};
+
+// The sender's end. `kept` keeps the memory and the receiver's bells alive.
+class MemoryLink : public Link {
+  public:
+    MemoryLink(PairMemory memory, Bell& arrivals, std::shared_ptr<const void> kept)
+        : memory_(memory), arrivals_(arrivals), kept_(std::move(kept)), credits_(memory.slots()) {}
+
+    std::byte* slot(SlotId slot) override { return memory_.slot(slot); }
+
+    void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
+        std::byte* slot = memory_.slot(immediate.slot);
+        if (payload != nullptr && header.length > 0) std::memcpy(slot + header_bytes, payload, header.length);
+        std::memcpy(slot, &header, header_bytes);
+        memory_.arrived(immediate.slot).store(immediate.pack(), std::memory_order_release);
+        ring(arrivals_);
+    }
+
+    bool source_reusable(SlotId) override { return true; }
+
+    bool poll(ImmediateSink& sink, std::string&) override {
+        credits_.read(sink, [&](SlotId slot) -> std::atomic<uint32_t>& { return memory_.released(slot); });
+        return true;
+    }
+
+  private:
+    PairMemory memory_;
+    Bell& arrivals_;
+    std::shared_ptr<const void> kept_;
+    WordReader credits_;
+};
+
+// One endpoint's bells, by Event.
+struct Bells {
+    Bell bells[2];
+
+    Bell& of(Event event) { return bells[static_cast<size_t>(event)]; }
+};
+
+// What both transports do alike: wait for the own bells.
+class MemoryTransport : public Transport {
+  public:
+    bool same_host_only() const override { return true; }
+    bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
+    void progress() override {}
+
+    uint32_t prepare(Event event) override { return own().of(event).count.load(); }
+
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns, EndId) override {
+        wait(own().of(event), prepared, needed, interrupted_, deadline, spin_ns);
+        interrupted_.store(false);
+    }
+
+    void interrupt() override {
+        interrupted_.store(true);
+        ring_always(own().of(Event::arrival));
+        ring_always(own().of(Event::credit));
+    }
+
+  protected:
+    virtual Bells& own() = 0;
+
+  private:
+    std::atomic<bool> interrupted_{false};
 };
 
 }  // namespace antiphon::m2n

@@ -23,7 +23,7 @@
 
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
-#include "m2n/row_types.h"
+#include "m2n/row_sum.h"
 
 namespace antiphon::m2n {
 

@@ -82,7 +82,7 @@ std::vector<uint32_t> RowScatter::take_counts() {
     return taken;
 }
 
-// Of the copies that still take rows, one on a worker that the row visits anyway, else the one that takes most.
+// Among the copies that still take rows: one on a worker that the row visits anyway, else the one that takes most.
 void RowScatter::choose_copies(const ExpertSplit& split, std::span<uint32_t> left, const int32_t* ids, uint32_t row) {
     int32_t* workers = worker_of_.data() + size_t{row} * shape_.top_k;
     const auto visits = [&](int32_t worker) { return std::find(workers, workers + shape_.top_k, worker) != workers + shape_.top_k; };

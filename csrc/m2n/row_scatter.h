@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "m2n/expert_split.h"
-#include "m2n/row_types.h"
+#include "m2n/row_sum.h"
 
 namespace antiphon::m2n {
 
@@ -52,7 +52,7 @@ class RowScatter {
     // Rows of `layer` go by this split from now on. Error(invalid): it is for another number of workers.
     void place(uint32_t layer, ExpertSplit split);
 
-    // Of a layer. Error(invalid): it was not placed.
+    // The placement of a layer. Error(invalid): it was not placed.
     ExpertSplit& split_of(uint32_t layer);
 
     // Decides where every choice goes and lists the rows of each worker. Error(invalid): a layer that was not placed, an

@@ -98,7 +98,7 @@ void attach_descriptors(msghdr& message, ControlBuffer& buffer, std::span<const 
     }
 }
 
-// Takes over every descriptor of the message, also when there are too many: nobody else would close them.
+// Takes over every descriptor of the message, also when there are too many: nothing else would close them.
 void take_descriptors(msghdr& message, std::vector<FileDescriptor>& descriptors) {
     for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
         if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;

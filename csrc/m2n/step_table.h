@@ -18,7 +18,7 @@ constexpr uint32_t no_place = ~uint32_t{0};
 struct StepEntry {
     Step step = 0;
     uint32_t count = 0;         // messages here; 0: the entry is empty
-    uint32_t participants = 0;  // as the first message that told said; 0: unknown
+    uint32_t participants = 0;  // as the first message that names them says; 0: unknown
     uint32_t first = no_place;
     uint64_t announcement = 0;  // its number in the queue of complete steps; 0: not in it
     bool handed_out = false;    // by wait_complete

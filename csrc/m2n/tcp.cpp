@@ -16,9 +16,8 @@
 
 #include "m2n/control.h"
 #include "m2n/error.h"
-#include "m2n/spin.h"
+#include "m2n/waiting.h"
 #include "m2n/tcp_hub.h"
-#include "m2n/tcp_pair.h"
 
 namespace antiphon::m2n {
 

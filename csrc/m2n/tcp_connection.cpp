@@ -38,7 +38,7 @@ std::string congestion_of(int socket) {
 
 // BBR paces each connection by what it believes the path carries. Many pairs that send at the same moment on one host
 // gave 106 to 136 ms p99 for 8 x 8 messages of 1 MB with it, and 30 ms with cubic or reno. So where the system's
-// default is BBR and nobody asked for anything, connections that carry data take cubic, or reno, or are left as they
+// default is BBR and the options ask for nothing, connections that carry data take cubic, or reno, or are left as they
 // are. It must be chosen before a connection stands: Linux keeps pacing one that began with BBR.
 //
 // `asked`: a name of the system's; empty: this rule. Error(invalid): not available to this process.
@@ -66,7 +66,7 @@ int int_option(int fd, int level, int name) {
     return value;
 }
 
-// For asking what is allowed; it connects to nobody.
+// For asking what is allowed; it connects to no peer.
 FileDescriptor make_probe() {
     FileDescriptor fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, IPPROTO_TCP));
     if (!fd) throw_errno("socket");

@@ -16,7 +16,7 @@
 #include <string>
 
 #include "m2n/file_descriptor.h"
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 #include "m2n/types.h"
 
 namespace antiphon::m2n {
@@ -52,7 +52,7 @@ void set_receiver_options(int fd, const TransportOptions& options);
 uint64_t widen_send_buffer(int fd, uint64_t wanted, const TcpTuning& tuning);
 uint64_t widen_receive_buffer(int fd, uint64_t wanted, const TcpTuning& tuning);
 
-// What this machine grants to this process, asked of a socket that connects to nobody.
+// What this machine grants to this process, asked of a socket that connects to no peer.
 TcpBufferReport probe_tcp_buffers(uint64_t wanted, const TcpTuning& tuning = {});
 
 }  // namespace antiphon::m2n

@@ -21,10 +21,9 @@
 #include <string>
 #include <vector>
 
-#include "m2n/fixed_queue.h"
-#include "m2n/header.h"
-#include "m2n/transport.h"
+#include "m2n/fixed_size.h"
 #include "m2n/types.h"
+#include "m2n/transport.h"
 
 namespace antiphon::m2n {
 
@@ -87,7 +86,7 @@ class FrameWriter {
     // What the kernel has not taken of the first frame, if it was composed in its slot, where it stays until its credit
     // is back; else nothing.
     std::span<const std::byte> rest_in_slot() const;
-    void advance(size_t num_bytes);  // the kernel took so many of them
+    void advance(size_t num_bytes);  // the kernel took this many of them
     void abandon();                  // nothing will be sent any more; no memory of the caller's is referred to
 
     uint64_t length(SlotId slot) const { return book_[slot].length; }  // of its last message

@@ -1,7 +1,7 @@
 // What the pairs of one TCP endpoint share: readiness of their sockets, the two bells, and tokens that wait for their
 // connection.
 //
-// Three epoll sets, level-triggered, each within the next. `urgent` holds what nobody may sleep through: the knock, and
+// Three epoll sets, level-triggered, each within the next. `urgent` holds what no thread may sleep through: the knock, and
 // every connection for which bytes are queued. `arrivals` holds the landings (and links, to hear that a peer has
 // closed), `everything` the links, for credits. Who waits for data sleeps on the second and is not woken by credits;
 // who waits for credits sleeps on the third, because its peer may need us to read before it can go on. Rejected: one
@@ -12,7 +12,7 @@
 // again, took a tenth to a half more time for a round of 8 x 8 processes on two cores.
 //
 // Channels are found by a number that is never used twice, so an event that was fetched before its channel went away
-// finds nobody.
+// finds no thread.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@
 #include <span>
 #include <unordered_map>
 
-#include "m2n/bell.h"
+#include "m2n/waiting.h"
 #include "m2n/control.h"
 #include "m2n/file_descriptor.h"
 #include "m2n/tcp_connection.h"

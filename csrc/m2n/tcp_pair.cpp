@@ -1,4 +1,4 @@
-#include "m2n/tcp_pair.h"
+#include "m2n/tcp.h"
 
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -56,7 +56,7 @@ class PairChannel : public TcpChannel {
         if (visit.patient) {
             lock.lock();
         } else if (!lock.try_lock()) {
-            return;  // whoever holds it is at work on it; the event is reported again
+            return;  // the thread that holds it works on it; the event is reported again
         }
         if (connection_ && (visit.events & EPOLLOUT) != 0) write();
         if (connection_ && (visit.events & input_events) != 0) read();
@@ -102,8 +102,8 @@ class PairChannel : public TcpChannel {
         news_.store(true, std::memory_order_release);
         for (size_t i = 0; i < num_events; ++i) hub_->count(event);
     }
-    // Who sleeps on the connection holds it open, whoever closes its descriptor, until it wakes: closing alone would
-    // neither wake it nor tell the peer.
+    // A thread that sleeps on the connection holds it open until it wakes, even if its descriptor is closed: closing
+    // alone would neither wake it nor tell the peer.
     void hang_up() {
         if (connection_) ::shutdown(connection_.get(), SHUT_RDWR);
         connection_.reset();
@@ -300,7 +300,7 @@ class LinkChannel final : public PairChannel {
         want_output(!writer_.empty());
         if (!writer_.empty()) return;
         all_taken_.store(true, std::memory_order_release);
-        if (drained_late) hub_->rouse(Event::credit);  // somebody may wait for `source_reusable`
+        if (drained_late) hub_->rouse(Event::credit);  // a caller may wait for `source_reusable`
     }
 
     ssize_t send_some() {

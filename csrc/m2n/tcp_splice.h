@@ -3,7 +3,7 @@
 // It earns its place because the engine composes every message in its slot: a prefill's rows leave over a network card
 // without the copy into the kernel, and over loopback 9% more bytes a second arrive (8 x 8 of 256 KiB).
 //
-// The kernel keeps referring to the pages until the peer's process has read them, so only memory that nobody changes
+// The kernel keeps referring to the pages until the peer's process has read them, so only memory that is not changed
 // before its credit is back may be sent like this: a slot in which the message was composed. (A retransmission after
 // that carries bytes the peer has had already, and its kernel drops them.) A caller's own memory must be reusable once
 // the kernel has it, so that is copied. Over loopback this saves one of two copies, over a network card the copy into
@@ -44,7 +44,7 @@ class SplicePipe {
   public:
     static constexpr size_t least_bytes = 32 << 10;  // below, two calls to the kernel cost more than any copy
 
-    // Whether the rest of a message, in the caches or not, shall be sent through the pipe, which is made at the first
+    // Whether the rest of a message, in the caches or not, goes through the pipe, which is made at the first
     // use. Never where SIGPIPE would end the process, as `splice` knows no MSG_NOSIGNAL; nor once making or filling a
     // pipe has failed.
     bool takes(std::span<const std::byte> rest, bool cached);

@@ -1,9 +1,15 @@
 // The small values of the M2N library: who, which slot, which message, until when.
 //
 // Source: a sender's number in one inbox. Slot: a place for one message of one source. Sequence: counts the uses of a
-// slot, so that a replayed or repeated write is told from a new one. Step: the caller's number for one exchange.
+// slot, so that a replayed or repeated write differs from a new one. Step: the caller's number for one exchange.
+//
+// What precedes every payload, in the same write: one cache line.
+//
+// A receiver believes nothing in it: `check` compares it with what the connection was opened with, and a message that
+// does not fit is dropped and counted, never delivered.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -43,7 +49,7 @@ inline uint16_t next_sequence(uint16_t sequence) {
     return static_cast<uint16_t>((sequence + 1u) % sequence_modulus);
 }
 
-// A point on the monotonic clock. `never()` waits for ever; the Python interface always gives a finite one.
+// A point on the monotonic clock. `never()` waits without end; the Python interface always gives a finite one.
 class Deadline {
   public:
     static Deadline after_ns(int64_t timeout_ns) {
@@ -62,5 +68,32 @@ class Deadline {
     explicit Deadline(int64_t at_ns) : at_ns_(at_ns) {}
     int64_t at_ns_;
 };
+
+constexpr uint32_t header_magic = 0x314E324D;  // "M2N1", little endian
+constexpr size_t num_user_words = 8;
+
+struct MessageHeader {
+    uint32_t magic = header_magic;
+    uint32_t immediate = 0;     // the same word that travels beside the write
+    Incarnation incarnation = 0;            // of the source's connection
+    uint32_t participants = 0;  // how many sources send for this step; 0: the sender does not say
+    Step step = 0;
+    uint64_t length = 0;        // payload bytes that follow
+    uint32_t user[num_user_words] = {};
+};
+
+constexpr size_t header_bytes = 64;
+static_assert(sizeof(MessageHeader) == header_bytes);
+
+enum class HeaderFault { none, magic, immediate, incarnation, length };
+
+inline HeaderFault check(const MessageHeader& header, Immediate expected, Incarnation incarnation,
+                         uint64_t slot_bytes) {
+    if (header.magic != header_magic) return HeaderFault::magic;
+    if (header.incarnation != incarnation) return HeaderFault::incarnation;
+    if (header.immediate != expected.pack()) return HeaderFault::immediate;
+    if (header.length > slot_bytes) return HeaderFault::length;
+    return HeaderFault::none;
+}
 
 }  // namespace antiphon::m2n

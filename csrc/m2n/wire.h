@@ -3,6 +3,9 @@
 // Frame: magic u32, version u8, type u8, reserved u16 (zero), body length u32, body; little endian. A length is
 // compared with its type's limit, and a type with what is allowed at this point, before a byte of the body is read or
 // given room; the room then grows with the bytes that come, not with the length that was announced.
+//
+// What a receiver gives its future senders, as bytes, by whatever way they can talk: how to reach one inbox.
+// It holds no secret and no key to memory; those are exchanged once the control connection has proved itself.
 #pragma once
 
 #include <array>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "m2n/bytes.h"
+#include "m2n/control.h"
 #include "m2n/sha256.h"
 #include "m2n/types.h"
 
@@ -59,7 +63,7 @@ struct Frame {
 std::vector<std::byte> encode_frame(FrameType type, Bytes body = {});
 
 // Assembles one frame after the other from bytes in any portions, and never asks for a byte behind the current frame:
-// what follows an attach frame belongs to somebody else.
+// what follows an attach frame belongs to the data connection.
 class FrameReader {
   public:
     explicit FrameReader(FrameTypes allowed) : allowed_(allowed) {}
@@ -132,5 +136,22 @@ std::string decode_refusal(Bytes body);
 Digest prove(std::string_view secret, std::string_view label, std::initializer_list<Bytes> parts);
 constexpr std::string_view client_label = "antiphon m2n client";
 constexpr std::string_view server_label = "antiphon m2n server";
+
+struct Ticket {
+    std::string transport;  // the back-end's name
+    std::string name;       // of the receiving endpoint
+    Address address;
+    std::string host_id;    // tells whether sender and receiver share a machine and a network namespace
+    uint64_t inbox = 0;
+    uint32_t sources = 0;
+    uint32_t slots = 0;
+    uint64_t slot_bytes = 0;
+
+    std::vector<std::byte> encode() const;
+    static Ticket decode(std::span<const std::byte> bytes);  // Error(invalid): not a ticket, or of another version
+};
+
+// Equal for processes that share a machine and a network namespace: boot id and the namespace's inode.
+std::string host_identity();
 
 }  // namespace antiphon::m2n

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from antiphon.models.config import FAMILIES
+from antiphon.models.families.readers import FAMILIES
 from benchmarks.models_table import PAGE, PEOPLE_KNOW, PUBLISHED_IN, TOLERANCE, main, page, results
 from tests.models.conftest import FAMILIES as COMPARABLE
 from tests.models.float8_specimens import FORMATS

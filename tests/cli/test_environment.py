@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.cli.top import top
 from tests.serve.api_harness import fake_engine, live

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.dispatch.all_to_all import AllToAllWay
-from antiphon.comm.dispatch.api import Dispatcher, Way
-from antiphon.comm.dispatch.gather_scatter import GatherScatter
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.training.volumes import expert_parallel_volume

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.dispatch.all_to_all import AllToAllWay
-from antiphon.comm.dispatch.api import Dispatcher, Way
-from antiphon.comm.dispatch.gather_scatter import GatherScatter
-from antiphon.comm.float8 import RowFormat
-from antiphon.comm.float8_rows import (
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
+from antiphon.comm.float8 import (
+    RowFormat,
     decode_by_channel,
     decode_by_token,
     encode_by_channel,

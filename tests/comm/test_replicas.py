@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.micro_ops import MicroOpScheduler
-from antiphon.comm.narrow_sum import NarrowSum
-from antiphon.comm.replicas import ReplicaGroups, _has_levels
-from antiphon.comm.wire import Wire
+from antiphon.comm.replicas import NarrowSum, ReplicaGroups, _has_levels
 from tests.comm.ranks import on_ranks
 
 RANKS, NODE = 4, 2
@@ -26,19 +25,19 @@ def number_of(rank: int) -> torch.Tensor:
 def sums(rank: int) -> dict[tuple[bool, bool], Any]:
     """By (two levels, narrow): worst distance of the sum, of uneven shards and of what is gathered of them, how many
     numbers ranks disagree on, and the bytes of each."""
-    wire = Wire(MicroOpScheduler())
-    mesh = connect(Sizes(world_size=RANKS), rank, 60, wire)
+    launcher = CollectiveLauncher(MicroOpScheduler())
+    mesh = connect(Sizes(world_size=RANKS), rank, 60, launcher)
     expected = torch.stack([number_of(each) for each in range(RANKS)]).double().sum(0)
     found = {}
     for levels in (False, True):
         for narrow in (False, True):
             replicas = ReplicaGroups(mesh, node_size=NODE if levels else 0, narrow=narrow)
             of = replicas.of(mesh.world)
-            wire.ledger.take()
+            launcher.ledger.take()
             total = of.sum(number_of(rank))
-            whole = wire.ledger.take().sent_bytes
+            whole = launcher.ledger.take().sent_bytes
             shard = of.sum_shard(number_of(rank), (COUNT // RANKS,) * RANKS)
-            cut = wire.ledger.take().sent_bytes
+            cut = launcher.ledger.take().sent_bytes
             uneven = of.sum_shard(number_of(rank), UNEVEN)
             begin = sum(UNEVEN[: of.place])
             mesh.ledger.take()

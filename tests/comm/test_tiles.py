@@ -13,7 +13,7 @@ from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.box.run import plan_ranks
 from antiphon.comm.collectives import AllGather, AllToAll, Collective, Flight, ReduceScatter, barrier
-from antiphon.comm.float8 import Float8AllGather, Float8AllToAll, Float8ReduceScatter
+from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.tile_flight import launch_in_tiles
@@ -121,17 +121,17 @@ def collectives(group: Group) -> list[tuple[Collective, int]]:
     send, receive = MOVED[group.index], tuple(row[group.index] for row in MOVED)
     out = torch.float32
     found: list[tuple[Collective, int]] = [
-        (AllToAll(group, "dispatch", send, receive), sum(send)),
-        (Float8AllToAll(group, "dispatch", send, receive, out), sum(send)),
-        (Float8AllToAll(group, "dispatch", send, receive, out, by_channel=True), sum(send)),
+        (plain := AllToAll(group, "dispatch", send, receive), sum(send)),
+        (Float8Rows(plain, out), sum(send)),
+        (Float8Rows(plain, out, by_channel=True), sum(send)),
     ]
     for sizes in (UNEVEN, EVEN):
         own, total = sizes[group.index], sum(sizes)
         found += [
             (AllGather(group, "dispatch", sizes), own),
-            (Float8AllGather(group, "dispatch", sizes, out), own),
+            (Float8Rows(AllGather(group, "dispatch", sizes), out), own),
             (ReduceScatter(group, "combine", sizes), total),
-            (Float8ReduceScatter(group, "combine", sizes, out, by_channel=True), total),
+            (Float8Rows(ReduceScatter(group, "combine", sizes), out, by_channel=True), total),
         ]
     return found
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from antiphon.comm.m2n.rank_group import NativeRankGroup
-from antiphon.comm.two_level import forms
-from antiphon.comm.two_level.forms import Forms, Travelling, fused_is_faster
-from antiphon.comm.two_level.hybrid import HybridExchange
+from antiphon.comm.two_level import hybrid
+from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling, fused_is_faster
 from antiphon.comm.two_level.levels import Levels
 from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.specs.placement import contiguous_placement
@@ -49,7 +48,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int, bool],
         timed.append(levels.rank)
         return seconds(levels.rank, num_rows, fused)
 
-    monkeypatch.setattr(forms, "round_trip_s", took_s)
+    monkeypatch.setattr(hybrid, "round_trip_s", took_s)
     return timed
 
 
@@ -71,7 +70,7 @@ def test_all_ranks_measure_and_choose_alike(name: str, monkeypatch: pytest.Monke
             return 1e-3 + 1e-3 * (rows == 1 and not fused)
         return 1.0 if rank == topology.size - 1 else 1e-4
 
-    monkeypatch.setattr(forms, "_ROWS", (1, 8))
+    monkeypatch.setattr(hybrid, "_ROWS", (1, 8))
     timed = pretend(monkeypatch, seconds)
     with box(topology) as made:
         asked = ((False, 1), (False, 8), (True, 2), (True, 700))
@@ -109,13 +108,13 @@ def test_what_is_measured_is_an_exchange(name: str) -> None:
 
         def sent(levels: Levels, fused: bool) -> dict[str, int]:
             levels.ledger.take()
-            forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused)
+            hybrid.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused)
             return dict(levels.ledger.take().sent_bytes)
 
         fused, synchronous = (made.each(lambda levels, form=form: sent(levels, form)) for form in (True, False))
         assert fused == synchronous
         assert all(each["across.dispatch"] > 0 and each["inside.combine"] > 0 for each in fused)
-        times = made.each(lambda levels: forms.measure(exchange_of(levels), levels, ROWS))
+        times = made.each(lambda levels: hybrid.measure(exchange_of(levels), levels, ROWS))
         assert all(each == times[0] for each in times)
         assert set(times[0]) == {1}
 
@@ -148,7 +147,7 @@ def test_one_inner_collective_a_round_or_one_of_all_rows(
     with box(TOPOLOGIES[name]) as made:
         for call in ("all_gather", "reduce_scatter"):
             counts(call)
-        made.each(lambda levels: forms.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused))
+        made.each(lambda levels: hybrid.round_trip_s(exchange_of(levels), levels, ROWS, MAX_ROWS, fused=fused))
     assert calls == {"all_gather": made.topology.size * gathers, "reduce_scatter": made.topology.size * reduces}
 
 
@@ -177,7 +176,7 @@ def test_the_nearest_number_of_rows_counts() -> None:
 
 def test_large_messages_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda rank, rows, fused: 0.1 * rows)
-    monkeypatch.setattr(forms, "_ROWS", (1, 2, 3))
+    monkeypatch.setattr(hybrid, "_ROWS", (1, 2, 3))
     with box(TOPOLOGIES["d_DP > d_EP"]) as made:
-        times = made.each(lambda levels: forms.measure(exchange_of(levels), levels, ROWS))
+        times = made.each(lambda levels: hybrid.measure(exchange_of(levels), levels, ROWS))
         assert all(set(each) == {1} for each in times), "eight exchanges of 0.1 s are enough"

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import make_attention_batch
 from antiphon.specs.model import RouterSpec
 from tests.models.conftest import load_decoder, random_ids
@@ -51,7 +52,7 @@ def test_experts_and_gate_agree(num_rows: int, dtype: torch.dtype, tolerance: fl
     results = []
     for device in ("cpu", DEVICE):
         backend = ReferenceBackend(device, dtype)
-        experts = backend.new_experts(16, 64, 32, "silu")
+        experts = backend.new_experts(ExpertShape(16, 64, 32, "silu"))
         for index in range(16):
             experts.set_expert(index, *matrices[3 * index : 3 * index + 3])
         rows = x.to(device, dtype)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.kernels.api import AttentionBatch, KVCache, KVCacheSpec, RotaryTable
+from antiphon.kernels.api import AttentionBatch, HeadRows, KVCache, KVCacheSpec, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.ops.rotary import rotate
 
@@ -60,16 +60,20 @@ class Sequences:
 
     def run(self, backend: CpuBackend, cache: KVCache, steps: list[list[int]]) -> list[Tensor]:
         """Outputs of every sequence; step i feeds steps[i][s] further tokens of sequence s."""
+        head_rows = HeadRows(
+            num_heads=self.heads.num_heads,
+            rotary=self.rotary,
+            q_norm_D=self.norms[0],
+            k_norm_D=self.norms[1],
+            eps=EPS,
+        )
         done = [0] * len(self.lengths)
         outputs: list[list[Tensor]] = [[] for _ in self.lengths]
         for step in steps:
             chosen = [(sequence, count) for sequence, count in enumerate(step) if count > 0]
             batch = self._batch(chosen, done)
             rows = torch.cat([self.rows[s][done[s] : done[s] + count] for s, count in chosen])
-            q = backend.rotate_and_store(
-                rows, cache, 1, batch, self.rotary,
-                num_heads=self.heads.num_heads, q_norm_D=self.norms[0], k_norm_D=self.norms[1], eps=EPS,
-            )  # fmt: skip
+            q = backend.rotate_and_store(rows, cache, 1, batch, head_rows)
             out = backend.paged_attention(
                 q,
                 cache,

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.cpu import CpuBackend
-from antiphon.kernels.cpu.packed import CpuExperts
+from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.cpu import CpuBackend, CpuExperts
 
 DTYPES = [torch.bfloat16, torch.float32]
 SIZES = [  # experts, hidden, intermediate, rows, top_k
@@ -32,9 +32,8 @@ def make(
     down = torch.randn(num_experts, hidden, intermediate) * intermediate**-0.5
     biases = [torch.zeros(num_experts, width) for width in (intermediate, intermediate, hidden)]
     has_bias = activation == "swiglu_oai"
-    experts = backend.new_experts(
-        num_experts, hidden, intermediate, activation, alpha=ALPHA, limit=LIMIT, has_bias=has_bias
-    )
+    shape = ExpertShape(num_experts, hidden, intermediate, activation, ALPHA, LIMIT, has_bias)
+    experts = backend.new_experts(shape)
     for index in range(num_experts):
         experts.set_expert(index, gate[index], up[index], down[index])
         if has_bias:
@@ -135,7 +134,9 @@ def test_not_a_number_is_not_clamped_away(isa: str) -> None:
 def test_biases_count_as_memory_and_start_as_zeros() -> None:
     """Whole groups of 64 in float32: of 2 x 32 gates and ups, of 40 outputs."""
     backend, x = CpuBackend(torch.float32), torch.randn(3, 40)
-    plain, biased = (backend.new_experts(2, 40, 20, "silu", has_bias=has_bias) for has_bias in (False, True))
+    plain, biased = (
+        backend.new_experts(ExpertShape(2, 40, 20, "silu", has_bias=has_bias)) for has_bias in (False, True)
+    )
     for experts in (plain, biased):
         experts.set_expert(1, torch.ones(20, 40), torch.ones(20, 40), torch.ones(40, 20))
     assert biased.num_bytes - plain.num_bytes == 2 * (64 + 64) * 4
@@ -145,16 +146,16 @@ def test_biases_count_as_memory_and_start_as_zeros() -> None:
 
 def test_errors_name_what_was_given() -> None:
     backend = CpuBackend(torch.bfloat16)
-    experts = backend.new_experts(2, 32, 16, "silu")
+    experts = backend.new_experts(ExpertShape(2, 32, 16, "silu"))
     with pytest.raises(ValueError, match=r"expert index 2 is outside 0\.\.1"):
         experts.set_expert(2, torch.zeros(16, 32), torch.zeros(16, 32), torch.zeros(32, 16))
     with pytest.raises(ValueError, match=r"up has shape \(32, 16\), expected \(16, 32\)"):
         experts.set_expert(0, torch.zeros(16, 32), torch.zeros(32, 16), torch.zeros(32, 16))
     with pytest.raises(ValueError, match="'relu' is not known to the cpu back-end: use silu, gelu or swiglu_oai"):
-        backend.new_experts(2, 32, 16, "relu")
+        backend.new_experts(ExpertShape(2, 32, 16, "relu"))
     with pytest.raises(ValueError, match="these experts were made without room for biases"):
         experts.set_bias(0, torch.zeros(16), torch.zeros(16), torch.zeros(32))
-    biased = backend.new_experts(2, 32, 16, "swiglu_oai", has_bias=True)
+    biased = backend.new_experts(ExpertShape(2, 32, 16, "swiglu_oai", has_bias=True))
     with pytest.raises(ValueError, match=r"down bias has shape \(16,\), expected \(32,\)"):
         biased.set_bias(0, torch.zeros(16), torch.zeros(16), torch.zeros(16))
     with pytest.raises(ValueError, match=r"expert index -1 is outside 0\.\.1"):

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.base.errors import ResourceError
-from antiphon.kernels.api import KVCacheSpec, RotaryTable
-from antiphon.kernels.reference import attention
-from antiphon.kernels.reference.backend import ReferenceBackend
-from antiphon.kernels.reference.grouped_ffn import grouped_products, has_grouped_mm, loop_over_experts
+from antiphon.kernels import reference_attention
+from antiphon.kernels.api import ExpertShape, HeadRows, KVCacheSpec, RotaryTable
+from antiphon.kernels.reference import ReferenceBackend, grouped_products, has_grouped_mm, loop_over_experts
 from antiphon.models.batch import make_attention_batch
 from antiphon.specs.model import RouterSpec
 
@@ -96,17 +95,13 @@ def test_rotate_and_store(normed: bool, half: int, interleaved: bool, device: st
     batch = make_attention_batch([2, 1], [5, 1], [[3, 1], [2]], 4, device)
     rows = torch.randn(3, 3 * 8 + 2 * 8 + 2 * 6)
     q_norm, k_norm = (torch.rand(8), torch.rand(8)) if normed else (None, None)
-    q = backend.rotate_and_store(
-        rows.to(device),
-        cache,
-        1,
-        batch,
-        rotary,
+    heads = HeadRows(
         num_heads=3,
+        rotary=rotary,
         q_norm_D=None if q_norm is None else q_norm.to(device),
         k_norm_D=None if k_norm is None else k_norm.to(device),
-        eps=1e-6,
     )
+    q = backend.rotate_and_store(rows.to(device), cache, 1, batch, heads)
 
     def expected(part: Tensor, weight: Tensor | None, position: int) -> Tensor:
         if weight is not None:
@@ -133,7 +128,7 @@ def test_rows_without_queries_only_store() -> None:
     none = RotaryTable(cos=torch.ones(9, 0), sin=torch.ones(9, 0), interleaved=True)
     rows = torch.randn(2, 6)
     batch = make_attention_batch([2], [2], [[1]], 4, "cpu")
-    q = backend.rotate_and_store(rows, cache, 0, batch, none, num_heads=0, q_norm_D=None, k_norm_D=None, eps=1e-6)
+    q = backend.rotate_and_store(rows, cache, 0, batch, HeadRows(num_heads=0, rotary=none))
     assert q.shape == (2, 0, 6)
     assert torch.equal(cache.keys[0][4:6, 0], rows)
 
@@ -167,7 +162,9 @@ def test_paged_attention(
     batch = make_attention_batch(query_lens, context_lens, tables, 4, device)
     q = torch.randn(sum(query_lens), 6, 8).to(device, dtype)
     sinks = torch.randn(6) if sunk else None
-    monkeypatch.setattr(attention, "PREFILL_SCORE_ELEMENTS", 6 * 21 * 3)  # rows by threes, or sevens where few keys
+    monkeypatch.setattr(
+        reference_attention, "PREFILL_SCORE_ELEMENTS", 6 * 21 * 3
+    )  # rows by threes, or sevens where few keys
     found = backend.paged_attention(
         q, cache, 0, batch, scale=0.3, sliding_window=window, sinks_N=None if sinks is None else sinks.to(device)
     )
@@ -260,7 +257,7 @@ def test_grouped_ffn(rows: int, dtype: torch.dtype, activation: str, device: str
     has biases, and so low a limit that both clamps bite."""
     backend = ReferenceBackend(device, dtype)
     biased = activation == "swiglu_oai"
-    experts = backend.new_experts(5, 16, 24, activation, alpha=1.3, limit=0.5, has_bias=biased)
+    experts = backend.new_experts(ExpertShape(5, 16, 24, activation, alpha=1.3, limit=0.5, has_bias=biased))
     shapes = ((24, 16), (24, 16), (16, 24), (24,), (24,), (16,))
     weights = [[torch.randn(shape) * 0.2 * (biased or len(shape) == 2) for shape in shapes] for _ in range(5)]
     for index, held in enumerate(weights):

@@ -12,18 +12,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from antiphon.kernels.api import KernelBackend
-from antiphon.kernels.reference.backend import ReferenceBackend
-from antiphon.models import config
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
+from antiphon.models.families.readers import FAMILIES as KNOWN
 from antiphon.models.load import load_attention_half, load_expert_half
 from tests.models.decoder import Decoder
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-FAMILIES = sorted(config.FAMILIES.keys() - {"deepseek"})  # of which transformers has no model
+FAMILIES = sorted(KNOWN.keys() - {"deepseek"})  # of which transformers has no model
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert_half

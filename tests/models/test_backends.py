@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from tests.models.conftest import FAMILIES
 
 

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import CheckpointError
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import FAMILIES, load_model_spec, model_spec
+from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.families.readers import FAMILIES
 from antiphon.models.load import load_attention_half, load_expert_half
 
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.checkpoint_folder import model_folder, model_name
-from antiphon.models.config import load_model_spec
-from antiphon.models.endings import with_tokenizer_ending
+from antiphon.models.config import load_model_spec, with_tokenizer_ending
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from antiphon.base.errors import CheckpointError
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.kernels.select import make_backend
 from antiphon.models import dequantize
 from antiphon.models.checkpoint import Checkpoint

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.config import FAMILIES, model_spec
+from antiphon.models.config import model_spec
+from antiphon.models.families.readers import FAMILIES
 from antiphon.models.families.refused import LACKING, TEXT_MODELS
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.rank_group import Alone
-from antiphon.kernels.cpu.backend import CpuBackend
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, load_expert_half

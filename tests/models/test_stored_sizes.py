@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import CheckpointError
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.load import load_attention_half, load_expert_half

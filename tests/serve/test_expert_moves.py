@@ -48,7 +48,7 @@ def prepared(load: Callable[[int, int, int], None]) -> tuple[ExpertMoves, Expert
     """Worker 0 on its way from NOW to NEXT: it lacks expert 2 of layer 0 and expert 1 of layer 1. Loading has ended."""
     spec: Any = SimpleNamespace(router=SimpleNamespace(num_experts=3))
     backend: Any = SimpleNamespace(device="cpu")
-    half = ExpertHalf(spec, backend, experts={}, expert_ids={0: (0, 1, FREE), 1: (FREE, 0, FREE)})
+    half = ExpertHalf(spec=spec, backend=backend, experts={}, expert_ids={0: (0, 1, FREE), 1: (FREE, 0, FREE)})
     moves = ExpertMoves(0, half, load, NOW)
     moves.prepare(NEXT)
     assert moves._thread is not None

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.models.config import FAMILIES, model_spec
+from antiphon.models.config import model_spec
+from antiphon.models.families.readers import FAMILIES
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.served_plan import check_workers_fit, obey
 from antiphon.specs.cluster import cluster_to_json

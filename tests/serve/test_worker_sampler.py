@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from antiphon.kernels.reference.backend import ReferenceBackend
+from antiphon.kernels.reference import ReferenceBackend
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.row_sampler import RowSampler, logit_rows, needs_logits, rows_with_logits

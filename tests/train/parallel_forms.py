@@ -236,7 +236,7 @@ def differences(
         if not any(form in forms for _, forms in models.values()):
             continue
         first = form.communication.sums == "priority"
-        mesh = connect(form.sizes(), rank, 60, form.communication.wire(), first=first)
+        mesh = connect(form.sizes(), rank, 60, form.communication.launcher(), first=first)
         for name, (configs, forms) in models.items():
             if form not in forms:
                 continue

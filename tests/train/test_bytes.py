@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import run
-from antiphon.comm.dispatch.all_to_all import AllToAllWay
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.network import all_to_all_bytes

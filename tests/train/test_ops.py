@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.comm.dispatch.api import Dispatcher
+from antiphon.comm.dispatch import Dispatcher
 from antiphon.kernels.ops.attention import attention_mask, causal_attention
 from antiphon.kernels.ops.cross_entropy import IGNORED, linear_cross_entropy
 from antiphon.kernels.ops.feed_forward import activate, grouped_product

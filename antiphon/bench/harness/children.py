@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.bench.harness import child
 
 START_S = 300.0  # dozens of processes on few cores import torch

@@ -12,7 +12,7 @@ from typing import IO
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.bench.harness import child
 from antiphon.bench.harness.children import Handle, Starter, start_logged
 

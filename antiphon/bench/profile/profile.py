@@ -17,8 +17,8 @@ from statistics import median
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
-from antiphon.base.processor import cpu_name
 from antiphon.base.progress import Report
+from antiphon.base.system import cpu_name
 from antiphon.bench.harness.children import Child, Children
 from antiphon.bench.harness.quiet import FOREIGN_SHARE_LIMIT, CpuWatch
 from antiphon.bench.profile.exchange import row_calls

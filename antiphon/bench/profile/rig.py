@@ -33,7 +33,7 @@ from antiphon.bench.profile.orders import (
     Rounds,
     Served,
 )
-from antiphon.kernels.api import KVCache
+from antiphon.kernels.api import HeadRows, KVCache
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.batch import BlockTables, make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
@@ -117,7 +117,8 @@ class Rig:
         """Noise into every slot of every layer: unwritten memory is one page of zeros, which is read too fast."""
         spec = cache.spec
         width = spec.num_kv_heads * (spec.key_dim + (0 if spec.values_in_keys else spec.value_dim))
-        rotary = unrotated(rotary_table(self.spec.attention.rope, _FILL_TOKENS, self.backend.device))
+        rotary = rotary_table(self.spec.attention.rope, _FILL_TOKENS, self.backend.device)
+        only_stored = HeadRows(num_heads=0, rotary=unrotated(rotary))
         generator = torch.Generator().manual_seed(0)
         per_chunk = _FILL_TOKENS // BLOCK_SIZE
         rows = torch.randn(_FILL_TOKENS, width, generator=generator).to(self.dtype)
@@ -126,9 +127,7 @@ class Rig:
             tokens = len(blocks) * BLOCK_SIZE
             batch = make_attention_batch([tokens], [tokens], [blocks], BLOCK_SIZE, self.backend.device)
             for layer in range(self.spec.num_layers):
-                self.backend.rotate_and_store(
-                    rows[:tokens], cache, layer, batch, rotary, num_heads=0, q_norm_D=None, k_norm_D=None, eps=1e-6
-                )
+                self.backend.rotate_and_store(rows[:tokens], cache, layer, batch, only_stored)
 
     def run_once(self, work: RigWork) -> None:
         """One repetition; its times are recorded."""

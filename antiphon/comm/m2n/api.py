@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from antiphon.comm.m2n.traffic import Traffic
+from antiphon.comm.ledger import Traffic
 from antiphon.specs.placement import ExpertPlacement
 
 
@@ -59,16 +59,36 @@ class StepAborted(Exception):
     """The engine declared the running step void (a worker died). Drop it and wait for orders."""
 
 
-class AttentionExchange(Protocol):
-    """The attention worker's end. `exposed_s`: the part of `wait_s` in which the experts waited for did not compute."""
+class ExchangeEnd(Protocol):
+    """What both ends have."""
 
     wait_s: float
 
     @property
-    def exposed_s(self) -> float: ...
+    def bytes_sent(self) -> int: ...
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin. Every wait ends with `StepAborted`."""
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """Begin `epoch`: whatever was in flight is forgotten. `tickets`: how to reach each expert worker; an empty one:
+        that worker is gone, and the placement must not name it.
+
+        All ends reset before any sends again. Blocks until the peers are connected; `PeerTimeout` or `PeerLost` if one
+        is not."""
+
+    def traffic(self) -> Traffic:
+        """What this end has carried since its start."""
+
+    def close(self) -> None:
+        """Say goodbye to all peers; nothing may follow."""
+
+
+class AttentionExchange(ExchangeEnd, Protocol):
+    """The attention worker's end. `exposed_s`: the part of `wait_s` in which the experts waited for did not compute."""
 
     @property
-    def bytes_sent(self) -> int: ...
+    def exposed_s(self) -> float: ...
 
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         """Announce a step: `participants[i]` lists the attention workers that have rows in micro-batch i."""
@@ -88,30 +108,9 @@ class AttentionExchange(Protocol):
 
         Raises `PeerTimeout` with the missing workers' names, `StepAborted` if the engine gave the step up."""
 
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void, `epoch` is about to begin. Every wait ends with `StepAborted`."""
 
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        """Begin `epoch`: whatever was in flight is forgotten. `tickets`: how to reach each expert worker; an empty one:
-        that worker is gone, and the placement must not name it.
-
-        All ends reset before any sends again. Blocks until the peers are connected; `PeerTimeout` or `PeerLost` if one
-        is not."""
-
-    def traffic(self) -> Traffic:
-        """What this end has carried since its start."""
-
-    def close(self) -> None:
-        """Say goodbye to all peers; nothing may follow."""
-
-
-class ExpertExchange(Protocol):
+class ExpertExchange(ExchangeEnd, Protocol):
     """The expert worker's end."""
-
-    wait_s: float
-
-    @property
-    def bytes_sent(self) -> int: ...
 
     @property
     def ticket(self) -> bytes:
@@ -125,15 +124,3 @@ class ExpertExchange(Protocol):
 
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
         """Return each source its rows' weighted partial sums, and when they were computed (start, end)."""
-
-    def abort(self, epoch: int) -> None:
-        """See `AttentionExchange.abort`."""
-
-    def reset(self, epoch: int, tickets: list[bytes]) -> None:
-        """See `AttentionExchange.reset`."""
-
-    def traffic(self) -> Traffic:
-        """See `AttentionExchange.traffic`."""
-
-    def close(self) -> None:
-        """See `AttentionExchange.close`."""

@@ -2,12 +2,13 @@
 
 Expert workers are the servers: each has an inbox and a ticket for it, which the engine hands to the attention workers.
 An attention worker connects, and introduces itself with a ticket for its own inbox, to which the expert worker connects
-back. So an attention worker that comes or returns needs nothing from anybody but the experts' tickets.
+back. So an attention worker that comes or returns needs only the experts' tickets.
 
 Epochs number the incarnations of the exchange. The engine begins a new one when a worker dies: `abort` ends every wait
 of the old one at once, `reset` forgets what was in flight and renews the connections that broke.
 """
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -19,16 +20,40 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
+from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
-from antiphon.comm.m2n.host_memory import dtype_name, on_host, view_of
-from antiphon.comm.m2n.traffic import Traffic, read_traffic
 from antiphon.placement.forecast import Prefetch
 from antiphon.placement.split import BoolArray, IntArray
 from antiphon.specs.placement import ExpertPlacement
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the native library spells it: `bfloat16`, `float16`, `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor on memory of the library's; valid as long as the library says."""
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in host memory, of this type, without gaps; itself if it is all that. Asking first saves two passes
+    through PyTorch's dispatcher, which is cold whenever weights have just passed through the caches."""
+    if tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.to(device="cpu", dtype=dtype).contiguous()
+
+
 _log = get_logger("m2n")
 # A worker of the engine waits for as long as the other side computes: some milliseconds when decoding. While it looks,
-# its core is offered to others, and it sleeps at once when looking was in vain (csrc/m2n/spin.h).
+# its core is offered to others, and it sleeps at once when looking was in vain (csrc/m2n/waiting.h).
 SPIN_S = 0.02
 _CONNECT_S = 10.0  # for peers that are known to be there
 _MAX_VIEWS = 1024  # far more than slots times usual batch sizes

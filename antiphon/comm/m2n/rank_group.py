@@ -13,9 +13,9 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, UserError
+from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.host_memory import dtype_name, view_of
-from antiphon.comm.m2n.traffic import Traffic, read_traffic
+from antiphon.comm.m2n.native import dtype_name, view_of
 
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
 _CONNECT_S = 10.0  # for peers that are known to be there

@@ -3,7 +3,7 @@
 Every peer publishes its ticket under its name and collects those it needs. While it waits it says who is missing, and
 when the time is up it fails with that list. Tickets hold no secret: a reader of one must still prove, to the endpoint
 it leads to, that it knows the shared secret. Rejected: a file or an environment variable, which need a shared disk or
-somebody who knows all addresses beforehand.
+an operator who knows all addresses beforehand.
 """
 
 import socket

@@ -36,7 +36,7 @@ from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, gather_sizes, run
-from antiphon.comm.m2n.host_memory import view_of
+from antiphon.comm.m2n.native import view_of
 from antiphon.comm.mesh import Group
 from antiphon.comm.tiles import Tile
 
@@ -105,13 +105,13 @@ class M2nTileLinks:
         self._flight += 1
         return self._flight
 
-    def post(self, flight: int, tile: Tile, wire: Tensor) -> None:
+    def post(self, flight: int, tile: Tile, encoded: Tensor) -> None:
         step = _step(flight, self.group.index, tile.number)
         if self._unsent[tile.rank] or not self._outboxes[tile.rank].credits:
-            self._unsent[tile.rank].append((step, wire.clone()))
+            self._unsent[tile.rank].append((step, encoded.clone()))
             self._send_rest()
         else:
-            self._write(tile.rank, step, wire)
+            self._write(tile.rank, step, encoded)
 
     def next(self, flight: int, name: str, missing: Sequence[int]) -> tuple[int, int, Tensor]:
         if self._early[flight]:
@@ -149,12 +149,12 @@ class M2nTileLinks:
             return None
         (message,) = self._inbox.messages(step)
         payload = message.payload
-        wire = view_of(payload.ctypes.data, payload.shape, torch.uint8)
+        encoded = view_of(payload.ctypes.data, payload.shape, torch.uint8)
         arrived, rank, number = _parts(step)
         if arrived == flight:
             self._held.add(step)
-            return rank, number, wire
-        self._early[arrived].append((rank, number, wire.clone()))
+            return rank, number, encoded
+        self._early[arrived].append((rank, number, encoded.clone()))
         self._inbox.release(step)
         return None
 
@@ -168,8 +168,8 @@ class M2nTileLinks:
                 self._write(rank, *waiting.popleft())
         return [rank for rank, waiting in self._unsent.items() if waiting]
 
-    def _write(self, rank: int, step: int, wire: Tensor) -> None:
-        given = wire.view(torch.uint8).flatten()
+    def _write(self, rank: int, step: int, encoded: Tensor) -> None:
+        given = encoded.view(torch.uint8).flatten()
         slot = torch.from_numpy(self._outboxes[rank].slot(self._timeout_s))
         slot[: given.shape[0]] = given
         self._outboxes[rank].commit(step, given.shape[0], participants=1)

@@ -6,27 +6,19 @@ product an expert under autograd (a node and a slice an expert each way).
 Letters: R rows in order of expert, E experts, I inputs of a product, O its outputs, J = 2 * width of gate and up.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.kernels.api import ExpertShape
+from antiphon.specs.model import FeedForwardSpec
 
-class Activation(Protocol):
-    """Which formula of `FeedForwardSpec`, and its numbers."""
-
-    @property
-    def activation(self) -> str: ...
-
-    @property
-    def alpha(self) -> float: ...
-
-    @property
-    def limit(self) -> float: ...
+Widths = FeedForwardSpec | ExpertShape  # says which formula, and its numbers
 
 
-def activate(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
+def activate(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
     if widths.activation == "silu":
         hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
@@ -35,7 +27,7 @@ def activate(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
     return hidden
 
 
-def _formula(gate_up_RJ: Tensor, widths: Activation) -> Tensor:
+def _formula(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
     gate, up = gate_up_RJ.chunk(2, dim=-1)
     if widths.activation == "swiglu_oai":
         gate, up = gate.clamp(max=widths.limit), up.clamp(-widths.limit, widths.limit)
@@ -47,7 +39,7 @@ class _Again(torch.autograd.Function):
     """Only the rows themselves are kept: the formula's steps are made again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_RJ: Tensor, widths: Activation) -> Tensor:
+    def forward(ctx: Any, gate_up_RJ: Tensor, widths: Widths) -> Tensor:
         ctx.save_for_backward(gate_up_RJ)
         ctx.widths = widths
         return _formula(gate_up_RJ, widths)

@@ -4,7 +4,7 @@ transformers leaves keys out of the files it writes where they have the default 
 out more. So a missing key is not a missing answer. `completed` adds the answers before a family reads its first key.
 1. Two spellings of one key count as one; two values for it are refused.
 2. A key that is there with null keeps it where null has a meaning of its own: no window, no low-rank queries.
-3. Rotation told by kind of layer is taken where all kinds agree.
+3. Rotation given by kind of layer is taken where all kinds agree.
 `tests/models/test_defaults.py` holds every family and key against the installed transformers.
 Rejected: asking transformers at run time. Its classes move between versions, and planning loads without it.
 """
@@ -204,7 +204,7 @@ def _as_whole(section: Config, rules: Mapping[str, Rule]) -> dict[str, Any]:
 
 
 def _one_kind(name: str, section: Config) -> Config:
-    """The rotation of all layers where it is told by kind of layer, as transformers 5 may write it."""
+    """The rotation of all layers where it is given by kind of layer, as transformers 5 may write it."""
     kinds = {key: dict(value) for key, value in section.items() if isinstance(value, Mapping)}
     if not kinds:
         return section

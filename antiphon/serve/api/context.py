@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from fastapi import Request
 
-from antiphon.base.memory import MemoryTrimmer
+from antiphon.base.system import MemoryTrimmer
 from antiphon.serve.api.answer_json import TokenJson
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy

@@ -31,7 +31,7 @@ from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
-from antiphon.base.memory import resident_bytes
+from antiphon.base.system import resident_bytes
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.guard.acceptor import Acceptor
 from antiphon.serve.api.guard.connection import ApiConnection

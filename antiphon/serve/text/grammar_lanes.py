@@ -23,7 +23,7 @@ from typing import IO
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, TrialVerdict

@@ -23,7 +23,7 @@ from typing import Any
 
 import llguidance
 
-from antiphon.base.memory import address_space_bytes
+from antiphon.base.system import address_space_bytes
 
 MEMORY_LIMIT_BYTES = 512 * 1024**2  # address space that a trial may take
 _KEPT_LIMIT_BYTES = 64 * 1024**2  # of that, what may be in use: the server is to take as much

@@ -37,7 +37,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
-from antiphon.base.memory import give_memory_back
+from antiphon.base.system import give_memory_back
 from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.text.grammar_lanes import GrammarTrials
 from antiphon.serve.text.grammar_text import json_grammar, lark_grammar

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.memory import address_space_bytes, give_memory_back
+from antiphon.base.system import address_space_bytes, give_memory_back
 from antiphon.serve import signals
 from antiphon.serve.text.chat_rendering import ChatTemplate, TooMuchText
 from antiphon.serve.text.text_messages import (

@@ -24,7 +24,7 @@ import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import Occasional, get_logger
-from antiphon.base.programs import python_module
+from antiphon.base.system import python_module
 from antiphon.base.units import format_bytes
 from antiphon.serve import signals
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from antiphon.base.descriptors import wait_ready
 from antiphon.base.errors import PeerLost, PeerTimeout
+from antiphon.base.system import wait_ready
 
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_UNSENT_BYTES = 1 << 28

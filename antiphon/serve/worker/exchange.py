@@ -13,8 +13,8 @@ import time
 import torch
 from torch import Tensor
 
+from antiphon.comm.ledger import Traffic
 from antiphon.comm.m2n.api import AttentionExchange
-from antiphon.comm.m2n.traffic import Traffic
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.engine_api import PrefetchCounts

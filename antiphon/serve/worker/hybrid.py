@@ -16,8 +16,7 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.comm.two_level.exchange import message_bytes
-from antiphon.comm.two_level.forms import Forms, Travelling
-from antiphon.comm.two_level.hybrid import HybridExchange
+from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.attention_half import AttentionHalf

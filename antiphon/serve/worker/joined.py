@@ -17,9 +17,9 @@ from collections.abc import Callable
 import msgspec
 
 from antiphon.base.allowance import allowance, share_of_threads
-from antiphon.base.descriptors import raise_limit
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import raise_limit
 from antiphon.serve import signals
 from antiphon.serve.joining import JoinRole, exchange_secret, join_engine, refuse_wildcard
 from antiphon.serve.worker.messages import Configure, ToWorker

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from antiphon.comm.m2n.traffic import Traffic
+from antiphon.comm.ledger import Traffic
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans

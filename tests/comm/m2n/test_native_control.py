@@ -22,11 +22,9 @@ SOURCES = [
     ROOT / "csrc" / path
     for path in (
         "base/wait_word.cpp",
-        "m2n/error.cpp",
         "m2n/sha256.cpp",
         "m2n/socket.cpp",
         "m2n/wire.cpp",
-        "m2n/ticket.cpp",
         "m2n/handshake.cpp",
         "m2n/control.cpp",
         "m2n/control_thread.cpp",

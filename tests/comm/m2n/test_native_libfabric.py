@@ -16,7 +16,7 @@ from tests.comm.m2n.compile import ROOT, Build
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHARED = (
-    *("m2n/error.cpp", "m2n/socket.cpp", "m2n/spin.cpp"),
+    *("m2n/socket.cpp", "m2n/waiting.cpp"),
     *("base/wait_word.cpp", "base/huge_buffer.cpp"),
 )
 SOURCES = [
@@ -65,7 +65,7 @@ def test_a_build_without_headers_says_what_is_missing(native_build: Callable[[st
     """Without ANTIPHON_HAVE_LIBFABRIC the back-end compiles, and says how to get it."""
     source = tmp_path / "without.cpp"
     source.write_text(
-        '#include "m2n/error.h"\n#include "m2n/transports.h"\n#include <iostream>\n'
+        '#include "m2n/error.h"\n#include "m2n/transport.h"\n#include <iostream>\n'
         "int main() {\n"
         "    try { antiphon::m2n::make_libfabric({}); } catch (const antiphon::m2n::Error& error) {\n"
         "        std::cout << error.what();\n"
@@ -75,7 +75,7 @@ def test_a_build_without_headers_says_what_is_missing(native_build: Callable[[st
         "}\n"
     )
     build = native_build("plain")
-    sources = [source, ROOT / "csrc/m2n/libfabric_transport.cpp", ROOT / "csrc/m2n/error.cpp"]
+    sources = [source, ROOT / "csrc/m2n/libfabric_transport.cpp"]
     assert (
         "built without libfabric's headers: install them"
         in build.run(build.program("without", sources), timeout_s=20.0).stdout

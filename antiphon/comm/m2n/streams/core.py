@@ -35,9 +35,7 @@ from typing import Any, Self, TypeVar
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.streams.lanes import Lane, Transfer
-from antiphon.comm.m2n.streams.receiver import StreamReceiver
-from antiphon.comm.m2n.streams.sender import StreamSender
+from antiphon.comm.m2n.streams.lanes import Lane, StreamReceiver, StreamSender, Transfer
 from antiphon.comm.m2n.streams.stream import Stream
 
 _log = get_logger("m2n")

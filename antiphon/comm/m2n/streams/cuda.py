@@ -33,7 +33,7 @@ _cuda: Any = torch.cuda  # its classes have no types
 
 
 def load_driver() -> Any:
-    """`cuda.bindings.driver`. `UserError` with the mend when it, or a device, is missing."""
+    """`cuda.bindings.driver`. `UserError` with the fix when it, or a device, is missing."""
     if not torch.cuda.is_available():
         kind = "sees no CUDA device" if torch.version.cuda else "is a build without CUDA"
         raise UserError(f"streams of a GPU: PyTorch {torch.__version__} {kind}: check nvidia-smi, or use HostStream")

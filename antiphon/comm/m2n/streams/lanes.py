@@ -1,6 +1,6 @@
 """Sends and receives in stream order: what the caller puts on the stream, and what the core's thread then does.
 
-A lane joins one stream with one outbox (`sender.py`) or one inbox (`receiver.py`). Its transfers are
+A lane joins one stream with one outbox (`StreamSender`) or one inbox (`StreamReceiver`). Its transfers are
 numbered and done in order; one flag counts those that are over. The steps of MegaScale-Infer (longer version, figures
 6 and 7), with S for the sender and R for the receiver:
 
@@ -20,8 +20,15 @@ No flush (GDRCopy, `cuFlushGPUDirectRDMAWrites`): all transports land in memory 
 the bytes to the device is issued behind the flag. A transport that writes into device memory itself (libfabric's
 `FI_HMEM`) needs one between 4 and 6.
 
-Rejected: copying to the device on a stream of the core's own before raising the flag. The copy could end up in the
-same hardware queue behind the stream that waits for it. So nothing that raises a flag depends on the device.
+A sender copies a message into the library's own slot (of the receiver's memory for `shm`, of registered memory for the
+others) before it is posted, so the source is reusable at that moment and not only when the network has taken it. Which
+slot a message lands in is the sender's choice, so a receiver's stream cannot know beforehand where to copy from: the
+core copies the arrived payloads to where the stream expects them and returns the slots at once.
+
+Rejected: posting from the source, which saves a copy over a network but leaves the source to the transport even after
+the peer is lost, when the stream must not be held any longer; and copying to the device on a stream of the core's own
+before raising the flag. The copy could end up in the same hardware queue behind the stream that waits for it. So
+nothing that raises a flag depends on the device.
 """
 
 import time
@@ -35,7 +42,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.base.errors import Interrupted, PeerTimeout, UserError
+from antiphon import _m2n
+from antiphon.base.errors import Interrupted, NoCredit, PeerTimeout, UserError
 from antiphon.comm.m2n.streams.stream import Ready, Stream
 
 Bytes = NDArray[np.uint8]
@@ -221,3 +229,158 @@ class Lane:
 
     def _sleep(self, timeout_s: float) -> None:
         raise NotImplementedError
+
+
+class StreamSender(Lane):
+    """Sends in the order of one stream through one outbox; made by `StreamCore.sender`."""
+
+    waits_for_arrival = False
+
+    def __init__(self, core: Core, outbox: _m2n.Outbox, stream: Stream, num_stages: int, timeout_s: float) -> None:
+        super().__init__(core, stream, f"{stream.name} to {outbox.peer}", timeout_s)
+        self._outbox = outbox
+        self._stages = [stream.new_stage(outbox.slot_bytes) for _ in range(num_stages)]
+
+    def send(self, step: int, tensor: Tensor, user: Sequence[int] = (), participants: int = 0) -> Transfer:
+        """Send what `tensor` (contiguous) holds when the stream comes here. Returns at once.
+
+        Work put on the stream later may overwrite it. Raises the error of an earlier send (see `check`), `UserError`
+        for a tensor that does not fit. The deadline counts from when the stream has come here and finds no credit."""
+        self.check()
+        source = byte_view(tensor)
+        if source.numel() > self._outbox.slot_bytes:
+            raise UserError(
+                f"{self.name}: a tensor of {source.numel()} bytes, slots hold {self._outbox.slot_bytes}: "
+                "make the inbox with larger slots or split the tensor"
+            )
+        number = self.submitted + 1
+        if self._stages:
+            stage = self._stages[number % len(self._stages)][: source.numel()]
+            if number > len(self._stages):
+                self._stream.wait_flag(self.flag, number - len(self._stages))  # 3, for the stage's last send
+            self._stream.copy(stage, source)
+            source = stage
+        transfer = Transfer(
+            lane=self,
+            number=number,
+            step=step,
+            gate=self._stream.record(),  # 1, 2
+            memory=host_bytes(source, self.name),
+            owner=source,
+            user=tuple(user),
+            participants=participants,
+        )
+        self._core.submit(transfer)
+        if not self._stages:
+            self._stream.wait_flag(self.flag, number)  # 3
+        return transfer
+
+    def _try(self, transfer: Transfer) -> bool:
+        if self._outbox.credits == 0 and not self._outbox.lost:
+            if time.monotonic() < transfer.deadline:
+                return False
+            raise NoCredit(f"{self.name}: a free slot for step {transfer.step}", [self._outbox.peer], self._timeout_s)
+        slot = self._outbox.slot()
+        slot[: transfer.memory.size] = transfer.memory
+        self._outbox.commit(transfer.step, transfer.memory.size, transfer.user, transfer.participants)  # 4, 5
+        return True
+
+    @property
+    def unsettled(self) -> bool:
+        return not self._outbox.lost and self._outbox.credits < self._outbox.slots
+
+    def _sleep(self, timeout_s: float) -> None:
+        self._outbox.wait_credits(min(self._outbox.credits + 1, self._outbox.slots), timeout_s)
+
+
+class StreamReceiver(Lane):
+    """Receives in the order of one stream from one inbox; made by `StreamCore.receiver`."""
+
+    waits_for_arrival = True
+
+    def __init__(
+        self, core: Core, inbox: _m2n.Inbox, stream: Stream, num_stages: int, stage_bytes: int, timeout_s: float
+    ) -> None:
+        super().__init__(core, stream, f"{stream.name} receive", timeout_s)
+        self._inbox = inbox
+        self._stage_bytes = stage_bytes
+        self._stages = [stream.new_stage(stage_bytes) for _ in range(num_stages)]
+        self._stage_free: list[Ready | None] = [None] * num_stages
+
+    def receive(self, step: int, sources: Sequence[int], out: Tensor) -> Transfer:
+        """Work put on the stream later sees in `out[i]` the message of `step` from `sources[i]`. Returns at once.
+
+        `out` is contiguous, with one row (of its first dim) for each source; what a shorter message leaves of its row
+        is unspecified. Raises the error of an earlier receive (see `check`), `UserError` for an `out` that does not
+        fit. The deadline counts from when its stage, or `out`, is free and earlier receives of this lane are over.
+        A message that comes after its receive has failed keeps its slot until `Inbox.discard_below`, for which there is
+        `StreamCore.run`."""
+        self.check()
+        target = byte_view(out)
+        if not sources or out.dim() == 0 or out.shape[0] != len(sources):
+            raise UserError(f"{self.name}: out of shape {list(out.shape)} for {len(sources)} sources: one row for each")
+        number = self.submitted + 1
+        index = number % len(self._stages) if self._stages else -1
+        memory, gate = target, None
+        if self._stages:
+            if target.numel() > self._stage_bytes:
+                raise UserError(
+                    f"{self.name}: out has {target.numel()} bytes, a stage {self._stage_bytes}: raise stage_bytes"
+                )
+            memory, gate = self._stages[index][: target.numel()], self._stage_free[index]
+        else:
+            gate = self._stream.record()  # 1, 2
+        transfer = Transfer(
+            lane=self,
+            number=number,
+            step=step,
+            gate=gate,
+            memory=host_bytes(memory, self.name),
+            owner=memory,
+            sources=tuple(sources),
+        )
+        self._core.submit(transfer)
+        self._stream.wait_flag(self.flag, number)  # 3
+        if self._stages:
+            self._stream.copy(target, memory)
+            self._stage_free[index] = self._stream.record()
+        return transfer
+
+    def _try(self, transfer: Transfer) -> bool:
+        if not self._all_here(transfer):
+            return False
+        rows = transfer.memory.reshape(len(transfer.sources), -1)
+        payloads = {message.source: message.payload for message in self._inbox.messages(transfer.step)}
+        for row, source in zip(rows, transfer.sources, strict=True):
+            payload = payloads[source]
+            if payload.size > row.size:
+                raise UserError(
+                    f"{self.name}: step {transfer.step}: {payload.size} bytes from source {source}, a row of out "
+                    f"has {row.size}: give a larger out"
+                )
+            row[: payload.size] = payload
+            transfer.lengths.append(payload.size)
+        self._drop(transfer)  # the slots are the senders' again: what we need is in `memory`
+        return True
+
+    def _drop(self, transfer: Transfer) -> None:
+        for source in transfer.sources:
+            self._inbox.release(transfer.step, source)
+
+    def _all_here(self, transfer: Transfer) -> bool:  # 4
+        here, coming = self._inbox.partial(transfer.step)
+        if set(transfer.sources) <= set(here):
+            return True
+        late = time.monotonic() >= transfer.deadline
+        if not late and set(transfer.sources) <= {*here, *coming}:
+            return False
+        try:
+            self._inbox.wait(transfer.step, transfer.sources, 0.0)  # says who is lost, or not there in time
+        except PeerTimeout as error:
+            if late:
+                raise PeerTimeout(f"{self.name}: step {transfer.step}", error.peers, self._timeout_s) from None
+            return False  # a source has not connected yet
+        return True
+
+    def _sleep(self, timeout_s: float) -> None:
+        self._inbox.wait(self._queue[0].step, self._queue[0].sources, timeout_s)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from antiphon.base.memory import MemoryTrimmer
+from antiphon.base.system import MemoryTrimmer
 from antiphon.serve.api.errors import ApiError, bad_request, too_busy
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.tokenizer import TextTokenizer

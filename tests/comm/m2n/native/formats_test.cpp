@@ -4,7 +4,6 @@
 
 #include "check.h"
 #include "m2n/sha256.h"
-#include "m2n/ticket.h"
 #include "m2n/wire.h"
 #include "peers.h"
 

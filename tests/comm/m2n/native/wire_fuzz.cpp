@@ -13,7 +13,6 @@
 
 #include "m2n/error.h"
 #include "m2n/handshake.h"
-#include "m2n/ticket.h"
 #include "m2n/wire.h"
 
 using namespace antiphon::m2n;

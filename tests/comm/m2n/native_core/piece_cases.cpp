@@ -7,9 +7,8 @@
 #include <map>
 
 #include "harness.h"
-#include "m2n/bell.h"
+#include "m2n/waiting.h"
 #include "m2n/row_scatter.h"
-#include "m2n/spin.h"
 #include "m2n/step_table.h"
 
 namespace antiphon::m2n::test {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "m2n/error.h"
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 namespace antiphon::m2n::test {
 

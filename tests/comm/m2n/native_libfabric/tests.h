@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "m2n/transports.h"
+#include "m2n/transport.h"
 
 namespace antiphon::m2n::test {
 

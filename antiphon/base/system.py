@@ -1,0 +1,139 @@
+"""What this process asks of the system: descriptors, memory given back, the processor's name, how our programs start.
+
+A server with many clients has descriptors beyond 1,023, and hands such numbers on to the processes it starts.
+`select.select` refuses those, so everything that waits for one descriptor waits here, by `poll`. Rejected: a selector
+for each wait, which costs a descriptor at the moment when there are none left.
+
+`python -m` looks for modules in the working folder first. A `json.py` there, of the user or of others who share the
+folder, would be run by every worker in the place of Python's own. `-P` leaves that folder out, unless it is where this
+program came from. Rejected: `-I`, which drops `PYTHONPATH` and what users have installed for themselves.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import resource
+import select
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+_MOST = 1 << 20  # where the system sets no limit; no server has more connections
+_LONGEST_S = 86400.0  # of one call: `poll` counts milliseconds in 32 bits
+_PAUSE_S = 0.01
+
+
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def raise_limit() -> None:
+    """Let this process, and those that it starts from now on, open as many files as the system allows them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a system that has a lower limit than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def limit() -> int:
+    """How many descriptors this process may have now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def wait_ready(file: HasDescriptor, timeout_s: float, *, to_write: bool = False) -> bool:
+    """Wait until reading (or writing) does not block, the other end's hanging up included; False after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    watched = select.poll()
+    watched.register(file.fileno(), select.POLLOUT if to_write else select.POLLIN)
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            if watched.poll(1000.0 * max(0.0, min(remaining, _LONGEST_S))):
+                return True
+        except OSError:  # the kernel has no memory for it now
+            time.sleep(_PAUSE_S)
+        if remaining <= 0.0:
+            return False
+
+
+_PAUSE_S = 2.0
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system (glibc; others do so by themselves or have no way).
+
+    Takes milliseconds, without the interpreter's lock."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class MemoryTrimmer:
+    """Trims in a thread, at most every few seconds, and only after large requests.
+
+    glibc keeps what is freed, and the largest request a server ever saw then decides how much it holds. Rejected:
+    trimming after every large request, which takes milliseconds and locks, with the next one right behind it; and
+    `MALLOC_TRIM_THRESHOLD_`, which must be set before the process starts and slows every large allocation.
+    """
+
+    def __init__(self) -> None:
+        self._planned = False
+
+    def note_large_input(self) -> None:
+        """Something large is being worked on: trim in some seconds. Called from the event loop."""
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_later(_PAUSE_S, self._trim)
+
+    def _trim(self) -> None:
+        self._planned = False
+        asyncio.get_running_loop().run_in_executor(None, give_memory_back)
+
+
+def address_space_bytes() -> int:
+    """What the addresses of this process take now; 16 GiB where `/proc` does not say."""
+    try:
+        return int(psutil.Process().memory_info().vms)
+    except (psutil.Error, OSError):
+        return 16 * 1024**3
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cpu_fields(path: Path = CPUINFO) -> dict[str, str]:
+    """By their names in `/proc/cpuinfo`, those of the first core."""
+    fields: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def cpu_name() -> str:
+    """The processor's own name, where the system tells."""
+    return cpu_fields().get("model name") or "unknown"
+
+
+_SOURCES = Path(__file__).resolve().parents[2]
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module`."""
+    runs_from_sources = False
+    with suppress(OSError):  # a working folder that was deleted
+        runs_from_sources = Path.cwd() == _SOURCES
+    return [sys.executable, *([] if runs_from_sources else ["-P"]), "-m", module, *arguments]
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the system does not say."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0

@@ -1,0 +1,305 @@
+"""How a MoE layer's rows reach their experts and come back (MegaScale-MoE, section 3.2).
+
+    dispatched = dispatcher.start_dispatch(x_TH, ids_TK, weights_TK)
+    ...                                        # work that does not need the experts' rows
+    rows_RH, counts_E = dispatched.wait()      # in order of the experts held here
+    y_RH = experts(rows_RH, counts_E)
+    out_TH = dispatched.start_combine(y_RH).wait()
+
+A `Way` brings rows over one group of ranks and sums back. A `Dispatcher` is a list of ways, and behind them the experts
+that are here. A `Hop` is a way with its decisions made: the layer's operators (`train/operators`) are made of hops, so
+that rows can travel again without deciding again.
+
+`AllToAllWay`, over ranks with different experts: each row travels to the ranks of its experts and back (eq. 3).
+
+1. Rows are put in order of rank. 2. Counts are gathered. 3. Rows, with their choices and weights, travel.
+4. The next way, or the dispatcher, takes them to the experts here. 5. Results return and are summed in order of choice.
+
+`deduplicate`: a row goes to a rank once, however many of its experts are there, and one weighted sum comes back: fewer
+bytes, n (1 - C(E - E/n, k) / C(E, k)) instead of k rows a token at uniform routing. Without it each choice travels by
+itself, as in the papers, and the sum is made at home.
+
+`GatherScatter`, over any ranks: all-gather of rows, choices and weights; each rank picks what is for its experts;
+reduce-scatter of the weighted sums. The bytes do not depend on K, so it wins where a row has many experts.
+
+Everything is differentiable; the backward of a dispatch is a combine and the reverse. A choice of -1 is absent.
+
+Letters: T rows of this rank, K experts a row, P rows that travel, R rows received here, E experts held here, H width,
+n ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.comm.collectives import (
+    AllGather,
+    AllToAll,
+    Collective,
+    Done,
+    MovesRows,
+    Pending,
+    gather_sizes,
+    run,
+    start,
+)
+from antiphon.comm.float8 import RowFormat
+from antiphon.comm.mesh import Group
+from antiphon.comm.tile_flight import TileLinks
+from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
+
+
+class Hop(Protocol):
+    """`there` and `back`: the collectives of rows and of their results; `choices`: that of what `Way.hop` packed."""
+
+    @property
+    def there(self) -> MovesRows: ...
+
+    @property
+    def choices(self) -> Collective: ...
+
+    @property
+    def back(self) -> MovesRows: ...
+
+    def send(self, x_TH: Tensor) -> Tensor:
+        """[P, H]: rows as they leave."""
+
+    def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
+        """[T, H]: for each row the sum of the results that came back."""
+
+    def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
+        """(choices, weights) of the rows that came, from what was packed: choices as what is behind this way knows
+        them, -1 for those that are elsewhere."""
+
+
+class Way(Protocol):
+    """Rows over one group and back."""
+
+    @property
+    def weighs_at_home(self) -> bool:
+        """Whether results are weighted when they are back: then weights travel only as ones."""
+
+    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
+        """How rows with these choices go, and choices with weights as they leave. May wait for other ranks."""
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """The way to all experts: through `ways`, in order, to experts 0 to `num_experts` - 1 here. `early_weights`: the
+    experts weight their results. `links`: where the last way's rows pass the experts in tiles, who carries these; what
+    is over a row budget passes in whole."""
+
+    num_experts: int
+    ways: tuple[Way, ...] = ()
+    early_weights: bool = False
+    links: TileLinks | None = None
+
+    def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> "Dispatched":
+        """Send each row to its experts. `weights_TK`: what their results count in the sum."""
+        return Dispatched(self, x_TH, ids_TK, weights_TK)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Results on their way back over the first way, which need `total` there."""
+
+    pending: Pending | Done
+    hop: Hop | None
+    weights_TK: Tensor
+    dtype: torch.dtype
+
+    def wait(self) -> Tensor:
+        """[T, H]: for each row the weighted sum of its experts' results."""
+        out_TH = self.pending.wait()
+        return (out_TH if self.hop is None else self.hop.total(out_TH, self.weights_TK)).to(self.dtype)
+
+
+class Dispatched:
+    """Rows under way."""
+
+    def __init__(self, dispatcher: Dispatcher, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        self._dispatcher, self._dtype = dispatcher, x_TH.dtype
+        self._hops: list[tuple[Hop, Tensor]] = []
+        self._rows: Pending | Done = Done(x_TH)
+        self._packed: Pending | Done
+        self._ids_TK, self._weights_TK = ids_TK, weights_TK
+        self._map: RowMap
+        if dispatcher.ways:
+            self._start(dispatcher.ways[0])
+
+    def wait(self) -> tuple[Tensor, tuple[int, ...]]:
+        """Rows [R, H] in order of the experts held here, and how many each has."""
+        for way in (*self._dispatcher.ways[1:], None)[: len(self._dispatcher.ways)]:
+            self._ids_TK, self._weights_TK = self._hops[-1][0].arrived(self._packed.wait())
+            if way is not None:
+                self._start(way)
+        self._map = row_map(self._ids_TK, self._dispatcher.num_experts)
+        return to_experts(self._arrived(), self._map), self._map.counts_E
+
+    @property
+    def weights_R(self) -> Tensor | None:
+        """What each row's result counts, once rows are there, if the experts multiply by it; None: the combine does."""
+        return weights_of_rows(self._weights_TK, self._map) if self._dispatcher.early_weights else None
+
+    def start_combine(self, y_RH: Tensor) -> Combined:
+        """Send results back; `y_RH` in the order that `wait` gave."""
+        early = self._dispatcher.early_weights
+        out = combine(y_RH, torch.ones_like(self._weights_TK) if early else self._weights_TK, self._map)
+        if not self._hops:
+            return Combined(Done(out), None, self._weights_TK, self._dtype)
+        first, *others = self._hops
+        for hop, weights_TK in reversed(others):
+            out = hop.total(run(hop.back, out), weights_TK).to(self._dtype)
+        return Combined(start(first[0].back, out), *first, self._dtype)
+
+    def _arrived(self) -> Tensor:
+        """Rows in the format of the arithmetic, whatever they travelled in."""
+        return self._rows.wait().to(self._dtype)
+
+    def _start(self, way: Way) -> None:
+        hop, packed_P2K = way.hop(self._ids_TK, self._weights_TK)
+        self._hops.append((hop, self._weights_TK))
+        self._rows = start(hop.there, hop.send(self._arrived()))
+        self._packed = start(hop.choices, packed_P2K)
+
+
+def weights_of_rows(weights_TK: Tensor, rows: RowMap) -> Tensor:
+    """[R]: the weight of each row that is in order of expert."""
+    return weights_TK.flatten().index_select(0, rows.order_R)
+
+
+def with_weights(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, 2K]: weights and choices in one tensor of floats, so that they travel together. Gradients pass the former."""
+    return torch.cat((weights_TK, ids_TK.to(weights_TK.dtype)), dim=1)
+
+
+def without_weights(packed_T2K: Tensor) -> tuple[Tensor, Tensor]:
+    """(choices, weights) from `with_weights`."""
+    weights_TK, ids_TK = packed_T2K.chunk(2, dim=1)
+    return ids_TK.detach().long(), weights_TK
+
+
+@dataclass(frozen=True)
+class _GatheredHop:
+    way: "GatherScatter"
+    there: MovesRows
+    choices: Collective
+    back: MovesRows
+
+    def send(self, x_TH: Tensor) -> Tensor:
+        return self.way.formats.summed(x_TH)
+
+    def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
+        return y_PH
+
+    def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = without_weights(packed_P2K)
+        if self.way.experts is None:
+            return ids_TK, weights_TK
+        first, last = self.way.experts
+        return torch.where((ids_TK >= first) & (ids_TK < last), ids_TK - first, -1), weights_TK
+
+
+@dataclass(frozen=True)
+class GatherScatter:
+    """A `Way` over `group`. `experts`: the numbers [first, last) that are here, which what is behind knows from 0 on;
+    None: it takes all choices as they are."""
+
+    group: Group
+    experts: tuple[int, int] | None = None
+    formats: RowFormat = field(default_factory=RowFormat)
+
+    @property
+    def weighs_at_home(self) -> bool:
+        return False
+
+    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
+        sizes = gather_sizes(self.group, ids_TK.shape[0], ids_TK.device)
+        there = self.formats.all_gather(self.group, "dispatch", sizes)
+        choices = AllGather(self.group, "routing", sizes)
+        back = self.formats.reduce_scatter(self.group, "combine", sizes)
+        return _GatheredHop(self, there, choices, back), with_weights(ids_TK, weights_TK)
+
+
+@dataclass(frozen=True)
+class _RowsHop:
+    """`ones_Tn`: where a row counts once a rank, as the ranks have weighted its results; None: weights do it here."""
+
+    there: MovesRows
+    choices: Collective
+    back: MovesRows
+    rows: RowMap
+    ones_Tn: Tensor | None
+    formats: RowFormat
+
+    def send(self, x_TH: Tensor) -> Tensor:
+        return to_experts(self.formats.summed(x_TH), self.rows)
+
+    def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
+        return combine(y_PH, weights_TK if self.ones_Tn is None else self.ones_Tn, self.rows)
+
+    def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
+        return without_weights(packed_P2K)
+
+
+class AllToAllWay:
+    """A `Way` over `group`; `experts[i]` are the numbers [first, last) on rank i, in order, which what is behind knows
+    from 0 on. `weights_inside`: the experts weight results, never this rank."""
+
+    def __init__(
+        self,
+        group: Group,
+        experts: Sequence[tuple[int, int]],
+        *,
+        deduplicate: bool,
+        formats: RowFormat = RowFormat(),
+        weights_inside: bool = False,
+    ) -> None:
+        self.group = group
+        self.deduplicate = deduplicate
+        self.formats = formats
+        self.weights_inside = weights_inside
+        self._firsts = torch.tensor([first for first, _ in experts])
+        ranks = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]
+        self._rank_of = torch.tensor([*ranks, -1])  # the last one is where -1 points
+
+    @property
+    def weighs_at_home(self) -> bool:
+        return not self.deduplicate and not self.weights_inside
+
+    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
+        size, ranks_TK = self.group.size, self._rank_of.to(ids_TK.device)[ids_TK]
+        firsts, ones_Tn = self._firsts.to(ids_TK.device), None
+        if self.deduplicate:
+            chosen_Tn = torch.zeros(ids_TK.shape[0], size + 1, dtype=torch.bool, device=ids_TK.device)
+            chosen_Tn = chosen_Tn.scatter_(1, ranks_TK % (size + 1), True)[:, :size]
+            rows = row_map(torch.where(chosen_Tn, torch.arange(size, device=ids_TK.device), -1), size)
+            ones_Tn = torch.ones_like(chosen_Tn, dtype=weights_TK.dtype)
+            rank_P, token_P = rows.order_R % size, rows.order_R // size
+            here_PK = ranks_TK[token_P] == rank_P.unsqueeze(1)
+            ids_PK = torch.where(here_PK, ids_TK[token_P] - firsts[rank_P].unsqueeze(1), -1)
+            weights_PK = to_experts(weights_TK, rows) * here_PK
+        else:
+            rows = row_map(ranks_TK, size)
+            rank_P = ranks_TK.flatten()[rows.order_R]
+            ids_PK = (ids_TK.flatten()[rows.order_R] - firsts[rank_P]).unsqueeze(1)
+            weights_PK = torch.ones_like(ids_PK, dtype=weights_TK.dtype)
+            if self.weights_inside:
+                weights_PK = weights_TK.flatten().index_select(0, rows.order_R).unsqueeze(1)
+                ones_Tn = torch.ones_like(weights_TK)
+        send = rows.counts_E
+        receive = _received(self.group, send, ids_TK.device)
+        there = self.formats.all_to_all(self.group, "dispatch", send, receive)
+        choices = AllToAll(self.group, "routing", send, receive)
+        back = self.formats.all_to_all(self.group, "combine", receive, send)
+        return _RowsHop(there, choices, back, rows, ones_Tn, self.formats), with_weights(ids_PK, weights_PK)
+
+
+def _received(group: Group, send: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
+    """How many rows come from each rank."""
+    own = torch.tensor(send, dtype=torch.int64, device=device)
+    counts = run(AllToAll(group, "counts", (1,) * group.size, (1,) * group.size), own)
+    return tuple(counts.tolist())

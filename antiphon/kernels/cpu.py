@@ -1,0 +1,410 @@
+"""The cpu back-end: thin launchers that check shapes and hand addresses to `antiphon._native`.
+
+Weights, keys and values lie in the native layout, in memory that belongs to a native object and goes with it. A decode
+step of a small model is a few hundred of these calls, so a launcher does a handful of Python operations and nothing per
+layer that can be kept between layers. The instruction set is chosen at run time. Latent attention and the sparsemixer
+router are rare on CPUs: they run in the reference back-end's code. Rejected: torch custom operators (dispatch costs
+more than a small kernel).
+
+Letters as in `antiphon.kernels.api`; O output width, I inner width of a plain linear.
+"""
+
+import torch
+from torch import Tensor
+
+from antiphon import _native
+from antiphon.base.errors import ResourceError
+from antiphon.base.units import format_bytes
+from antiphon.kernels.api import (
+    AttentionBatch,
+    ExpertShape,
+    HeadRows,
+    KVCache,
+    KVCacheSpec,
+    PackedExperts,
+    PackedLinear,
+    RotaryTable,
+)
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.reference import ReferenceBackend
+from antiphon.specs.model import RouterSpec
+
+
+def checked_matrix(name: str, matrix: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The matrix on the CPU in `dtype` with consecutive inner elements; a view of it where that is already so."""
+    if tuple(matrix.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected {shape}")
+    matrix = matrix.detach().to(device="cpu", dtype=dtype)
+    return matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
+
+
+def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The bias through `dtype`, as the model stores it, then in float32, as the kernels add it."""
+    if bias.shape != (width,):
+        raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({width},)")
+    return bias.detach().to(device="cpu", dtype=dtype).float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class CpuLinear:
+    """Weight [out, in] in panels, bias in float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = weight.shape
+        weight = checked_matrix("weight", weight, (self.out_features, self.in_features), dtype)
+        if bias is not None:
+            bias = checked_bias("bias", bias, self.out_features, dtype)
+        self.native = _native.PackedLinear(
+            dtype == torch.bfloat16,
+            self.out_features,
+            self.in_features,
+            weight.data_ptr(),
+            weight.stride(0),
+            _address(bias),
+        )
+        self.num_bytes = self.native.num_bytes
+
+
+class CpuExperts:
+    """Gate and up interleaved in one stream, down in another, for each expert; biases in float32."""
+
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.native = _native.PackedExperts(
+            dtype == torch.bfloat16,
+            shape.num_experts,
+            shape.hidden,
+            shape.intermediate,
+            shape.activation,
+            shape.alpha,
+            shape.limit,
+            shape.has_bias,
+        )
+        self.num_bytes = self.native.num_bytes
+
+    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
+        self._check_index(index)
+        wide = self.shape.intermediate, self.shape.hidden
+        gate = checked_matrix("gate", gate_IH, wide, self.dtype)
+        up = checked_matrix("up", up_IH, wide, self.dtype)
+        down = checked_matrix("down", down_HI, wide[::-1], self.dtype)
+        self.native.set_expert(
+            index,
+            gate.data_ptr(),
+            gate.stride(0),
+            up.data_ptr(),
+            up.stride(0),
+            down.data_ptr(),
+            down.stride(0),
+        )
+
+    def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
+        self._check_index(index)
+        gate = checked_bias("gate bias", gate_I, self.shape.intermediate, self.dtype)
+        up = checked_bias("up bias", up_I, self.shape.intermediate, self.dtype)
+        down = checked_bias("down bias", down_H, self.shape.hidden, self.dtype)
+        self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < self.shape.num_experts:
+            raise ValueError(f"expert index {index} is outside 0..{self.shape.num_experts - 1}")
+
+
+PANEL_WIDTH = 16
+
+
+class CpuKVCache:
+    """Reserved, not touched: pages come into being as blocks are written. Unwritten memory reads as zero."""
+
+    def __init__(self, spec: KVCacheSpec, dtype: torch.dtype) -> None:
+        if spec.block_size % PANEL_WIDTH != 0:
+            raise ValueError(
+                f"block_size {spec.block_size} does not fit the cpu back-end: use a multiple of {PANEL_WIDTH}"
+            )
+        self.spec = spec
+        self.dtype = dtype
+        try:
+            self.native = _native.KVCache(
+                dtype == torch.bfloat16,
+                spec.num_layers,
+                spec.num_blocks,
+                spec.block_size,
+                spec.num_kv_heads,
+                spec.key_dim,
+                spec.value_dim,
+            )
+        except MemoryError as error:
+            wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
+            raise ResourceError(
+                f"cannot reserve a KV cache of {format_bytes(wanted)} ({spec.num_blocks} blocks of "
+                f"{spec.block_size} tokens): lower the number of blocks"
+            ) from error
+
+
+class BatchAddresses:
+    """The addresses of the last batch and rotary table seen: every layer of a step asks for the same ones."""
+
+    def __init__(self) -> None:
+        self._batch: AttentionBatch | None = None
+        self._rotary: RotaryTable | None = None
+        self._native_batch: _native.BatchAddresses | None = None
+        self._native_rotary: _native.RotaryAddresses | None = None
+
+    def of_batch(self, batch: AttentionBatch) -> _native.BatchAddresses:
+        if batch is self._batch and self._native_batch is not None:
+            return self._native_batch
+        tables = batch.block_tables_SB
+        arrays = (batch.positions_T, batch.slots_T, batch.query_starts, batch.context_lens_S, tables)
+        for array in arrays:
+            if array.dtype != torch.int32 or not array.is_contiguous():
+                raise ValueError(f"batch tensors must be contiguous int32, got {array.dtype} {tuple(array.shape)}")
+        positions, slots, starts, lengths, table = (array.data_ptr() for array in arrays)
+        native = _native.BatchAddresses(
+            positions, slots, starts, lengths, table, tables.shape[1], len(batch.query_lens), batch.num_tokens
+        )
+        self._batch, self._native_batch = batch, native
+        return native
+
+    def of_rotary(self, rotary: RotaryTable) -> _native.RotaryAddresses:
+        if rotary is self._rotary and self._native_rotary is not None:
+            return self._native_rotary
+        for table in (rotary.cos, rotary.sin):
+            if table.dtype != torch.float32 or not table.is_contiguous():
+                raise ValueError(f"rotary tables must be contiguous float32, got {table.dtype}")
+        native = _native.RotaryAddresses(
+            rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1], rotary.interleaved
+        )
+        self._rotary, self._native_rotary = rotary, native
+        return native
+
+
+class CpuBackend:
+    """`KernelBackend` on packed weights, for bfloat16 and float32."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        if dtype not in {torch.bfloat16, torch.float32}:
+            raise ValueError(f"dtype {dtype} is not known to the cpu back-end: use bfloat16 or float32")
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self._is_bf16 = dtype == torch.bfloat16
+        self._reference = ReferenceBackend(self.device, dtype)
+        self._addresses = BatchAddresses()
+        self._router: RouterSpec | None = None
+        self._gate_options = _native.GateOptions()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+        return CpuLinear(weight, bias, self.dtype)
+
+    def linear(
+        self,
+        x_TI: Tensor,
+        weight: PackedLinear,
+        *,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert isinstance(weight, CpuLinear)
+        x_TI = self._rows(x_TI, weight.in_features)
+        num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
+        out = torch.empty((num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype)
+        residual, residual_stride = 0, 0
+        if residual_TO is not None:
+            residual_TO = self._rows(residual_TO, weight.out_features)
+            if residual_TO.shape[0] != num_rows:
+                raise ValueError(f"residual has {residual_TO.shape[0]} rows, x has {num_rows}")
+            residual, residual_stride = residual_TO.data_ptr(), residual_TO.stride(0)
+        weight.native.linear(
+            x_TI.data_ptr(), num_rows, x_TI.stride(0), residual, residual_stride, out.data_ptr(), out_fp32
+        )
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        x = x if x.is_contiguous() else x.contiguous()
+        self._check(x, weight, width)
+        out = torch.empty_like(x)
+        _native.rms_norm(
+            self._is_bf16,
+            x.data_ptr(),
+            x.numel() // max(1, width),
+            width,
+            width,
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+        )
+        return out
+
+    def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        num_rows, width = x_TH.shape
+        x_TH, delta_TH = x_TH.contiguous(), delta_TH.contiguous()
+        self._check(x_TH, weight, width)
+        if delta_TH.shape != x_TH.shape or delta_TH.dtype != self.dtype:
+            raise ValueError(f"delta is {delta_TH.dtype} {tuple(delta_TH.shape)}, x is {tuple(x_TH.shape)}")
+        total, out = torch.empty_like(x_TH), torch.empty_like(x_TH)
+        _native.add_rms_norm(
+            self._is_bf16,
+            x_TH.data_ptr(),
+            delta_TH.data_ptr(),
+            num_rows,
+            width,
+            weight.data_ptr(),
+            eps,
+            total.data_ptr(),
+            out.data_ptr(),
+        )
+        return total, out
+
+    def new_kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        return self._reference.new_kv_cache(spec) if spec.values_in_keys else CpuKVCache(spec, self.dtype)
+
+    def rotate_and_store(
+        self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
+    ) -> Tensor:
+        if not isinstance(cache, CpuKVCache):
+            return self._reference.rotate_and_store(qkv_TX, cache, layer, batch, heads)
+        spec = cache.spec
+        width = heads.num_heads * spec.key_dim + spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+        qkv_TX = self._rows(qkv_TX, width).contiguous()
+        for norm in (heads.q_norm_D, heads.k_norm_D):
+            if norm is not None:
+                self._check(qkv_TX, norm, spec.key_dim)
+        q_TND = torch.empty((qkv_TX.shape[0], heads.num_heads, spec.key_dim), dtype=self.dtype)
+        cache.native.rotate_and_store(
+            layer,
+            self._addresses.of_batch(batch),
+            self._addresses.of_rotary(heads.rotary),
+            qkv_TX.data_ptr(),
+            heads.num_heads,
+            _address(heads.q_norm_D),
+            _address(heads.k_norm_D),
+            heads.eps,
+            q_TND.data_ptr(),
+        )
+        return q_TND
+
+    def paged_attention(
+        self,
+        q_TND: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(cache, CpuKVCache):
+            return self._reference.paged_attention(
+                q_TND, cache, layer, batch, scale=scale, sliding_window=sliding_window, sinks_N=sinks_N
+            )
+        num_rows, num_heads, dim = q_TND.shape
+        spec = cache.spec
+        if q_TND.dtype != self.dtype or dim != spec.key_dim or num_heads % spec.num_kv_heads != 0:
+            raise ValueError(f"queries {q_TND.dtype} {tuple(q_TND.shape)} do not fit the cache {spec}")
+        if sinks_N is not None:
+            sinks_N = sinks_N.contiguous()
+            if sinks_N.dtype != torch.float32 or sinks_N.shape != (num_heads,):
+                raise ValueError(f"sinks are {sinks_N.dtype} {tuple(sinks_N.shape)}: {num_heads} in float32 are needed")
+        q_TND = q_TND.contiguous()
+        out_TNV = torch.empty((num_rows, num_heads, spec.value_dim), dtype=self.dtype)
+        cache.native.paged_attention(
+            layer,
+            self._addresses.of_batch(batch),
+            q_TND.data_ptr(),
+            num_heads,
+            scale,
+            sliding_window or 0,
+            _address(sinks_N),
+            out_TNV.data_ptr(),
+        )
+        return out_TNV
+
+    def gate(
+        self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(weight, CpuLinear)
+        if router.scoring == "sparsemixer":
+            return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
+        if router is not self._router:
+            self._gate_options, self._router = _gate_options(router), router
+        x_TH = self._rows(x_TH, weight.in_features)
+        num_rows = x_TH.shape[0]
+        ids = torch.empty((num_rows, router.top_k), dtype=torch.int32)
+        weights = torch.empty((num_rows, router.top_k), dtype=torch.float32)
+        if bias_E is not None:
+            bias_E = bias_E.float().contiguous()
+        _native.gate(
+            weight.native,
+            self._gate_options,
+            x_TH.data_ptr(),
+            num_rows,
+            x_TH.stride(0),
+            _address(bias_E),
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
+        return ids, weights
+
+    def new_experts(self, shape: ExpertShape) -> CpuExperts:
+        return CpuExperts(shape, self.dtype)
+
+    def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
+        assert isinstance(experts, CpuExperts)
+        x_TH = self._rows(x_TH, experts.shape.hidden)
+        num_rows, top_k = ids_TK.shape
+        if num_rows != x_TH.shape[0] or weights_TK.shape != ids_TK.shape:
+            raise ValueError(f"{x_TH.shape[0]} rows, ids {tuple(ids_TK.shape)}, weights {tuple(weights_TK.shape)}")
+        ids_TK, weights_TK = ids_TK.int().contiguous(), weights_TK.float().contiguous()
+        out_TH = torch.empty((num_rows, experts.shape.hidden), dtype=self.dtype)
+        experts.native.grouped_ffn(
+            x_TH.data_ptr(),
+            num_rows,
+            x_TH.stride(0),
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            top_k,
+            out_TH.data_ptr(),
+        )
+        return out_TH
+
+    def argmax_rows(self, logits_TV: Tensor) -> Tensor:
+        """Index of each row's first largest float32 logit, int64 [T]."""
+        if logits_TV.dtype != torch.float32 or logits_TV.stride(-1) != 1:
+            raise ValueError(f"logits must be float32 with consecutive columns, got {logits_TV.dtype}")
+        ids = torch.empty(logits_TV.shape[0], dtype=torch.int64)
+        num_rows, width = logits_TV.shape
+        _native.argmax_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), ids.data_ptr())
+        return ids
+
+    def _rows(self, x: Tensor, width: int) -> Tensor:
+        """x as rows of consecutive elements, after checking that the kernel may read them."""
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != width:
+            raise ValueError(f"expected {self.dtype} rows of width {width}, got {x.dtype} {tuple(x.shape)}")
+        return x if x.stride(1) == 1 or width <= 1 else x.contiguous()
+
+    def _check(self, x: Tensor, weight: Tensor, width: int) -> None:
+        if x.dtype != self.dtype or weight.dtype != self.dtype or weight.numel() != width:
+            raise ValueError(
+                f"expected {self.dtype} rows and a norm weight of width {width}, got {x.dtype} rows and "
+                f"{weight.dtype} {tuple(weight.shape)}"
+            )
+
+
+def _gate_options(router: RouterSpec) -> _native.GateOptions:
+    options = _native.GateOptions()
+    options.sigmoid = router.scoring == "sigmoid"
+    options.top_k = router.top_k
+    options.num_groups = router.num_groups
+    options.top_k_groups = router.top_k_groups
+    options.group_score_top2 = router.group_score == "top2"
+    options.normalize = router.normalize
+    options.softmax_after_top_k = router.softmax_after_top_k
+    options.scaling = router.scaling
+    return options

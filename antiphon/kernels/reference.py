@@ -1,0 +1,239 @@
+"""The reference back-end: every kernel in plain PyTorch, on any device, in float32, bfloat16 or float16.
+
+The other back-ends are tested against it, and it runs where no native kernel exists. Results of a row agree with those
+it would have alone to rounding, not bit for bit: PyTorch picks matrix kernels by the number of rows.
+
+Weights are plain tensors in its dtype, gate and up projections stacked. The grouped feed-forward is a loop over touched
+experts, or two grouped matrix products: the loop asks the host which experts were touched, so on an accelerator it
+waits for the device; `torch._grouped_mm` (bfloat16, rows of 16-byte multiples) does not, and is used there when it can
+be. Attention is in `reference_attention`.
+
+Letters as in `antiphon.kernels.api`; R = T * K routed rows in order of local expert.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from antiphon.kernels.api import (
+    AttentionBatch,
+    ExpertShape,
+    HeadRows,
+    KVCache,
+    KVCacheSpec,
+    PackedExperts,
+    PackedLinear,
+)
+from antiphon.kernels.ops.feed_forward import activate
+from antiphon.kernels.ops.norm import rms_norm
+from antiphon.kernels.ops.rotary import look_up, rotate
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, paged_attention
+from antiphon.specs.model import RouterSpec
+
+
+class ReferenceLinear:
+    """Weight [out, in] and optional bias [out] on the back-end's device."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.weight_OI = weight_OI
+        self.bias_O = bias_O
+        self.out_features, self.in_features = weight_OI.shape
+        self.num_bytes = weight_OI.nbytes + (0 if bias_O is None else bias_O.nbytes)
+
+
+class ReferenceExperts:
+    """E gated feed-forwards: `gate_up` holds the gate's I rows above the up projection's I rows, and so its bias."""
+
+    def __init__(self, shape: ExpertShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        num_experts, hidden, width = shape.num_experts, shape.hidden, shape.intermediate
+        self.gate_up_EJH = torch.empty((num_experts, 2 * width, hidden), dtype=dtype, device=device)
+        self.down_EHI = torch.empty((num_experts, hidden, width), dtype=dtype, device=device)
+        self.gate_up_bias_EJ = self.gate_up_EJH.new_zeros((num_experts, 2 * width)) if shape.has_bias else None
+        self.down_bias_EH = self.down_EHI.new_zeros((num_experts, hidden)) if shape.has_bias else None
+        tensors = (self.gate_up_EJH, self.down_EHI, self.gate_up_bias_EJ, self.down_bias_EH)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
+        self.gate_up_EJH[index, : self.shape.intermediate].copy_(gate_IH)
+        self.gate_up_EJH[index, self.shape.intermediate :].copy_(up_IH)
+        self.down_EHI[index].copy_(down_HI)
+
+    def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
+        assert self.gate_up_bias_EJ is not None, "experts without room for biases"
+        assert self.down_bias_EH is not None
+        self.gate_up_bias_EJ[index, : self.shape.intermediate].copy_(gate_I)
+        self.gate_up_bias_EJ[index, self.shape.intermediate :].copy_(up_I)
+        self.down_bias_EH[index].copy_(down_H)
+
+
+def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy that shares nothing with `tensor`, so that a memory-mapped source can be let go."""
+    copy = torch.empty(tensor.shape, dtype=dtype, device=device)
+    copy.copy_(tensor)
+    return copy
+
+
+def has_grouped_mm(experts: ReferenceExperts) -> bool:
+    """Whether `torch._grouped_mm` takes these weights: bfloat16, both widths multiples of 8 elements (16 bytes)."""
+    return (
+        hasattr(torch, "_grouped_mm")
+        and experts.down_EHI.dtype == torch.bfloat16
+        and experts.shape.hidden % 8 == 0
+        and experts.shape.intermediate % 8 == 0
+    )
+
+
+def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ReferenceExperts) -> Tensor:
+    """Ascending over the touched experts; each adds its weighted rows to a float32 sum."""
+    sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    gate_up_bias_EJ, down_bias_EH = experts.gate_up_bias_EJ, experts.down_bias_EH
+    if experts.shape.num_experts == 1:
+        touched = [0]
+    else:
+        touched = [expert for expert in torch.unique(ids_TK).tolist() if expert >= 0]
+    for expert in touched:
+        rows, slots = torch.where(ids_TK == expert)
+        hidden = activate(
+            F.linear(x_TH[rows], experts.gate_up_EJH[expert], _of(expert, gate_up_bias_EJ)), experts.shape
+        )
+        y = F.linear(hidden, experts.down_EHI[expert], _of(expert, down_bias_EH)).float()
+        sums_TH.index_add_(0, rows, y * weights_TK[rows, slots].float().unsqueeze(1))
+    return sums_TH.to(x_TH.dtype)
+
+
+def _of(expert: int, bias_EX: Tensor | None) -> Tensor | None:
+    return None if bias_EX is None else bias_EX[expert]
+
+
+def _add_bias(y_RX: Tensor, bias_EX: Tensor | None, experts_R: Tensor) -> Tensor:
+    """Each row plus its expert's bias; rows of no expert, which count for nothing, get the last one's."""
+    if bias_EX is None:
+        return y_RX
+    return y_RX + bias_EX.index_select(0, experts_R.clamp(max=bias_EX.shape[0] - 1))
+
+
+def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ReferenceExperts) -> Tensor:
+    """The same sums without asking the host anything."""
+    num_experts, (num_rows, top_k) = experts.shape.num_experts, ids_TK.shape
+    # 1. Slots of each row in ascending local index, "not held here" last; then all slots by expert, stable.
+    keys_TK, slots_TK = torch.where(ids_TK < 0, num_experts, ids_TK).sort(dim=1)
+    weights_TK = weights_TK.gather(1, slots_TK).float()
+    keys_R, order_R = keys_TK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(keys_R, torch.arange(num_experts, device=x_TH.device), right=True).int()
+    # 2. Both products over the groups. Rows beyond the last group are never written: they are replaced by zeros below.
+    x_RH = x_TH.index_select(0, order_R // top_k)
+    gate_up_RJ = torch._grouped_mm(x_RH, experts.gate_up_EJH.transpose(1, 2), offs=ends_E)
+    hidden_RI = activate(_add_bias(gate_up_RJ, experts.gate_up_bias_EJ, keys_R), experts.shape)
+    y_RH = torch._grouped_mm(hidden_RI, experts.down_EHI.transpose(1, 2), offs=ends_E)
+    y_RH = _add_bias(y_RH, experts.down_bias_EH, keys_R)
+    # 3. Back to rows of tokens, summed in a fixed order.
+    y_TKH = torch.empty_like(y_RH).index_copy_(0, order_R, y_RH).view(num_rows, top_k, -1)
+    held_TK1 = (keys_TK < num_experts).unsqueeze(-1)
+    sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for slot in range(top_k):
+        y_TH = torch.where(held_TK1[:, slot], y_TKH[:, slot], 0).float()
+        sums_TH.addcmul_(y_TH, weights_TK[:, slot, None])
+    return sums_TH.to(x_TH.dtype)
+
+
+WIDE_LINEAR_ROWS = 4096
+
+
+class ReferenceBackend:
+    """`KernelBackend` in plain PyTorch. `dtype` is that of weights, activations and cache."""
+
+    name = "reference"
+
+    def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._plans = AttentionPlans()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+        kept_bias = None if bias is None else own_copy(bias, self.device, self.dtype)
+        return ReferenceLinear(own_copy(weight, self.device, self.dtype), kept_bias)
+
+    def linear(
+        self,
+        x_TI: Tensor,
+        weight: PackedLinear,
+        *,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert isinstance(weight, ReferenceLinear)
+        if out_dtype is not None and out_dtype != x_TI.dtype:
+            y = _float32_linear(x_TI, weight)
+            return (y if residual_TO is None else y + residual_TO).to(out_dtype)
+        if residual_TO is None:
+            return F.linear(x_TI, weight.weight_OI, weight.bias_O)
+        if weight.bias_O is not None:
+            residual_TO = residual_TO + weight.bias_O
+        return torch.addmm(residual_TO, x_TI, weight.weight_OI.t())
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x_TH = x_TH + delta_TH
+        return x_TH, self.rms_norm(x_TH, weight, eps)
+
+    def new_kv_cache(self, spec: KVCacheSpec) -> ReferenceCache:
+        return ReferenceCache(spec, self.device, self.dtype)
+
+    def rotate_and_store(
+        self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
+    ) -> Tensor:
+        assert isinstance(cache, ReferenceCache)
+        spec, num_rows = cache.spec, qkv_TX.shape[0]
+        q_end = heads.num_heads * spec.key_dim
+        k_end = q_end + spec.num_kv_heads * spec.key_dim
+        q = qkv_TX[:, :q_end].reshape(num_rows, heads.num_heads, spec.key_dim)
+        k = qkv_TX[:, q_end:k_end].reshape(num_rows, spec.num_kv_heads, spec.key_dim)
+        v = None if spec.values_in_keys else qkv_TX[:, k_end:].view(num_rows, spec.num_kv_heads, spec.value_dim)
+        if heads.q_norm_D is not None:
+            q = self.rms_norm(q, heads.q_norm_D, heads.eps)
+        if heads.k_norm_D is not None:
+            k = self.rms_norm(k, heads.k_norm_D, heads.eps)
+        cos, sin = look_up(heads.rotary, batch.positions_T)
+        cache.store(layer, batch.slots_T, rotate(k, cos, sin, heads.rotary.interleaved), v)
+        return rotate(q, cos, sin, heads.rotary.interleaved)
+
+    def paged_attention(
+        self,
+        q_TND: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(cache, ReferenceCache)
+        plan = self._plans.of(batch, cache.spec, sliding_window)
+        return paged_attention(q_TND, cache, layer, plan, scale, sinks_N)
+
+    def gate(
+        self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
+    ) -> tuple[Tensor, Tensor]:
+        return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
+
+    def new_experts(self, shape: ExpertShape) -> ReferenceExperts:
+        return ReferenceExperts(shape, self.device, self.dtype)
+
+    def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
+        assert isinstance(experts, ReferenceExperts)
+        if self.device.type == "cuda" and has_grouped_mm(experts):
+            return grouped_products(x_TH, ids_TK, weights_TK, experts)
+        return loop_over_experts(x_TH, ids_TK, weights_TK, experts)
+
+
+def _float32_linear(x_TI: Tensor, weight: ReferenceLinear) -> Tensor:
+    """x @ weight.T + bias with float32 results, widening a slice of the weight at a time."""
+    wide = x_TI.float()
+    parts = [wide @ rows.float().t() for rows in torch.split(weight.weight_OI, WIDE_LINEAR_ROWS)]
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return y if weight.bias_O is None else y + weight.bias_O

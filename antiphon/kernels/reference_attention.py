@@ -1,0 +1,245 @@
+"""Attention over a paged cache in plain PyTorch: decode in batches, prefill one sequence at a time.
+
+The cache is a flat table of slots per layer, [slots, heads, width], slot = block * block_size + offset, so that a
+sequence's context is one `index_select`. Tables start as zeros, which costs no memory until touched on a CPU and keeps
+garbage (NaN) out of masked positions.
+
+Decode rows are grouped by the power of two their context rounds up to: each group is two batched matrix products, no
+sequence is padded to more than twice its length, and the shapes a row meets depend on its own length only. Where keys
+lie and which are visible is worked out once per batch and kept for all layers (`AttentionPlans`).
+Sinks (gpt-oss) are one more column of scores, dropped after the softmax; PyTorch's fused attention does not know them,
+so prompts then go through plain products, some rows at a time.
+Rejected: padding all sequences to the longest (wasteful, and bits would depend on the neighbours).
+
+Letters as in `antiphon.kernels.api`; C padded context, Q query rows of one sequence, M query heads per KV head.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from antiphon.base.errors import ResourceError
+from antiphon.base.units import format_bytes
+from antiphon.kernels.api import AttentionBatch, KVCacheSpec
+
+
+class ReferenceCache:
+    """Keys [slots, G, key_dim] and values [slots, G, value_dim] of every layer; or values within keys."""
+
+    def __init__(self, spec: KVCacheSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self.spec = spec
+        slots = spec.num_blocks * spec.block_size
+        wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
+        try:
+            self.keys = [
+                torch.zeros((slots, spec.num_kv_heads, spec.key_dim), device=device, dtype=dtype)
+                for _ in range(spec.num_layers)
+            ]
+            self.values = [
+                torch.zeros((slots, spec.num_kv_heads, spec.value_dim), device=device, dtype=dtype)
+                for _ in range(0 if spec.values_in_keys else spec.num_layers)
+            ]
+        except (RuntimeError, MemoryError) as error:
+            raise ResourceError(
+                f"{device} cannot hold a KV cache of {format_bytes(wanted)} "
+                f"({spec.num_blocks} blocks of {spec.block_size} tokens): lower the number of blocks"
+            ) from error
+
+    def store(self, layer: int, slots_T: Tensor, k_TGD: Tensor, v_TGV: Tensor | None) -> None:
+        slots_T = slots_T.long()
+        self.keys[layer].index_copy_(0, slots_T, k_TGD)
+        if v_TGV is not None:
+            self.values[layer].index_copy_(0, slots_T, v_TGV)
+
+    def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, C, G, width] at `slots_SC`."""
+        keys = self.keys[layer][slots_SC]
+        if self.spec.values_in_keys:
+            return keys, keys[..., : self.spec.value_dim]
+        return keys, self.values[layer][slots_SC]
+
+
+SMALLEST_CONTEXT = 32
+DECODE_GATHER_ELEMENTS = 1 << 26
+PREFILL_SCORE_ELEMENTS = 1 << 26
+PLANS_IN_FLIGHT = 8  # of four micro-batches, each with and without a window
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows [S'] of one-row sequences of similar context, the cache slots they read, and which of those are too late,
+    too early, or not theirs."""
+
+    rows_S: Tensor
+    slots_SC: Tensor
+    hidden_SC: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillSequence:
+    """Rows [first, last) of one sequence, its cache slots, and its mask; no mask for a plain causal prompt."""
+
+    first: int
+    last: int
+    slots_1C: Tensor
+    mask_QC: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    batch: AttentionBatch
+    spec: KVCacheSpec
+    window: int | None
+    groups: list[DecodeGroup]
+    prefills: list[PrefillSequence]
+
+
+class AttentionPlans:
+    """Plans of the last few batches, known by identity (a batch is never changed): every layer asks for the same one,
+    micro-batches take turns."""
+
+    def __init__(self) -> None:
+        self._recent: deque[AttentionPlan] = deque(maxlen=PLANS_IN_FLIGHT)
+
+    def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+        for plan in self._recent:
+            if plan.batch is batch and plan.spec is spec and plan.window == window:
+                return plan
+        plan = make_plan(batch, spec, window)
+        self._recent.append(plan)
+        return plan
+
+
+def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+    members: dict[int, list[tuple[int, int]]] = {}
+    prefills, start = [], 0
+    for sequence, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        if queries == 1:
+            padded = max(SMALLEST_CONTEXT, 1 << (context - 1).bit_length())
+            members.setdefault(padded, []).append((sequence, start))
+        elif queries > 1:
+            prefills.append(_prefill_sequence(batch, spec, window, sequence, start))
+        start += queries
+    groups: list[DecodeGroup] = []
+    for padded, chosen in members.items():
+        step = max(1, DECODE_GATHER_ELEMENTS // (padded * spec.num_kv_heads * spec.key_dim))
+        groups.extend(
+            _decode_group(batch, spec, window, padded, chosen[first : first + step])
+            for first in range(0, len(chosen), step)
+        )
+    return AttentionPlan(batch, spec, window, groups, prefills)
+
+
+def _decode_group(
+    batch: AttentionBatch, spec: KVCacheSpec, window: int | None, padded: int, members: list[tuple[int, int]]
+) -> DecodeGroup:
+    device = batch.slots_T.device
+    sequences, rows_S = torch.tensor(members).to(device, non_blocking=True).unbind(1)
+    lengths_S1 = batch.context_lens_S.index_select(0, sequences).unsqueeze(1)
+    positions_C = torch.arange(padded, device=device)
+    hidden_SC = positions_C >= lengths_S1
+    if window is not None:
+        hidden_SC |= positions_C < lengths_S1 - window
+    return DecodeGroup(rows_S, _context_slots(batch, sequences, padded, spec.block_size), hidden_SC)
+
+
+def _prefill_sequence(
+    batch: AttentionBatch, spec: KVCacheSpec, window: int | None, sequence: int, first: int
+) -> PrefillSequence:
+    queries, context, device = batch.query_lens[sequence], batch.context_lens[sequence], batch.slots_T.device
+    chosen = torch.full((1,), sequence, device=device)
+    mask: Tensor | None = None
+    if window is not None or queries != context:
+        rows_Q1 = torch.arange(context - queries, context, device=device).unsqueeze(1)
+        columns_C = torch.arange(context, device=device)
+        mask = columns_C <= rows_Q1
+        if window is not None:
+            mask &= columns_C > rows_Q1 - window
+    return PrefillSequence(first, first + queries, _context_slots(batch, chosen, context, spec.block_size), mask)
+
+
+def _context_slots(batch: AttentionBatch, sequences: Tensor, length: int, block_size: int) -> Tensor:
+    """Cache slots [S', length] of the first `length` positions of the chosen sequences."""
+    positions = torch.arange(length, device=batch.slots_T.device)
+    blocks = (positions // block_size).clamp_(max=batch.block_tables_SB.shape[1] - 1)
+    tables = batch.block_tables_SB.index_select(0, sequences).long()
+    return tables[:, blocks] * block_size + positions % block_size
+
+
+def paged_attention(
+    q_TND: Tensor, cache: ReferenceCache, layer: int, plan: AttentionPlan, scale: float, sinks_N: Tensor | None
+) -> Tensor:
+    out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
+    for sequence in plan.prefills:
+        rows = slice(sequence.first, sequence.last)
+        if sinks_N is None:
+            out_TNV[rows] = _prefill(q_TND[rows], cache, layer, sequence, scale)
+        else:
+            out_TNV[rows] = _prefill_with_sinks(q_TND[rows], cache, layer, sequence, scale, sinks_N)
+    for group in plan.groups:
+        q_SND = q_TND.index_select(0, group.rows_S)
+        out_TNV.index_copy_(0, group.rows_S, _decode(q_SND, cache, layer, group, scale, sinks_N))
+    return out_TNV
+
+
+def _decode(
+    q_SND: Tensor, cache: ReferenceCache, layer: int, group: DecodeGroup, scale: float, sinks_N: Tensor | None
+) -> Tensor:
+    """One row of each sequence over its whole context."""
+    num_sequences, num_heads, dim = q_SND.shape
+    num_kv_heads = cache.spec.num_kv_heads
+    keys_SCGD, values_SCGV = cache.gather(layer, group.slots_SC)
+    q_SGMD = q_SND.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, dim)
+    scores_SGMC = torch.matmul(q_SGMD, keys_SCGD.permute(0, 2, 3, 1)).float().mul_(scale)
+    scores_SGMC.masked_fill_(group.hidden_SC[:, None, None, :], float("-inf"))
+    weights_SGMC = _softmax(scores_SGMC, sinks_N, num_kv_heads).to(q_SND.dtype)
+    return torch.matmul(weights_SGMC, values_SCGV.transpose(1, 2)).reshape(num_sequences, num_heads, -1)
+
+
+def _prefill(q_QND: Tensor, cache: ReferenceCache, layer: int, sequence: PrefillSequence, scale: float) -> Tensor:
+    """The last Q rows of one sequence, each over the keys up to its own position."""
+    keys_1CGD, values_1CGV = cache.gather(layer, sequence.slots_1C)
+    out_1NQV = F.scaled_dot_product_attention(
+        q_QND.transpose(0, 1).unsqueeze(0),
+        keys_1CGD.transpose(1, 2),
+        values_1CGV.transpose(1, 2),
+        attn_mask=sequence.mask_QC,
+        is_causal=sequence.mask_QC is None,
+        scale=scale,
+        enable_gqa=q_QND.shape[1] != cache.spec.num_kv_heads,
+    )
+    return out_1NQV[0].transpose(0, 1)
+
+
+def _prefill_with_sinks(
+    q_QND: Tensor, cache: ReferenceCache, layer: int, sequence: PrefillSequence, scale: float, sinks_N: Tensor
+) -> Tensor:
+    """As `_prefill`, with scores of as many rows at a time as `PREFILL_SCORE_ELEMENTS` holds."""
+    keys_1CGD, values_1CGV = cache.gather(layer, sequence.slots_1C)
+    keys_GDC, values_GCV = keys_1CGD[0].permute(1, 2, 0), values_1CGV[0].transpose(0, 1)
+    (num_queries, num_heads, dim), (num_kv_heads, _, context) = q_QND.shape, keys_GDC.shape
+    mask_QC = sequence.mask_QC
+    if mask_QC is None:
+        mask_QC = torch.ones((num_queries, context), dtype=torch.bool, device=q_QND.device).tril()
+    out_QNV = q_QND.new_empty((num_queries, num_heads, values_GCV.shape[-1]))
+    step = max(1, PREFILL_SCORE_ELEMENTS // (num_heads * context))
+    for first in range(0, num_queries, step):
+        rows = slice(first, first + step)
+        q_GMQD = q_QND[rows].view(-1, num_kv_heads, num_heads // num_kv_heads, dim).permute(1, 2, 0, 3)
+        scores_GMQC = torch.matmul(q_GMQD, keys_GDC.unsqueeze(1)).float().mul_(scale)
+        scores_QGMC = scores_GMQC.masked_fill_(~mask_QC[rows], float("-inf")).permute(2, 0, 1, 3)
+        weights_GMQC = _softmax(scores_QGMC, sinks_N, num_kv_heads).permute(1, 2, 0, 3).to(q_QND.dtype)
+        out_GMQV = torch.matmul(weights_GMQC, values_GCV.unsqueeze(1))
+        out_QNV[rows] = out_GMQV.permute(2, 0, 1, 3).flatten(1, 2)
+    return out_QNV
+
+
+def _softmax(scores_XGMC: Tensor, sinks_N: Tensor | None, num_kv_heads: int) -> Tensor:
+    """Softmax over the last axis, with each head's sink as one more column that is then dropped."""
+    if sinks_N is None:
+        return scores_XGMC.softmax(-1)
+    sinks = sinks_N.view(num_kv_heads, -1, 1).expand(*scores_XGMC.shape[:-1], 1)
+    return torch.cat((scores_XGMC, sinks), -1).softmax(-1)[..., :-1]
