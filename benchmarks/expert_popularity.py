@@ -29,9 +29,8 @@ from antiphon.models.batch import make_attention_batch
 from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
-from antiphon.placement.forecast import most_popular, needs_phase_two
 from antiphon.placement.place import place, recent_loads
-from antiphon.placement.split import balancedness, split_rows
+from antiphon.placement.split import balancedness, most_popular, needs_phase_two, split_rows
 from antiphon.train.config import read_config
 from antiphon.train.documents import find_files
 from antiphon.train.tokens import load_tokenizer

@@ -27,7 +27,7 @@ from antiphon.base.progress import Report, progress
 from antiphon.bench.limits import measure_gemm_flops_per_s
 from antiphon.bench.step_case import TEXT
 from antiphon.bench.train_turns import NUM_COMPARED, Comparison, Say, TrainingCase, write_text
-from antiphon.cost.training.flops import training_flops_per_token
+from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.models.config import load_model_spec
 
 

@@ -27,9 +27,9 @@ from antiphon.cost.layers import query_tile
 from antiphon.cost.network import Network, network
 from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
 from antiphon.specs.catalog import DATA
+from antiphon.specs.checked import read, read_mapping
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import DeviceSpec, load_device
-from antiphon.specs.strict_table import read_table
 
 MeasuredKind = Literal[
     "rows sent direct",
@@ -62,7 +62,7 @@ class Measured:
 @cache
 def measured() -> tuple[Measured, ...]:
     """All shipped tables, by name."""
-    return tuple(read_table(path).read(Measured) for path in sorted((DATA / "measured").glob("*.toml")))
+    return tuple(read(Measured, read_mapping(path), str(path)) for path in sorted((DATA / "measured").glob("*.toml")))
 
 
 WITHIN = 0.15

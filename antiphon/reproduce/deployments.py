@@ -18,10 +18,10 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
 from antiphon.reproduce import shipped
+from antiphon.specs.checked import CountFromZero, NotNegative, Positive, read, read_mapping
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.plan import PhaseName
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, read_table
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 WITHIN = 0.25
@@ -94,8 +94,8 @@ class Deployment:
 @cache
 def deployments() -> tuple[tuple[Deployment, float], ...]:
     """All of the file, each with our value."""
-    tables = read_table(DATA).tables("deployments")
-    return tuple((deployment, deployment.ours()) for deployment in (table.read(Deployment) for table in tables))
+    found = [read(Deployment, table, str(DATA)) for table in read_mapping(DATA)["deployments"]]
+    return tuple((deployment, deployment.ours()) for deployment in found)
 
 
 def section() -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from antiphon.base.errors import UserError
-from antiphon.specs.nearest import canonical, nearest_names
+from antiphon.specs.checked import canonical, nearest_names
 
 DATA = Path(__file__).parent / "data"
 Kind = Literal["device", "cluster", "workload", "model"]
 FOLDERS: dict[Kind, str] = {"device": "devices", "cluster": "clusters", "workload": "workloads", "model": "models"}
 SUFFIXES = (".toml", ".json", ".jsonl", ".csv")
+LISTED = ("aliases", "summary")  # keys of a shipped file that are for lists alone
 
 
 @dataclass(frozen=True, kw_only=True)

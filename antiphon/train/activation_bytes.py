@@ -18,9 +18,9 @@ from antiphon.cost.training.memory import fullest_stage
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import activations_of, choose, dense_bytes, needed_bytes, options
 from antiphon.cost.training.setup import Training, TrainingSetup
+from antiphon.specs.checked import did_you_mean
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.nearest import did_you_mean
 from antiphon.train.attention import reads_qkv
 from antiphon.train.config import TrainConfig
 from antiphon.train.keep import HEADS

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
-from antiphon.specs.nearest import nearest_names
+from antiphon.specs.checked import nearest_names
 from antiphon.train.operators import Graph, whole_name
 
 PROJECTED = ("qkv", "qkv_a2a")  # one of them, if backward reads it: `qkv_a2a` in tiles

@@ -15,8 +15,7 @@ from antiphon.models.planned import check_planned_for
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingLayout, TrainingPlan
 from antiphon.train.activation_bytes import tensors_of
-from antiphon.train.config import TrainConfig
-from antiphon.train.memory_config import MemoryConfig, OverlapConfig
+from antiphon.train.config import MemoryConfig, OverlapConfig, TrainConfig
 
 
 def obey(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.train.bucket import Piece
-from antiphon.train.communication_config import CommunicationConfig
-from antiphon.train.config import OptimizerConfig
+from antiphon.train.config import CommunicationConfig, OptimizerConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.muon import Muon, matrices_of
 from antiphon.train.shards import Shards

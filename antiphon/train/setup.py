@@ -13,8 +13,8 @@ from antiphon.comm.float8_rows import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
+from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.strict_table import read_text
 from antiphon.train.activation_bytes import dropped_to_fit, tensors_of
 from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.config import TrainConfig

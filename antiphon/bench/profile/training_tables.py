@@ -1,4 +1,4 @@
-"""From several ranks' seconds to the tables that `plan --phase train --profile` reads (`cost.training.tables`)."""
+"""From several ranks' seconds to the tables that `plan --phase train --profile` reads (`cost.profile`)."""
 
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from antiphon.bench.profile.crew import Crew, RigHandle
 from antiphon.bench.profile.effort import Effort
 from antiphon.bench.profile.orders import TimeTraining, TrainingSeconds
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.training.tables import TrainingLayer, TrainingSum, TrainingTables
+from antiphon.cost.profile import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
 

@@ -31,8 +31,7 @@ from torch import Tensor
 from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
-from antiphon.placement.forecast import Prefetch, needs_phase_two
-from antiphon.placement.split import BoolArray, FloatArray, IntArray
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, Prefetch, needs_phase_two
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.routing import Forecast
 from antiphon.specs.placement import ExpertPlacement
