@@ -51,10 +51,10 @@ def simulate_serving(
     on_progress: Callable[[float, float | None], None] | None = None,
 ) -> ServingRun:
     """Serve all of `demand`. `record_steps`: keep what a trace file needs. `on_progress(done, all)` counts requests."""
-    return _Simulation(pools, demand, options, record_steps, on_progress).run()
+    return _ServingSimulation(pools, demand, options, record_steps, on_progress).run()
 
 
-class _Simulation:
+class _ServingSimulation:
     def __init__(
         self,
         pools: list[Pool],

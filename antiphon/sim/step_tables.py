@@ -29,7 +29,7 @@ from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messages
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
-from antiphon.planner.step_times import Group, StepParts, group_of, step_parts
+from antiphon.planner.step_times import CandidateGroup, StepParts, group_of, step_parts
 from antiphon.planner.worker_times import attention_layer, expert_layer, expert_times, rows_of_fullest
 
 Floats = NDArray[np.float64]
@@ -282,7 +282,7 @@ def _extended(known: FloatArray, values: FloatArray, wanted: FloatArray) -> Floa
     return np.asarray([table(float(size)) for size in wanted])
 
 
-def _messages(setting: Setting, one: Candidates, group: Group, rows: FloatArray) -> StepMessages:
+def _messages(setting: Setting, one: Candidates, group: CandidateGroup, rows: FloatArray) -> StepMessages:
     model, precision = setting.model, setting.precision
     nets = [setting.networks[kind] for kind in (group.attention_kind, group.expert_kind)]
     links = [net.scale_up if group.near else net.scale_out for net in nets]

@@ -9,7 +9,7 @@ dtype, DENSE rates; links are ONE direction (makers print both together); GB are
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -67,7 +67,10 @@ def load_device(name_or_path: str | Path) -> DeviceSpec:
 
 def device_from_json(mapping: Mapping[str, Any], where: str) -> DeviceSpec:
     """The device a mapping describes; unknown keys, wrong types and sizes of zero or less are refused."""
-    device = read(DeviceSpec, {key: value for key, value in mapping.items() if key not in (*LISTED, "source")}, where)
+    values = {key: value for key, value in mapping.items() if key not in (*LISTED, "source")}
+    if isinstance(rates := values.get("flops_per_s"), Mapping):  # in one order, whatever the file's
+        values["flops_per_s"] = {name: rates[name] for name in get_args(ComputeDtype) if name in rates} | dict(rates)
+    device = read(DeviceSpec, values, where)
     known = [field.name for field in fields(DeviceSpec)]
     if unknown := [name for name in device.sources if name not in known]:
         raise UserError(f"{where}: unknown key sources.{unknown[0]}: {did_you_mean(unknown[0], known)}")

@@ -36,7 +36,7 @@ from antiphon.cost.training.memory import (
 )
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import (
-    Choice,
+    Rematerialized,
 )
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step_estimate import StepEstimate
@@ -82,7 +82,7 @@ def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Remat
     return _iteration(training, case, stage, choice, memory, num_micro_batches)
 
 
-def _stage(case: LayerCase, layers: StageLayers, choice: Choice) -> _Stage:
+def _stage(case: LayerCase, layers: StageLayers, choice: Rematerialized) -> _Stage:
     level, overlap = case.setup.overlap, case.network.overlap
     moe = layer_time(layer_operators(case), level, overlap, choice.recomputed)
     found: list[tuple[Number, LayerTime]] = [(layers.num_moe, moe)]
@@ -124,7 +124,7 @@ def _iteration(
     training: Training,
     case: LayerCase,
     stage: _Stage,
-    choice: Choice,
+    choice: Rematerialized,
     memory: TrainingMemory,
     num_micro_batches: Number,
 ) -> StepEstimate:

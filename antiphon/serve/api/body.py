@@ -1,8 +1,8 @@
 """Reads a request body: within a size and a time, as strict JSON, into a request model.
 
-The limits are enforced while the bytes arrive, so that nobody can make the server hold more than they allow. The JSON
+The limits are enforced while the bytes arrive, so that no client makes the server hold more than they allow. The JSON
 is parsed by msgspec, which takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
-Large bodies are decoded and validated one at a time, with a turn for everybody else in between.
+Large bodies are decoded and validated one at a time, with a turn for other requests in between.
 Rejected: FastAPI's own body handling, which reads everything first, accepts NaN and answers 422.
 """
 
